@@ -1,0 +1,58 @@
+"""Every error that quintsched raises on purpose.
+
+    QuintschedError               exit code
+    ├── UsageError                2   what was asked for is wrong: a name, a number, a setting, a path
+    ├── InputError                1   a file that was read is broken: a plan, a costs file, a data file
+    │   └── UnsoundError          1   a plan that is not sound; carries the findings
+    ├── MisfitError               3   the run does not fit the plan: world size, shapes, divisibility
+    └── StallError                4   a run stalled or a peer died
+
+Each message says what is wrong, where, and what to do. The command line prints it on standard error and
+exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuintschedError(Exception):
+    """Root of all errors raised on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(QuintschedError):
+    """What was asked for is wrong: an unknown name, a size out of range, a setting, a path."""
+
+    exit_code = 2
+
+
+class InputError(QuintschedError):
+    """A file that was read is broken; the message holds the place."""
+
+    exit_code = 1
+
+
+class UnsoundError(InputError):
+    """A plan that is not sound; the message is the counter-example."""
+
+
+class MisfitError(QuintschedError):
+    """The run does not fit the plan: world size, shapes, sizes that do not divide."""
+
+    exit_code = 3
+
+
+class StallError(QuintschedError):
+    """A run stalled, or a peer died."""
+
+    exit_code = 4
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the known name nearest to `name`, or the list of what there is."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; there is: {', '.join(known)}"

@@ -1,0 +1,1 @@
+"""The interpreter that runs plans, and the parallel modules that it runs."""
