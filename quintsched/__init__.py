@@ -1,1 +1,73 @@
-"""quintsched."""
+"""quintsched: pipeline-parallel training as a plan that people can read.
+
+    import quintsched as qs
+
+    plan = qs.compile("1f1b", mesh=qs.Mesh(dp=2, pp=2, tp=2), microbatches=8)
+    plan.save("plan.json")
+    print(plan.simulate().bubble)
+
+The planner is here; `quintsched.runtime` (torch) runs plans and `quintsched.viz` (matplotlib) draws them.
+Names are loaded when they are first used, so that `import quintsched` stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quintsched.checker import Finding, Verdict, check
+    from quintsched.compiler import compile
+    from quintsched.costs import Costs
+    from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
+    from quintsched.mesh import Mesh
+    from quintsched.partition import partition
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule, Shape, all_schedules, schedule
+    from quintsched.simulator import Simulation, simulate
+
+_HOMES = {
+    "checker": ("Finding", "Verdict", "check"),
+    "compiler": ("compile",),
+    "costs": ("Costs",),
+    "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
+    "mesh": ("Mesh",),
+    "partition": ("partition",),
+    "plan": ("Plan",),
+    "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),
+    "simulator": ("Simulation", "simulate"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Costs",
+    "Finding",
+    "InputError",
+    "Mesh",
+    "MisfitError",
+    "Plan",
+    "QuintschedError",
+    "Schedule",
+    "Shape",
+    "Simulation",
+    "StallError",
+    "UnsoundError",
+    "UsageError",
+    "Verdict",
+    "all_schedules",
+    "check",
+    "compile",
+    "partition",
+    "schedule",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'quintsched' has no attribute {name!r}")
+    return getattr(import_module(f"quintsched.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,69 @@
+"""Compile mesh size, microbatches and a schedule into a plan, and prove it.
+
+    schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quintsched.errors import UsageError
+from quintsched.layout import Route
+from quintsched.mesh import Mesh
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
+from quintsched.plan import Plan, ScheduleSpec
+from quintsched.schedules import Schedule, Shape, find_schedule
+
+MAX_BUCKETS = 1024
+
+
+def compile(
+    schedule: str | Schedule,
+    *,
+    mesh: Mesh | str,
+    microbatches: int,
+    chunks: int | None = None,
+    buckets_per_stage: int = 1,
+    stage_to_pp: Sequence[int] | None = None,
+) -> Plan:
+    """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
+
+    Args:
+        schedule: a registered name ("1f1b", …) or a `Schedule` of your own.
+        mesh: the device mesh, e.g. `Mesh(dp=2, pp=2, tp=2)` or "dp=2,pp=2,tp=2".
+        microbatches: how many microbatches each replica's share of the batch is cut into.
+        chunks: stages per pipeline rank; None takes the fewest that the schedule allows.
+        buckets_per_stage: gradient buckets of a stage.
+        stage_to_pp: which pipeline rank holds which stage; None takes the schedule's own placement.
+
+    Raises:
+        UsageError: an unknown name, or sizes that the schedule does not take (it names the nearest that work).
+        UnsoundError: a schedule of your own whose order cannot run; the message is the counter-example.
+    """
+    found = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if not 1 <= buckets_per_stage <= MAX_BUCKETS:
+        raise UsageError(f"buckets_per_stage is {buckets_per_stage}; give 1 to {MAX_BUCKETS}")
+    shape = found.shape(mesh.pp, microbatches, chunks)
+    if stage_to_pp is not None:
+        shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
+    plan = order_of_computation(found, shape, mesh, buckets_per_stage)
+    for step in TRAIN_PASSES if plan.mode == "train" else FORWARD_PASSES:
+        plan = step.apply(plan)
+    plan.check(profile="blocking").raise_if_unsound()
+    return plan
+
+
+def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1) -> Plan:
+    """Return the plan that holds only what the schedule says: which computations, in which order."""
+    stages = range(len(shape.stage_to_pp))
+    return Plan(
+        mode=schedule.mode,
+        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks),
+        mesh=mesh,
+        stage_to_pp=shape.stage_to_pp,
+        routes=(Route(tuple(stages), tuple(range(shape.microbatches))),),
+        buckets_per_stage=buckets_per_stage,
+        programs=tuple(tuple(schedule.order(rank, shape)) for rank in range(shape.pp)),
+    )

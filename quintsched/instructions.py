@@ -1,0 +1,152 @@
+"""The instructions of a program: one small frozen class each, with only its own fields.
+
+    RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
+
+What an instruction needs and makes is said in `quintsched.dataflow`, and only there; what it does, in the
+handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule there, a handler there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What all instructions have in common."""
+
+    @property
+    def op(self) -> str:
+        """The name of the instruction in a plan file."""
+        return type(self).__name__
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{field.name}={_plain(getattr(self, field.name))}" for field in fields(self))
+        return f"{self.op}({inner})"
+
+
+def _plain(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Instruction):
+    """Work of a rank on one microbatch of one stage."""
+
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Instruction):
+    """One end of a message between two pipeline ranks; `peer` is the other end's pp coordinate."""
+
+    stage: int
+    microbatch: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Message):
+    """The sending end of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recv(Message):
+    """The receiving end of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecvAct(Recv):
+    """Receive the input activation of `stage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fwd(Compute):
+    """Run the stage forward; on the last stage of the route, the loss too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendAct(Send):
+    """Send the output activation of `stage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecvGrad(Recv):
+    """Receive the gradient of `stage`'s output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bwd(Compute):
+    """Full backward: the gradient of the input and of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrad(Send):
+    """Send the gradient of `stage`'s input."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceBucket(Instruction):
+    """Sum one gradient bucket of `stage` over the named axes."""
+
+    stage: int
+    bucket: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareMetrics(Instruction):
+    """Give loss, loss weight and metrics of the last stage to every rank, without waiting for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClipGrad(Instruction):
+    """The global gradient norm over the whole mesh; scales where the job gives a threshold."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptStep(Instruction):
+    """The optimizer step of these stages."""
+
+    stages: tuple[int, ...]
+
+
+ALL: tuple[type[Instruction], ...] = (
+    RecvAct,
+    Fwd,
+    SendAct,
+    RecvGrad,
+    Bwd,
+    SendGrad,
+    AllReduceBucket,
+    ShareMetrics,
+    ClipGrad,
+    OptStep,
+)
+"""Every instruction there is."""
+
+WHOLE_MESH: tuple[type[Instruction], ...] = (ShareMetrics, ClipGrad)
+"""The collectives in which all pipeline ranks take part."""
+
+SHORT: dict[type[Instruction], str] = {
+    RecvAct: "RA",
+    Fwd: "F",
+    SendAct: "SA",
+    RecvGrad: "RG",
+    Bwd: "B",
+    SendGrad: "SG",
+    AllReduceBucket: "AR",
+    ShareMetrics: "metrics",
+    ClipGrad: "clip",
+    OptStep: "step",
+}
+"""The letters by which grids and pictures show an instruction."""
+
+
+def short(instruction: Instruction, *, with_stage: bool = True) -> str:
+    """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1)."""
+    letters = SHORT[type(instruction)]
+    stage = str(instruction.stage) if with_stage and hasattr(instruction, "stage") else ""
+    number = getattr(instruction, "microbatch", getattr(instruction, "bucket", ""))
+    return f"{stage}{letters}{number}"

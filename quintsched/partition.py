@@ -1,0 +1,44 @@
+"""Cut blocks into contiguous stages so that the slowest stage is as fast as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quintsched.errors import MisfitError
+
+
+def partition(costs: Sequence[float], stages: int) -> list[range]:
+    """Return `stages` ranges of blocks, each at least one, with the exact minimum of the largest sum of costs.
+
+    Among the cuts that reach that minimum, the first stages take as much as they can. Dynamic programming over
+    (stages, blocks), O(stages x blocks²) at worst; costs are not negative.
+    Raises `MisfitError` where there are fewer blocks than stages.
+    """
+    if len(costs) < stages:
+        raise MisfitError(f"{len(costs)} blocks cannot fill {stages} stages; use fewer stages (pp x chunks) or more blocks")
+    limit = _smallest_limit(costs, stages)
+    cuts, first = [], 0
+    for stage in range(stages):
+        last, total = first, 0.0
+        spare = len(costs) - (stages - stage - 1)
+        while last < spare and (last == first or total + costs[last] <= limit):
+            total += costs[last]
+            last += 1
+        cuts.append(range(first, last))
+        first = last
+    return cuts
+
+
+def _smallest_limit(costs: Sequence[float], stages: int) -> float:
+    """Return the minimum over all cuts of the largest sum, summing each stage from its first block on."""
+    num_blocks = len(costs)
+    best = [0.0] + [float("inf")] * num_blocks
+    for _ in range(stages):
+        following = [float("inf")] * (num_blocks + 1)
+        for first in range(num_blocks):
+            total = 0.0
+            for last in range(first, num_blocks):
+                total += costs[last]
+                following[last + 1] = min(following[last + 1], max(best[first], total))
+        best = following
+    return best[num_blocks]

@@ -1,0 +1,134 @@
+"""A plan: one list of instructions per pipeline rank, and what it was compiled from.
+
+    plan = quintsched.compile("1f1b", mesh=Mesh(dp=2, pp=2, tp=2), microbatches=8)
+    plan.save("plan.json")          plan.check().raise_if_unsound()
+    plan.program(rank=5)            plan.simulate().bubble
+    plan.graph()                    the dependency graph, as a networkx DiGraph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from quintsched.instructions import Instruction, Message
+from quintsched.layout import Layout, Route
+from quintsched.mesh import Mesh
+
+if TYPE_CHECKING:
+    import networkx
+
+    from quintsched.checker import Verdict
+    from quintsched.costs import Costs
+    from quintsched.simulator import Simulation
+
+Mode = Literal["train", "forward"]
+Program = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """The request that a plan was compiled from."""
+
+    name: str
+    microbatches: int
+    chunks: int = 1
+    slices: int = 1
+    options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One program per pp coordinate; all ranks with that coordinate run the same one.
+
+    `programs[k]` belongs to pp coordinate k. A plan that was put together by hand is not checked before
+    `check()` is asked; `compile` and `load` give only well-formed ones.
+    """
+
+    mode: Mode
+    schedule: ScheduleSpec
+    mesh: Mesh
+    stage_to_pp: tuple[int, ...]
+    routes: tuple[Route, ...]
+    buckets_per_stage: int
+    programs: tuple[Program, ...]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where stages lie and in which order microbatches visit them."""
+        return Layout(
+            stage_to_pp=self.stage_to_pp,
+            routes=self.routes,
+            trains=self.mode == "train",
+            reduces=bool(self.mesh.replica_axes),
+            buckets_per_stage=self.buckets_per_stage,
+        )
+
+    @property
+    def num_instructions(self) -> int:
+        """The number of instructions in all programs together."""
+        return sum(map(len, self.programs))
+
+    @property
+    def title(self) -> str:
+        """One line that names the plan: schedule, mesh and microbatches."""
+        chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
+        return f"{self.schedule.name} on {self.mesh}, {self.schedule.microbatches} microbatches{chunks}"
+
+    def program(self, rank: int) -> Program:
+        """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""
+        coordinates = self.mesh.coordinates(rank)
+        program = self.programs[coordinates.get("pp", 0)]
+        peers = {k: self.mesh.rank(coordinates | {"pp": k}) for k in range(self.mesh.pp)}
+        return tuple(replace(i, peer=peers[i.peer]) if isinstance(i, Message) else i for i in program)
+
+    def check(self, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
+        """Prove the plan sound (DESIGN: complete, data flow, channels, deadlock, collectives, memory).
+
+        `profile` is the transport profile under which it has to be free of deadlock; `memory_cap` the most
+        activations that a rank may hold, in microbatches of a whole rank.
+        """
+        from quintsched.checker import check
+
+        return check(self, profile=profile, memory_cap=memory_cap)
+
+    def simulate(self, costs: Costs | None = None) -> Simulation:
+        """Time the plan under a cost model (default: unit costs); raises `UnsoundError` if it cannot finish."""
+        from quintsched.simulator import simulate
+
+        return simulate(self, costs)
+
+    def graph(self) -> networkx.DiGraph[int]:
+        """Return the dependency graph as a networkx `DiGraph`: see `quintsched.graph.to_networkx`."""
+        from quintsched.graph import to_networkx
+
+        return to_networkx(self)
+
+    def to_json(self) -> str:
+        """Return the plan file's text; the same plan always gives the same bytes."""
+        from quintsched.planfile import dumps
+
+        return dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read a plan file's text; raises `InputError` with a JSON pointer to what is wrong."""
+        from quintsched.planfile import loads
+
+        return loads(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file; raises `UsageError` where that cannot be done."""
+        from quintsched.planfile import save
+
+        save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file; raises `UsageError` for a missing one, `InputError` for a broken one."""
+        from quintsched.planfile import load
+
+        return load(Path(path))

@@ -1,0 +1,227 @@
+"""The plan file: JSON, strict both ways, and the same bytes for the same plan.
+
+A plan is data: no name in it is ever resolved to code. Every fault of a file is one `InputError` with a JSON
+pointer to the place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quintsched import instructions as ins
+from quintsched.errors import InputError, UsageError, suggest
+from quintsched.layout import Route
+from quintsched.mesh import AXES, Mesh
+from quintsched.plan import Mode, Plan, Program, ScheduleSpec
+from quintsched.strictjson import describe_faults, parse_strict, pointer
+from quintsched.wellformed import malformations
+
+FORMAT = "quintsched.plan"
+VERSION = 1
+MAX_BYTES = 2**31
+LARGEST = 2**24
+
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Index = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _ScheduleFile(_Strict):
+    name: str = Field(max_length=200)
+    microbatches: Size
+    chunks: Size
+    slices: Literal[1]
+    options: dict[str, int | float | str | bool]
+
+
+class _RouteFile(_Strict):
+    stages: list[Index]
+    microbatches: list[Index]
+
+
+class _PlanFile(_Strict):
+    format: Literal["quintsched.plan"]
+    version: Literal[1]
+    mode: Literal["train", "forward"]
+    schedule: _ScheduleFile
+    mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
+    stage_to_pp: list[Index] = Field(min_length=1)
+    routes: list[_RouteFile] | None = None
+    buckets_per_stage: Size
+    program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
+    programs: list[list[Any]]
+
+
+def dumps(plan: Plan) -> str:
+    """Return the text of a plan file: one instruction per line, keys in a fixed order."""
+    head: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "mode": plan.mode,
+        "schedule": {
+            "name": plan.schedule.name,
+            "microbatches": plan.schedule.microbatches,
+            "chunks": plan.schedule.chunks,
+            "slices": plan.schedule.slices,
+            "options": dict(sorted(plan.schedule.options.items())),
+        },
+        "mesh": [list(axis) for axis in plan.mesh.axes],
+        "stage_to_pp": list(plan.stage_to_pp),
+        "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
+        "buckets_per_stage": plan.buckets_per_stage,
+        "program_axes": ["pp"],
+    }
+    lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
+    programs = ",\n".join(f"  [{_program_text(program)}]" for program in plan.programs)
+    return "{" + "\n".join(lines)[1:] + f'\n "programs": [\n{programs}]}}\n'
+
+
+def _program_text(program: Program) -> str:
+    return ",\n   ".join(json.dumps(_encode(instruction)) for instruction in program)
+
+
+def _encode(instruction: ins.Instruction) -> dict[str, object]:
+    return {"op": instruction.op} | {name: getattr(instruction, name) for name in _CODECS[instruction.op].names}
+
+
+def loads(text: str | bytes) -> Plan:
+    """Read a plan; raises `InputError` with a JSON pointer to the first fault. The plan is well-formed, not proved."""
+    if len(text) > MAX_BYTES:
+        raise InputError(f"the file has {len(text)} bytes; a plan has at most {MAX_BYTES}")
+    data = parse_strict(text)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InputError(f'/format: this is not a plan file; it must say "format": "{FORMAT}"')
+    version = data.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
+    try:
+        file = _PlanFile.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise InputError(describe_faults(error)) from error
+    plan = _plan_of(file)
+    for malformation in malformations(plan):
+        where = pointer("programs", malformation.rank, malformation.index) if malformation.rank is not None else "/"
+        raise InputError(f"{where}: {malformation.message}")
+    return plan
+
+
+def _plan_of(file: _PlanFile) -> Plan:
+    if len({name for name, _ in file.mesh}) != len(file.mesh):
+        raise InputError("/mesh: an axis is given twice")
+    mode: Mode = file.mode
+    schedule = file.schedule
+    try:
+        mesh = Mesh(**dict(file.mesh))
+    except UsageError as error:
+        raise InputError(f"/mesh: {error}") from error
+    routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
+    if file.routes is None:
+        routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches)))]
+    return Plan(
+        mode=mode,
+        schedule=ScheduleSpec(schedule.name, schedule.microbatches, schedule.chunks, options=schedule.options),
+        mesh=mesh,
+        stage_to_pp=tuple(file.stage_to_pp),
+        routes=tuple(routes),
+        buckets_per_stage=file.buckets_per_stage,
+        programs=tuple(tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)),
+    )
+
+
+def _decode_program(program: list[Any], rank: int) -> Iterator[ins.Instruction]:
+    for index, entry in enumerate(program):
+        try:
+            yield _decode(entry)
+        except InputError as error:
+            raise InputError(f"{pointer('programs', rank, index)}{error}") from None
+
+
+def _decode(entry: object) -> ins.Instruction:
+    """Return one instruction; the message of an `InputError` begins with the pointer below the instruction."""
+    if not isinstance(entry, dict):
+        raise InputError(f": an instruction is an object, not {json.dumps(entry)[:40]}")
+    op = entry.get("op")
+    codec = _CODECS.get(op) if isinstance(op, str) else None
+    if codec is None:
+        raise InputError(f"/op: unknown instruction {op!r}{suggest(str(op), _CODECS)}")
+    if len(entry) != len(codec.names) + 1 or not all(name in entry for name in codec.names):
+        raise InputError(codec.describe_keys(entry))
+    return codec.make(*[read(entry[name], name) for name, read in codec.readers])
+
+
+def _read_index(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise InputError(f"/{name}: {json.dumps(value)[:40]} is not a whole number from 0 to {LARGEST}")
+    return value
+
+
+def _read_indices(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InputError(f"/{name}: {json.dumps(value)[:40]} is not a list of whole numbers")
+    return tuple(_read_index(item, name) for item in value)
+
+
+def _read_axes(value: object, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(axis in AXES for axis in value):
+        raise InputError(f"/{name}: {json.dumps(value)[:40]} is not a list of axes among {', '.join(AXES)}")
+    return tuple(value)
+
+
+_READERS: dict[str, Callable[[object, str], Any]] = {
+    "int": _read_index,
+    "tuple[int, ...]": _read_indices,
+    "tuple[str, ...]": _read_axes,
+}
+
+
+class _Codec:
+    """How one class of instruction is read, worked out from its fields."""
+
+    def __init__(self, make: type[ins.Instruction]) -> None:
+        self.make = make
+        self.names = tuple(field.name for field in fields(make))
+        self.readers = tuple((field.name, _READERS[str(field.type)]) for field in fields(make))
+
+    def describe_keys(self, entry: dict[str, object]) -> str:
+        """Say which key is missing or unknown."""
+        for name in self.names:
+            if name not in entry:
+                return f": {self.make.__name__} lacks {name!r}"
+        unknown = next(key for key in entry if key != "op" and key not in self.names)
+        return f"{pointer(unknown)}: unknown key of {self.make.__name__}{suggest(unknown, ('op', *self.names))}"
+
+
+_CODECS = {make.__name__: _Codec(make) for make in ins.ALL}
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan file by way of a temporary name, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(dumps(plan), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot write the plan: {error.strerror}") from error
+
+
+def load(path: Path) -> Plan:
+    """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the plan: {error.strerror}") from error
+    try:
+        return loads(data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error

@@ -1,0 +1,51 @@
+"""Interleaved 1F1B (Narayanan et al., SC'21, arXiv:2104.04473): 1F1B with several stages on each rank.
+
+Units of work go round the chunks in groups of P microbatches, so that a rank has something of another chunk
+to do while it waits:
+
+    P=2, 2 chunks, rank 0 forwards:   chunk 0: mb 0, 1   chunk 1: mb 0, 1   chunk 0: mb 2, 3   chunk 1: …
+"""
+
+from quintsched.instructions import Bwd, Fwd
+from quintsched.placement import loop
+from quintsched.schedules.registry import MAX_CHUNKS, Order, Shape, schedule
+
+
+def _multiple_of_pp(shape: Shape) -> str | None:
+    below = shape.microbatches // shape.pp * shape.pp
+    if below == shape.microbatches:
+        return None
+    nearest = f"{below} or {below + shape.pp}" if below else f"{shape.pp}"
+    return (
+        f"microbatches is {shape.microbatches}, which is no multiple of pp={shape.pp}; the nearest that works: {nearest}"
+    )
+
+
+@schedule(
+    "interleaved-1f1b",
+    summary="1F1B over several stages per rank",
+    bubble="(P-1)(F+I+W)/v",
+    memory="min((2(P-r-1)+(v-1)P+1)/v, M)",
+    placement=loop,
+    min_chunks=2,
+    max_chunks=MAX_CHUNKS,
+    constraint=_multiple_of_pp,
+)
+def interleaved_1f1b(rank: int, shape: Shape) -> Order:
+    """Yield 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
+    stages = shape.stages_of(rank)
+    units = shape.microbatches * shape.chunks
+    warmup = min(2 * (shape.pp - rank - 1) + (shape.chunks - 1) * shape.pp, units)
+
+    def unit(k: int) -> tuple[int, int]:
+        group, within = divmod(k, shape.pp * shape.chunks)
+        chunk, microbatch = divmod(within, shape.pp)
+        return chunk, group * shape.pp + microbatch
+
+    for k in range(units + warmup):
+        if k < units:
+            chunk, microbatch = unit(k)
+            yield Fwd(stages[chunk], microbatch)
+        if k >= warmup:
+            chunk, microbatch = unit(k - warmup)
+            yield Bwd(stages[-1 - chunk], microbatch)

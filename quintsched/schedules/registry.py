@@ -1,0 +1,123 @@
+"""The registry of schedules: adding one is one decorated generator.
+
+    @schedule("1f1b", summary="…", bubble="…", memory="…")
+    def one_f_one_b(rank: int, shape: Shape) -> Order:
+        yield Fwd(rank, 0) …
+
+A schedule says only in which order a rank computes. Passes add messages, reductions and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quintsched.errors import UsageError, suggest
+from quintsched.instructions import Compute
+from quintsched.placement import linear
+from quintsched.plan import Mode
+
+Order = Iterator[Compute]
+Placement = Callable[[int, int], tuple[int, ...]]
+
+MAX_MICROBATCHES = 2**20
+MAX_CHUNKS = 2**12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is asked for: `pp` ranks, `microbatches`, and which stages each rank holds."""
+
+    pp: int
+    microbatches: int
+    chunks: int
+    stage_to_pp: tuple[int, ...]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on `rank`, in rising order."""
+        return tuple(stage for stage, pp in enumerate(self.stage_to_pp) if pp == rank)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A named order of computation, and what to know about it.
+
+    `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns what is wrong with
+    a shape and which sizes work, or None.
+    """
+
+    name: str
+    order: Callable[[int, Shape], Order]
+    summary: str
+    bubble: str
+    memory: str
+    aliases: tuple[str, ...] = ()
+    mode: Mode = "train"
+    placement: Placement = linear
+    min_chunks: int = 1
+    max_chunks: int = 1
+    constraint: Callable[[Shape], str | None] = lambda _shape: None
+
+    @property
+    def chunks_text(self) -> str:
+        """How many chunks the schedule takes, in words."""
+        if self.min_chunks == self.max_chunks:
+            return str(self.min_chunks)
+        return f"{self.min_chunks} or more"
+
+    def shape(self, pp: int, microbatches: int, chunks: int | None) -> Shape:
+        """Return the checked shape for these sizes; `chunks` None takes the fewest. Raises `UsageError`."""
+        chunks = self.min_chunks if chunks is None else chunks
+        _check_range(self.name, "microbatches", microbatches, 1, MAX_MICROBATCHES)
+        _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
+        shape = Shape(pp, microbatches, chunks, self.placement(pp, chunks))
+        if fault := self.constraint(shape):
+            raise UsageError(f"{self.name}: {fault}")
+        return shape
+
+
+def _check_range(name: str, what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        allowed = f"exactly {low}" if low == high else f"{low} to {high}"
+        raise UsageError(f"{name}: {what} is {value}; this schedule takes {allowed}")
+
+
+_REGISTRY: dict[str, Schedule] = {}
+
+
+def schedule(
+    name: str,
+    *,
+    summary: str,
+    bubble: str,
+    memory: str,
+    aliases: tuple[str, ...] = (),
+    mode: Mode = "train",
+    placement: Placement = linear,
+    min_chunks: int = 1,
+    max_chunks: int = 1,
+    constraint: Callable[[Shape], str | None] = lambda _shape: None,
+) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
+    """Register the decorated generator as a schedule; the fields are those of `Schedule`."""
+
+    def register(order: Callable[[int, Shape], Order]) -> Schedule:
+        made = Schedule(
+            name, order, summary, bubble, memory, aliases, mode, placement, min_chunks, max_chunks, constraint
+        )
+        _REGISTRY[name] = made
+        return made
+
+    return register
+
+
+def all_schedules() -> tuple[Schedule, ...]:
+    """Every registered schedule, in the order of registration."""
+    return tuple(_REGISTRY.values())
+
+
+def find_schedule(name: str) -> Schedule:
+    """Return the schedule of this name or alias; raises `UsageError` that suggests the nearest one."""
+    for found in _REGISTRY.values():
+        if name == found.name or name in found.aliases:
+            return found
+    raise UsageError(f"unknown schedule {name!r}{suggest(name, _REGISTRY)}")

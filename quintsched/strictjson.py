@@ -1,0 +1,55 @@
+"""JSON read strictly: no duplicate keys, no NaN, no surprises; every fault with its place."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NoReturn
+
+from quintsched.errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"duplicate key {twice!r} in an object with the keys {', '.join(dict.fromkeys(keys))}")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise InputError(f"{name} is not a JSON number")
+
+
+def parse_strict(text: str | bytes) -> object:
+    """Return the parsed JSON; raises `InputError` that says what is wrong and, for bad syntax, where."""
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        cut = " (the file ends too early: is it truncated?)" if error.pos >= len(error.doc.rstrip()) else ""
+        raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}{cut}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text: byte {error.start} cannot be read") from error
+    except RecursionError as error:
+        raise InputError("nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"not JSON: {error}") from error
+
+
+def pointer(*steps: object) -> str:
+    """Return a JSON pointer (RFC 6901) to a place."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+def describe_faults(error: ValidationError) -> str:
+    """Return pydantic's first fault as `/where: what`, with the number of others."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    words = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+    return f"{pointer(*first['loc']) or '/'}: {words}{more}"

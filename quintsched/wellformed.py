@@ -1,0 +1,109 @@
+"""Whether every number in a plan names something that exists: the ground on which all other checks stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quintsched import instructions as ins
+from quintsched.dataflow import peer_of
+from quintsched.plan import Plan
+
+
+@dataclass(frozen=True)
+class Malformation:
+    """A number that names nothing: on `rank`, at `index` of its program (None: in the plan's head)."""
+
+    message: str
+    rank: int | None = None
+    index: int | None = None
+
+
+def malformations(plan: Plan) -> Iterator[Malformation]:
+    """Yield every malformation of a plan: sizes, routes, and each instruction's numbers."""
+    head = list(_head_faults(plan))
+    if head:
+        yield from (Malformation(fault) for fault in head)
+        return
+    for rank, program in enumerate(plan.programs):
+        for index, instruction in enumerate(program):
+            fault = _instruction_fault(instruction, plan, rank)
+            if fault:
+                yield Malformation(f"rank {rank} instruction {index}, {instruction}: {fault}", rank, index)
+
+
+def _head_faults(plan: Plan) -> Iterator[str]:
+    pp, stages = plan.mesh.pp, range(len(plan.stage_to_pp))
+    if len(plan.programs) != pp:
+        yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {pp} pipeline ranks"
+    for stage, rank in enumerate(plan.stage_to_pp):
+        if not 0 <= rank < pp:
+            yield f"stage {stage} is placed on pipeline rank {rank}, which is not among 0 to {pp - 1}"
+    for number, route in enumerate(plan.routes):
+        if sorted(set(route.stages)) != sorted(route.stages) or not set(route.stages) <= set(stages):
+            yield f"route {number} must visit stages among 0 to {len(stages) - 1}, each once; it is {route.stages}"
+    routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
+    if routed != list(range(plan.schedule.microbatches)):
+        yield f"the routes must hold each of the {plan.schedule.microbatches} microbatches once"
+
+
+def _instruction_fault(instruction: ins.Instruction, plan: Plan, rank: int) -> str | None:
+    for kind, fault_of in _FAULTS:
+        if isinstance(instruction, kind):
+            return fault_of(instruction, plan, rank)
+    return None
+
+
+def _stage_fault(stage: int, plan: Plan, rank: int) -> str | None:
+    if not 0 <= stage < len(plan.stage_to_pp):
+        return f"stage {stage} is out of range: the plan has the stages 0 to {len(plan.stage_to_pp) - 1}"
+    if plan.stage_to_pp[stage] != rank:
+        return f"stage {stage} is on rank {plan.stage_to_pp[stage]}, not on rank {rank}"
+    return None
+
+
+def _unit_fault(i: ins.Compute | ins.Message, plan: Plan, rank: int) -> str | None:
+    if fault := _stage_fault(i.stage, plan, rank):
+        return fault
+    if not 0 <= i.microbatch < plan.schedule.microbatches:
+        return f"microbatch {i.microbatch} is out of range: there are {plan.schedule.microbatches}"
+    if not plan.layout.visits(i.stage, i.microbatch):
+        return f"the route of microbatch {i.microbatch} does not visit stage {i.stage}"
+    return None
+
+
+def _message_fault(i: ins.Message, plan: Plan, rank: int) -> str | None:
+    if fault := _unit_fault(i, plan, rank):
+        return fault
+    expected = peer_of(i, plan.layout)
+    if i.peer == rank:
+        return f"its peer is rank {rank} itself; stages on one rank hand over in place, without a message"
+    if expected < 0:
+        return "the route begins or ends here: there is nobody to exchange this with"
+    if i.peer != expected:
+        return f"peer {i.peer} does not hold the neighbouring stage; rank {expected} does"
+    return None
+
+
+def _bucket_fault(i: ins.AllReduceBucket, plan: Plan, rank: int) -> str | None:
+    if fault := _stage_fault(i.stage, plan, rank):
+        return fault
+    if not 0 <= i.bucket < plan.buckets_per_stage:
+        return f"bucket {i.bucket} is out of range: a stage has {plan.buckets_per_stage}"
+    if i.axes != plan.mesh.replica_axes:
+        return f"the axes must be those of the replicas, {plan.mesh.replica_axes or 'of which there are none'}"
+    return None
+
+
+def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
+    faults = (_stage_fault(stage, plan, rank) for stage in i.stages)
+    return next(filter(None, faults), None)
+
+
+_FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, Plan, int], str | None]], ...] = (
+    (ins.Compute, _unit_fault),
+    (ins.Message, _message_fault),
+    (ins.AllReduceBucket, _bucket_fault),
+    (ins.OptStep, _step_fault),
+)
