@@ -160,9 +160,7 @@ def _broken_flow_of_rank(plan: Plan, rank: int, flows: Sequence[Flow]) -> Iterat
             yield Finding(Point.DATA_FLOW, message, rank, index)
 
 
-def _missing(
-    plan: Plan, rank: int, index: int, value: Value, gone: dict[Value, int], flows: Sequence[Flow]
-) -> Finding:
+def _missing(plan: Plan, rank: int, index: int, value: Value, gone: dict[Value, int], flows: Sequence[Flow]) -> Finding:
     if value in gone:
         why = f"which {_at(plan, rank, gone[value])} has already taken"
     else:

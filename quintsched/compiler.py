@@ -1,6 +1,6 @@
 """Compile mesh size, microbatches and a schedule into a plan, and prove it.
 
-    schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
+schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
 """
 
 from __future__ import annotations

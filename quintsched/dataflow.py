@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What a value is; `index` of a value is a microbatch unless said otherwise."""
+    """What a value is; the `number` of a value is a microbatch unless said otherwise."""
 
     OUTPUT = 0
     """The output activation of a stage."""
@@ -37,7 +37,7 @@ class Kind(IntEnum):
     WEIGHT_GRAD = 4
     """A microbatch's share of a stage's weight gradients."""
     REDUCED = 5
-    """A bucket (the index) of gradients, summed over the replicas."""
+    """A bucket (the number) of gradients, summed over the replicas."""
     METRICS = 6
     """The batch's loss, loss weight and metrics, known on this rank."""
     NORM = 7
@@ -53,14 +53,14 @@ class Value(NamedTuple):
 
     kind: Kind
     stage: int
-    index: int
+    number: int
 
     def __str__(self) -> str:
         words = self.kind.name.lower().replace("_", " ")
         if self.kind in AMBIENT:
             return f"the {words}"
         which = "bucket" if self.kind is Kind.REDUCED else "microbatch"
-        return f"the {words} of stage {self.stage}, {which} {self.index}"
+        return f"the {words} of stage {self.stage}, {which} {self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,6 @@ from quintsched.instructions import (
 )
 from quintsched.plan import Plan
 
-MessageQueue = Callable[[int, int], Hashable]
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -47,9 +45,7 @@ PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile("blocking", "host-blocking calls; gloo's send at any size", True, lambda s, d: 0, lambda group: 0),
-        Profile(
-            "single-stream", "one NCCL communicator and stream", False, lambda s, d: "wire", lambda group: "wire"
-        ),
+        Profile("single-stream", "one NCCL communicator and stream", False, lambda s, d: "wire", lambda group: "wire"),
         Profile(
             "pair-stream",
             "NCCL pair communicators made up front",

@@ -24,8 +24,7 @@ def excerpt(plan: Plan, places: Sequence[tuple[int, int]]) -> list[str]:
         if last - first > 60:
             last = first + 60
         cells = (
-            f">{short(i)}<" if index in marked else short(i)
-            for index, i in enumerate(program[first:last], start=first)
+            f">{short(i)}<" if index in marked else short(i) for index, i in enumerate(program[first:last], start=first)
         )
         dots = ("… " if first else "", " …" if last < len(program) else "")
         lines.append(f"  rank {rank} from {first}: {dots[0]}{' '.join(cells)}{dots[1]}")

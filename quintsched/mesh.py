@@ -1,12 +1,12 @@
 """The device mesh: named axes, and which ranks stand together along them.
 
-    dp=2,pp=2,tp=2      rank = row-major index of its coordinates, outermost axis first
+dp=2,pp=2,tp=2      rank = row-major index of its coordinates, outermost axis first
 
-         tp0 tp1              groups("tp")  (0 1) (2 3) (4 5) (6 7)
-    pp0 [ 0   1 ] dp0         groups("pp")  (0 2) (1 3) (4 6) (5 7)
-    pp1 [ 2   3 ]             groups("dp", "tp")  (0 1 4 5) (2 3 6 7)
-    pp0 [ 4   5 ] dp1
-    pp1 [ 6   7 ]
+     tp0 tp1              groups("tp")  (0 1) (2 3) (4 5) (6 7)
+pp0 [ 0   1 ] dp0         groups("pp")  (0 2) (1 3) (4 6) (5 7)
+pp1 [ 2   3 ]             groups("dp", "tp")  (0 1 4 5) (2 3 6 7)
+pp0 [ 4   5 ] dp1
+pp1 [ 6   7 ]
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
     Raises `MisfitError` where there are fewer blocks than stages.
     """
     if len(costs) < stages:
-        raise MisfitError(f"{len(costs)} blocks cannot fill {stages} stages; use fewer stages (pp x chunks) or more blocks")
+        raise MisfitError(
+            f"{len(costs)} blocks cannot fill {stages} stages; use fewer stages (pp x chunks) or more blocks"
+        )
     limit = _smallest_limit(costs, stages)
     cuts, first = [], 0
     for stage in range(stages):

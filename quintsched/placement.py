@@ -1,7 +1,7 @@
 """Which pipeline rank holds which stage.
 
-    linear   pp=4            0 1 2 3
-    loop     pp=4, chunks=2  0 1 2 3 0 1 2 3
+linear   pp=4            0 1 2 3
+loop     pp=4, chunks=2  0 1 2 3 0 1 2 3
 """
 
 from __future__ import annotations

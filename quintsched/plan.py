@@ -1,9 +1,9 @@
 """A plan: one list of instructions per pipeline rank, and what it was compiled from.
 
-    plan = quintsched.compile("1f1b", mesh=Mesh(dp=2, pp=2, tp=2), microbatches=8)
-    plan.save("plan.json")          plan.check().raise_if_unsound()
-    plan.program(rank=5)            plan.simulate().bubble
-    plan.graph()                    the dependency graph, as a networkx DiGraph
+plan = quintsched.compile("1f1b", mesh=Mesh(dp=2, pp=2, tp=2), microbatches=8)
+plan.save("plan.json")          plan.check().raise_if_unsound()
+plan.program(rank=5)            plan.simulate().bubble
+plan.graph()                    the dependency graph, as a networkx DiGraph
 """
 
 from __future__ import annotations

@@ -92,9 +92,7 @@ def _crossings(plan: Plan, flows: Flows, of: list[list[int]]) -> dict[tuple[int,
     return found
 
 
-def _order_keys(
-    source: int, target: int, crossings: list[_Crossing], run: Run, durations: list[float]
-) -> list[Key]:
+def _order_keys(source: int, target: int, crossings: list[_Crossing], run: Run, durations: list[float]) -> list[Key]:
     """Return each message's place in the global order."""
     keys: list[Key] = []
     sent = 0.0
@@ -109,10 +107,10 @@ def _order_keys(
 
 def _ends(crossing: _Crossing, source: int, target: int, plan: Plan) -> tuple[Send, Instruction]:
     value, layout = crossing.value, plan.layout
-    after = layout.after(value.stage, value.index)
+    after = layout.after(value.stage, value.number)
     if isinstance(crossing.taker, Fwd):
-        return SendAct(value.stage, value.index, target), RecvAct(after, value.index, source)
-    return SendGrad(after, value.index, target), RecvGrad(value.stage, value.index, source)
+        return SendAct(value.stage, value.number, target), RecvAct(after, value.number, source)
+    return SendGrad(after, value.number, target), RecvGrad(value.stage, value.number, source)
 
 
 def _explain_order(plan: Plan, of: list[list[int]], run: Run) -> str:
@@ -124,6 +122,9 @@ def _explain_order(plan: Plan, of: list[list[int]], run: Run) -> str:
             stuck.append((rank, index))
     lines = [f"rank {rank} is stuck at {index} {plan.programs[rank][index]}" for rank, index in stuck]
     return "\n".join(
-        ["deadlock: the order of computation itself cannot run; what these need is never made", *lines]
-        + excerpt(plan, stuck)
+        [
+            "deadlock: the order of computation itself cannot run; what these need is never made",
+            *lines,
+            *excerpt(plan, stuck),
+        ]
     )

@@ -1,7 +1,7 @@
 """GPipe (Huang et al. 2019, arXiv:1811.06965), also called AFAB: all forwards, then all backwards.
 
-    rank 0  F0 F1 F2 F3 .. .. B0 .... B1 .... B2 .... B3
-    rank 1  .. F0 F1 F2 F3 B0 .... B1 .... B2 .... B3
+rank 0  F0 F1 F2 F3 .. .. B0 .... B1 .... B2 .... B3
+rank 1  .. F0 F1 F2 F3 B0 .... B1 .... B2 .... B3
 """
 
 from quintsched.instructions import Bwd, Fwd

@@ -1,7 +1,7 @@
 """Forward only, breadth first: each stage of a rank runs all microbatches before the next stage does.
 
-    rank 0  F0 F1 F2 F3 ..
-    rank 1  .. F0 F1 F2 F3
+rank 0  F0 F1 F2 F3 ..
+rank 1  .. F0 F1 F2 F3
 """
 
 from quintsched.instructions import Fwd

@@ -16,9 +16,7 @@ def _multiple_of_pp(shape: Shape) -> str | None:
     if below == shape.microbatches:
         return None
     nearest = f"{below} or {below + shape.pp}" if below else f"{shape.pp}"
-    return (
-        f"microbatches is {shape.microbatches}, which is no multiple of pp={shape.pp}; the nearest that works: {nearest}"
-    )
+    return f"microbatches is {shape.microbatches}, no multiple of pp={shape.pp}; the nearest that works: {nearest}"
 
 
 @schedule(

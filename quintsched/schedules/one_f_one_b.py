@@ -1,7 +1,7 @@
 """1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503): forwards and backwards take turns.
 
-    rank 0  F0 F1 .. .. B0 .... F2 B1 .... F3 B2 ....       at most P - rank activations stand
-    rank 1  .. F0 B0 .... F1 B1 .... F2 B2 .... F3 B3
+rank 0  F0 F1 .. .. B0 .... F2 B1 .... F3 B2 ....       at most P - rank activations stand
+rank 1  .. F0 B0 .... F1 B1 .... F2 B2 .... F3 B3
 """
 
 from quintsched.instructions import Bwd, Fwd
