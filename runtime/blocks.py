@@ -1,0 +1,153 @@
+"""A model as a sequence of blocks: building them one at a time, their sizes, and the shapes between them.
+
+A block is a module, or a function without arguments that builds one. With functions no rank builds the blocks of
+the others, and the engine seeds each block by (seed, its number), so that initial weights do not depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError
+
+Block = nn.Module | Callable[[], nn.Module]
+Blocks = Sequence[Block]
+
+_GLOBAL_GENERATOR = threading.Lock()
+"""Ranks that are threads of one process share torch's global generator; one block is built at a time."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return an uninitialised tensor of this spec."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+@contextmanager
+def seeded(seed: int, number: int) -> Iterator[None]:
+    """Seed torch's global generator for block `number`, and leave it afterwards as it was."""
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+        yield
+
+
+def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return block `number` on the CPU as `dtype` (None: as it was built), the same for every mesh.
+
+    A module is returned as it is; a builder runs with torch's global generator seeded by (seed, number).
+    """
+    if isinstance(block, nn.Module):
+        return block.to(dtype) if dtype else block
+    with seeded(seed, number):
+        built = block()
+    return built.to(dtype) if dtype else built
+
+
+def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:
+    """Return the whole model in one piece, with the weights that every mesh starts from."""
+    return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
+
+
+def accepted_extras(block: nn.Module, extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the `extras` that the block's `forward` takes by name."""
+    parameters = inspect.signature(block.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return dict(extras)
+    return {name: extras[name] for name in extras if name in parameters}
+
+
+def split_output(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return a block's output and its auxiliary loss, which a block may return beside it."""
+    return output if isinstance(output, tuple) else (output, None)
+
+
+def estimate_costs(blocks: Blocks) -> list[float]:
+    """Estimate what each block costs without running it: the weights that its products touch.
+
+    A lookup (`nn.Embedding`) touches one row. Builders run on the meta device, so nothing is allocated.
+    """
+    costs = []
+    for block in blocks:
+        module = _on_meta(block)
+        lookups = {id(m.weight): m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding)}
+        costs.append(float(sum(lookups.get(id(p), p.numel()) for p in module.parameters())))
+    return costs
+
+
+def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 3) -> list[float]:
+    """Measure each block's forward and backward on one microbatch, in seconds: the best of `rounds`.
+
+    `example` is a microbatch of the model's input; one block is built at a time.
+    """
+    costs = []
+    for number, block in enumerate(blocks):
+        module = build_block(block, number, seed, example.dtype if example.is_floating_point() else None)
+        taken = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            given = example.detach().requires_grad_(number > 0 and example.is_floating_point())
+            output, _ = split_output(module(given))
+            output.sum().backward()
+            taken.append(time.perf_counter() - start)
+        module.zero_grad()
+        costs.append(min(taken))
+        example = output.detach()
+    return costs
+
+
+def trace_shapes(blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec]) -> list[TensorSpec]:
+    """Return the spec of every block's output for one microbatch, found on the meta device: no data, no memory.
+
+    Raises `MisfitError` that names the block that cannot take what the one before gives.
+    """
+    given = inputs.empty("meta")
+    beside = {name: spec.empty("meta") for name, spec in extras.items()}
+    specs = []
+    for number, block in enumerate(blocks):
+        module = _on_meta(block, inputs.dtype if inputs.dtype.is_floating_point else None)
+        try:
+            given, _ = split_output(_call_on_meta(module, given, accepted_extras(module, beside)))
+        except Exception as error:
+            raise MisfitError(
+                f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "
+                "blocks on torch's meta device)"
+            ) from error
+        specs.append(TensorSpec.of(given))
+    return specs
+
+
+def _on_meta(block: Block, dtype: torch.dtype | None = None) -> nn.Module:
+    if isinstance(block, nn.Module):
+        return block
+    with seeded(0, 0), torch.device("meta"):
+        built = block()
+    return built.to(dtype) if dtype else built
+
+
+def _call_on_meta(module: nn.Module, given: Tensor, extras: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    weights = {name: t.to("meta") for name, t in (*module.named_parameters(), *module.named_buffers())}
+    with torch.no_grad():
+        output: Tensor | tuple[Tensor, Tensor] = torch.func.functional_call(module, weights, (given,), extras)
+    return output

@@ -1,0 +1,350 @@
+"""The engine: a plan and a list of blocks are all it takes to train; the user keeps the loop.
+
+engine = Engine(plan, blocks, loss_fn, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))
+for inputs, targets in loader:
+    result = engine.step(inputs, targets)        # result.loss: a tensor, on every rank
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quintsched.compiler import compile
+from quintsched.errors import MisfitError, UsageError
+from quintsched.instructions import AllReduceBucket, OptStep
+from quintsched.plan import Plan
+
+from .blocks import Blocks, TensorSpec, estimate_costs
+from .gradients import Gradients
+from .groups import make_groups, open_channels
+from .interpreter import Interpreter
+from .machine import Batch, Clock, LossFn, Machine, MetricFn
+from .shapes import agree, find_shapes, tell_spec
+from .stages import build_stages, cut
+from .state import full_weights, load_state, state_of
+from .transport import LocalTransport, LocalWorld, Transport, Work, connect
+
+OptimizerFn = Callable[[Any], Optimizer]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives on every rank. Reading a figure waits until the ranks have shared it.
+
+    `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
+    says that it was not finite, so that no rank stepped its optimizer.
+    """
+
+    _tally: Tensor
+    _shared: Work
+    _metrics: Sequence[str]
+    grad_norm: Tensor | None = None
+    skipped: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """The batch's total loss weight: samples or tokens; 0-dimensional."""
+        self._shared.wait()
+        return self._tally[1]
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
+        self._shared.wait()
+        return self._tally[0] / self._tally[1]
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """What to add up over batches: "loss", "weight" and each metric, as sums."""
+        self._shared.wait()
+        return dict(zip(("loss", "weight", *self._metrics), self._tally, strict=True))
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Each metric over the whole batch: its sum over total weight."""
+        weight = self.weight
+        return {name: self._tally[number] / weight for number, name in enumerate(self._metrics, start=2)}
+
+
+class Engine:
+    """Runs a plan on a user's own blocks, loss and optimizer.
+
+    Args:
+        plan: a plan for training; it must be sound under the transport's profile.
+        blocks: the model in order: modules, or functions without arguments that each build one (then no rank builds
+            the blocks of others, and `seed` fixes the initial weights for every mesh alike). A block takes the
+            output of the one before and, by name, such of step's `extras` as its `forward` has parameters for; it
+            returns its output, or (output, auxiliary loss summed over the samples).
+        loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
+        optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
+            pairs.
+        metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
+        clip: threshold of the global gradient norm.
+        block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
+            fast as can be.
+        bucket_mb: gradients are reduced in pieces of at most this many megabytes.
+        dtype: the floating-point type of weights and inputs; None leaves blocks as they are built.
+        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
+
+    Raises:
+        UnsoundError: the plan is not proved for the transport.
+        MisfitError: world size, shapes or sizes do not fit the plan, or ranks disagree.
+        StallError: a peer died or does not answer.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Blocks,
+        loss_fn: LossFn,
+        optimizer: OptimizerFn,
+        *,
+        metrics: Mapping[str, MetricFn] | None = None,
+        clip: float | None = None,
+        block_costs: Sequence[float] | None = None,
+        bucket_mb: float = 25.0,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        transport: Transport | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if plan.mode != "train":
+            raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
+        self.plan = plan
+        self._evaluation_plan = compile(
+            "inference",
+            mesh=plan.mesh,
+            microbatches=plan.schedule.microbatches,
+            chunks=plan.schedule.chunks,
+            stage_to_pp=plan.stage_to_pp,
+        )
+        self.transport = transport or connect_for(plan, timeout_s)
+        _require_fit(plan, self.transport)
+        plan.check(profile=self.transport.profile).raise_if_unsound()
+        self._rank = self.transport.rank
+        self._groups = make_groups(plan.mesh, self.transport)
+        open_channels([plan, self._evaluation_plan], self.transport)
+        agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
+        self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
+        self._blocks = blocks
+        self._cuts = cut(block_costs or estimate_costs(blocks), plan.layout)
+        self._dtype = dtype
+        device = self.transport.device
+        self.stages = build_stages(
+            blocks, self._cuts, plan.layout, self._pp_rank, self._groups, seed=seed, dtype=dtype, device=device
+        )
+        self.clock = Clock(device)
+        self._loss_fn, self._metrics, self._clip = loss_fn, dict(metrics or {}), clip
+        self._gradients = self._make_gradients(bucket_mb)
+        self.optimizers = self._make_optimizers(optimizer)
+        self._training: Interpreter | None = None
+        self._evaluation: Interpreter | None = None
+
+    def _make_gradients(self, bucket_mb: float) -> Gradients:
+        program = self.plan.programs[self._pp_rank]
+        return Gradients(
+            self.stages,
+            [(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)],
+            self._groups,
+            buckets_per_stage=self.plan.buckets_per_stage,
+            piece_bytes=int(bucket_mb * 2**20),
+            device=self.transport.device,
+        )
+
+    def _make_optimizers(self, build: OptimizerFn) -> dict[tuple[int, ...], Optimizer]:
+        """Build one optimizer per `OptStep`; a rank without trained parameters has none."""
+        wants_names = next(iter(inspect.signature(build).parameters), "").startswith("named")
+        made = {}
+        for step in (i for i in self.plan.programs[self._pp_rank] if isinstance(i, OptStep)):
+            named = [pair for stage in step.stages for pair in self.stages[stage].named_weights().items()]
+            if named:
+                made[step.stages] = build(named if wants_names else [parameter for _, parameter in named])
+        return made
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """This rank's optimizer; raises `UsageError` where the plan gives it none or several (see `optimizers`)."""
+        if len(self.optimizers) != 1:
+            raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
+        return next(iter(self.optimizers.values()))
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this rank holds a first stage, and so has to be given inputs."""
+        return any(route.stages[0] in self.stages for route in self.plan.routes)
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this rank holds a last stage, and so has to be given targets."""
+        return any(route.stages[-1] in self.stages for route in self.plan.routes)
+
+    @property
+    def num_replicas(self) -> int:
+        """Into how many shares the batch is divided (dp x ep)."""
+        return self.plan.mesh.axis_size("dp") * self.plan.mesh.axis_size("ep")
+
+    @property
+    def replica(self) -> int:
+        """Which share of the batch this rank takes."""
+        where = self.plan.mesh.coordinates(self._rank)
+        return where.get("dp", 0) * self.plan.mesh.axis_size("ep") + where.get("ep", 0)
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+        """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
+
+        Args:
+            inputs: this replica's share (samples, …); needed where `needs_inputs`, else ignored.
+            targets: this replica's share (samples, …); needed where `needs_targets`, else ignored.
+            extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
+
+        Raises:
+            MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
+        """
+        batch = self._batch(inputs, targets, extras)
+        if self._training is None:
+            self._training = self._resolve(self.plan, batch)
+        return self._run(self._training, batch)
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
+        batch = self._batch(inputs, targets, extras)
+        if self._evaluation is None:
+            self._evaluation = self._resolve(self._evaluation_plan, batch)
+        self._train_mode(False)
+        try:
+            with torch.no_grad():
+                return self._run(self._evaluation, batch)
+        finally:
+            self._train_mode(True)
+
+    def _train_mode(self, on: bool) -> None:
+        for stage in self.stages.values():
+            stage.train(on)
+
+    def _run(self, interpreter: Interpreter, batch: Batch) -> StepResult:
+        machine = interpreter.machine
+        for microbatch in batch.inputs[:1]:
+            machine.require_input(microbatch)
+        interpreter.run(batch)
+        assert machine.shared is not None
+        return StepResult(machine.tally, machine.shared, tuple(self._metrics), machine.norm, machine.skipped)
+
+    def _batch(self, inputs: Tensor | None, targets: Tensor | None, extras: Mapping[str, Tensor]) -> Batch:
+        cut_extras = {name: self._microbatches(name, tensor) for name, tensor in extras.items()}
+        units = range(self.plan.schedule.microbatches)
+        return Batch(
+            inputs=self._microbatches("inputs", inputs) if self.needs_inputs else (),
+            targets=self._microbatches("targets", targets) if self.needs_targets else (),
+            extras=[{name: parts[unit] for name, parts in cut_extras.items()} for unit in units],
+        )
+
+    def _microbatches(self, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
+        """Move a tensor to the device and cut it into microbatches of equal size."""
+        count = self.plan.schedule.microbatches
+        if tensor is None:
+            raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
+        if tensor.dim() == 0 or tensor.shape[0] % count or not tensor.shape[0]:
+            raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
+        dtype = self._dtype if name == "inputs" and tensor.is_floating_point() else None
+        moved = tensor.to(self.transport.device, dtype, non_blocking=True)
+        return list(moved.split(tensor.shape[0] // count))
+
+    def _resolve(self, plan: Plan, batch: Batch) -> Interpreter:
+        """Agree on shapes with the other ranks, and bind the plan's program to this rank's machine."""
+        device = self.transport.device
+        source = plan.layout.rank_of(plan.routes[0].stages[0])
+        own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
+        inputs = tell_spec(own, source, self._groups.pipeline, device)
+        specs = find_shapes(self._blocks, inputs, batch.extras[0], self._groups.world, device)
+        machine = Machine(
+            plan=plan,
+            pp_rank=self._pp_rank,
+            stages=self.stages,
+            input_spec=inputs,
+            specs={stage: specs[blocks.stop - 1] for stage, blocks in enumerate(self._cuts)},
+            transport=self.transport,
+            groups=self._groups,
+            clock=self.clock,
+            loss_fn=self._loss_fn,
+            metrics=self._metrics,
+            tally=torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=device),
+            gradients=self._gradients,
+            optimizers=self.optimizers,
+            clip=self._clip,
+        )
+        return Interpreter(machine, self._rank)
+
+    def busy_share(self, seconds: float) -> float:
+        """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).
+
+        1 minus it is the measured bubble, waits and everything between instructions included.
+        """
+        busy = torch.tensor([self.clock.read_s(), seconds], dtype=torch.float64, device=self.transport.device)
+        self._groups.world.all_reduce(busy).wait()
+        return float(busy[0] / busy[1])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>"."""
+        return state_of(self.stages, self.optimizers)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit."""
+        load_state(self.stages, self.optimizers, state)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""
+        return full_weights(self.stages, self._groups.tensor)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        flag = torch.zeros(1, device=self.transport.device)
+        self._groups.world.all_reduce(flag).wait()
+        flag.item()
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return every rank's bytes, all of the same length, in the order of ranks (collective)."""
+        mine = torch.tensor(list(own), dtype=torch.uint8, device=self.transport.device)
+        everyone = mine.new_empty((self.transport.world_size * len(own),))
+        self._groups.world.all_gather(everyone, mine).wait()
+        return [bytes(part.tolist()) for part in everyone.split(len(own))]
+
+    def close(self) -> None:
+        """Hang up; no step can follow."""
+        self.transport.close()
+
+
+def connect_for(plan: Plan, timeout_s: float, name: str = "auto") -> Transport:
+    """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
+
+    Raises `MisfitError` for a mesh of several ranks outside torchrun, or a world size that is not the mesh's.
+    """
+    launched = "WORLD_SIZE" in os.environ
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size != plan.mesh.size:
+        raise MisfitError(misfit_of_world(plan, world_size))
+    if not launched:
+        return LocalTransport(LocalWorld(1, timeout_s=timeout_s), 0)
+    wants_nccl = torch.cuda.is_available() if name == "auto" else name == "nccl"
+    return connect("nccl" if wants_nccl else "gloo", timeout_s)
+
+
+def misfit_of_world(plan: Plan, world_size: int) -> str:
+    """Say that the number of processes is not that of the mesh, and how to start the right number."""
+    return (
+        f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, but {world_size} "
+        f"{'process was' if world_size == 1 else 'processes were'} started; "
+        f"use torchrun --nproc-per-node {plan.mesh.size}, or a plan for {world_size}"
+    )
+
+
+def _require_fit(plan: Plan, transport: Transport) -> None:
+    if transport.world_size != plan.mesh.size:
+        raise MisfitError(misfit_of_world(plan, transport.world_size))

@@ -1,0 +1,55 @@
+"""The process groups of a mesh, made up front in one fixed order on all ranks.
+
+mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forward: tensor parallelism
+                            replicas   (0 4) (1 5) (2 6) (3 7)   gradient buckets
+                            pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of what travels
+                            metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all but tp
+                            model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model
+                            holders    (0 1 4 5) (2 3 6 7)       all that hold the same stages
+                            world      (0 … 7)                   agreement, checkpoints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quintsched.instructions import Message, Send
+from quintsched.mesh import REPLICA_AXES, Mesh
+from quintsched.plan import Plan
+
+from .transport import Group, Transport
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The groups that one rank is in; see the module for who is in which."""
+
+    tensor: Group
+    replicas: Group
+    pipeline: Group
+    metrics: Group
+    model: Group
+    holders: Group
+    world: Group
+
+
+def make_groups(mesh: Mesh, transport: Transport) -> MeshGroups:
+    """Make all groups of `mesh`, in the order of the fields; every rank calls this at the same point."""
+    along = (("tp",), REPLICA_AXES, ("pp",), ("pp", *REPLICA_AXES), ("pp", "tp"), ("tp", *REPLICA_AXES))
+    return MeshGroups(*(transport.make_group(mesh.groups(*axes)) for axes in (*along, ("pp", "tp", *REPLICA_AXES))))
+
+
+def open_channels(plans: Iterable[Plan], transport: Transport) -> None:
+    """Open every directed channel that the plans use, for all replicas, in ascending order."""
+    used = {
+        (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
+        for plan in plans
+        for rank, program in enumerate(plan.programs)
+        for message in program
+        if isinstance(message, Message)
+    }
+    mesh = next(iter(plans)).mesh
+    transport.open_channels(
+        sorted((line[source], line[target]) for line in mesh.groups("pp") for source, target in used)
+    )

@@ -1,0 +1,167 @@
+"""What the instructions of one rank work on: stages, values between instructions, the batch, the sums of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quintsched.dataflow import Flow, Kind, Value, flow
+from quintsched.errors import MisfitError
+from quintsched.instructions import Bwd, Instruction
+from quintsched.plan import Plan
+
+from .blocks import TensorSpec
+from .gradients import Gradients
+from .groups import MeshGroups
+from .stages import Stage
+from .transport import Transport, Work
+
+LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+MetricFn = Callable[[Tensor, Tensor], Tensor]
+
+SENDS_KEPT = 4
+"""How many sends of a channel may be under way; the next one first waits for the oldest of them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's share of a batch, cut into microbatches; what the rank does not need is empty."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    extras: Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a forward keeps for its backward: the input, and the outputs that the backward starts from."""
+
+    given: Tensor
+    output: Tensor
+    auxiliary: Tensor | None
+
+
+class Clock:
+    """Adds up the time a rank computes. On a GPU, where the host runs ahead, it measures by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = [] if device.type == "cuda" else None
+        self._seconds = 0.0
+        self._since = 0.0
+
+    def start(self) -> None:
+        """Begin a stretch of computation."""
+        if self._events is None:
+            self._since = time.perf_counter()
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._events.append((begin, end))
+
+    def stop(self) -> None:
+        """End the stretch that `start` began."""
+        if self._events is None:
+            self._seconds += time.perf_counter() - self._since
+        else:
+            self._events[-1][1].record()
+
+    def read_s(self) -> float:
+        """Return the seconds since the last reading; on a GPU this waits for the work to end."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+            self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+@dataclass
+class Machine:
+    """One rank's state while it runs programs. Handlers in `interpreter` are bound to it.
+
+    `specs` says what each stage gives for a microbatch. `tally` holds the sums of the step, float64: loss, loss
+    weight, then one per metric.
+    """
+
+    plan: Plan
+    pp_rank: int
+    stages: Mapping[int, Stage]
+    input_spec: TensorSpec
+    specs: Mapping[int, TensorSpec]
+    transport: Transport
+    groups: MeshGroups
+    clock: Clock
+    loss_fn: LossFn
+    metrics: Mapping[str, MetricFn]
+    tally: Tensor
+    gradients: Gradients | None = None
+    optimizers: Mapping[tuple[int, ...], Optimizer] = field(default_factory=dict)
+    clip: float | None = None
+    batch: Batch = field(default_factory=lambda: Batch((), (), ()))
+    values: dict[Value, Tensor] = field(default_factory=dict)
+    arrivals: dict[Value, Work] = field(default_factory=dict)
+    saved: dict[Value, Saved] = field(default_factory=dict)
+    sent: dict[int, deque[tuple[Work, Tensor]]] = field(default_factory=dict)
+    shared: Work | None = None
+    norm: Tensor | None = None
+    skipped: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether the plan trains; else it only runs forward."""
+        return self.plan.mode == "train"
+
+    def flow(self, instruction: Instruction) -> Flow:
+        """Return what an instruction takes and makes on this rank."""
+        return flow(instruction, self.plan.layout, self.pp_rank)
+
+    def is_last_backward(self, instruction: Bwd) -> bool:
+        """Whether no other backward of the instruction's stage comes after it."""
+        own = (i for i in reversed(self.plan.programs[self.pp_rank]) if isinstance(i, Bwd))
+        return next(i for i in own if i.stage == instruction.stage) == instruction
+
+    def take(self, value: Value) -> Tensor:
+        """Return a value and forget it; one that comes from another rank is waited for first."""
+        work = self.arrivals.pop(value, None)
+        if work is not None:
+            work.wait()
+        return self.values.pop(value)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Send without blocking; of older sends of the channel only the last few may still be under way."""
+        channel = self.sent.setdefault(peer, deque())
+        if len(channel) >= SENDS_KEPT:
+            channel.popleft()[0].wait()
+        channel.append((self.transport.send(tensor, peer, tag), tensor))
+
+    def require_input(self, microbatch: Tensor) -> None:
+        """Raise `MisfitError` unless a microbatch of inputs has the shape that the ranks agreed on."""
+        if TensorSpec.of(microbatch) != self.input_spec:
+            raise MisfitError(
+                f"a microbatch of inputs is {TensorSpec.of(microbatch)}; the first step's was {self.input_spec}, and "
+                "buffers are made once: pad the batch, and give padded samples no loss weight"
+            )
+
+    def begin(self, batch: Batch) -> None:
+        """Start a step on `batch`."""
+        self.batch = batch
+        self.tally = torch.zeros_like(self.tally)
+        self.shared = self.norm = None
+        self.skipped = False
+
+    def weight(self) -> Tensor:
+        """Return the batch's total loss weight, waiting until it is known."""
+        if self.shared is not None:
+            self.shared.wait()
+        return self.tally[1]
+
+
+def tag_of(value: Value) -> int:
+    """Return the tag of the message that carries a value: one per stage and direction."""
+    return 2 * value.stage + (value.kind is Kind.OUTPUT_GRAD)

@@ -1,0 +1,82 @@
+"""The stages of one rank: cut from the blocks, built one block at a time, split over the tensor-parallel group.
+
+blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
+stages  [  0  ][  1  ][ 2 ][ 3 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.layout import Layout
+from quintsched.partition import partition
+
+from .blocks import Block, Blocks, accepted_extras, build_block, split_output
+from .groups import MeshGroups
+from .tensor_parallel import apply_tensor_parallel
+
+BlockBuilder = Callable[[Block, int], nn.Module]
+
+
+class Stage(nn.Module):
+    """One contiguous piece of the model; blocks keep their numbers in the whole model."""
+
+    def __init__(self, index: int, blocks: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.index = index
+        self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
+
+    def forward(self, given: Tensor, extras: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the output activation and the sum of the auxiliary losses (None where no block has one)."""
+        total: Tensor | None = None
+        for block in self.blocks.values():
+            given, auxiliary = split_output(block(given, **accepted_extras(block, extras) if extras else {}))
+            if auxiliary is not None:
+                total = auxiliary if total is None else total + auxiliary
+        return given, total
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight"."""
+        return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def cut(costs: Sequence[float], layout: Layout) -> list[range]:
+    """Return each stage's blocks: contiguous, with the exact minimum of the slowest stage."""
+    return partition(costs, len(layout.stage_to_pp))
+
+
+def build_stages(
+    blocks: Blocks,
+    cuts: Sequence[range],
+    layout: Layout,
+    pp_rank: int,
+    groups: MeshGroups,
+    *,
+    seed: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[int, Stage]:
+    """Build the stages of `pp_rank`; at no time does it hold more than one full block.
+
+    All ranks that hold a block start from the same weights: those of the first of them.
+    """
+
+    def build(number: int) -> nn.Module:
+        module = build_block(blocks[number], number, seed, dtype).to(device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            _same_everywhere(tensor, groups)
+        return apply_tensor_parallel(module, groups.tensor)
+
+    return {
+        stage: Stage(stage, {number: build(number) for number in cuts[stage]}) for stage in layout.stages_of(pp_rank)
+    }
+
+
+def _same_everywhere(tensor: Tensor, groups: MeshGroups) -> None:
+    if groups.holders.size > 1:
+        sent = tensor.detach().contiguous()
+        groups.holders.broadcast(sent, 0).wait()
+        tensor.data.copy_(sent)

@@ -1,0 +1,69 @@
+"""The state of a rank as a flat mapping from names to tensors: what checkpoints hold.
+
+model.3.attn.qkv.weight              this rank's shard, by its name in the whole model
+optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quintsched.errors import MisfitError
+
+from .stages import Stage
+from .tensor_parallel import gather_full
+from .transport import Group
+
+Stages = Mapping[int, Stage]
+Optimizers = Mapping[tuple[int, ...], Optimizer]
+
+
+def _weights(stages: Stages) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("blocks."): tensor
+        for stage in stages.values()
+        for name, tensor in stage.state_dict(keep_vars=True).items()
+    }
+
+
+def _optimizer_state(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, dict[str, object]]]:
+    for step, optimizer in optimizers.items():
+        for stage in step:
+            for name, parameter in stages[stage].named_weights().items():
+                yield name, optimizer.state[parameter]
+
+
+def state_of(stages: Stages, optimizers: Optimizers) -> dict[str, Tensor]:
+    """Return weights, buffers and optimizer state; a plain number becomes a 0-dimensional tensor."""
+    state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages).items()}
+    for name, kept in _optimizer_state(stages, optimizers):
+        for key, value in kept.items():
+            if value is not None:
+                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+    return state
+
+
+def load_state(stages: Stages, optimizers: Optimizers, state: Mapping[str, Tensor]) -> None:
+    """Take over a state in place; raises `MisfitError` for names or shapes that are not this rank's."""
+    weights = _weights(stages)
+    given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
+    if given != set(weights):
+        odd = sorted(given ^ set(weights))
+        raise MisfitError(f"the state is of another model, mesh or stage: {odd[0]!r} is only on one side")
+    for name, weight in weights.items():
+        found = state[f"model.{name}"]
+        if found.shape != weight.shape or found.dtype != weight.dtype:
+            raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
+        weight.detach().copy_(found)
+    for name, kept in _optimizer_state(stages, optimizers):
+        prefix = f"optimizer.{name}."
+        kept.update({key.removeprefix(prefix): t.clone() for key, t in state.items() if key.startswith(prefix)})
+
+
+def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:
+    """Return whole weights put together from their shards; every member of the group calls this."""
+    return {name: gather_full(tensor, group).detach().clone() for name, tensor in _weights(stages).items()}
