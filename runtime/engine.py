@@ -26,6 +26,7 @@ from .blocks import Blocks, TensorSpec, estimate_costs
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
+from .job import require_world
 from .machine import Batch, Clock, LossFn, Machine, MetricFn
 from .shapes import agree, find_shapes, tell_spec
 from .stages import build_stages, cut
@@ -127,7 +128,7 @@ class Engine:
             stage_to_pp=plan.stage_to_pp,
         )
         self.transport = transport or connect_for(plan, timeout_s)
-        _require_fit(plan, self.transport)
+        require_world(plan, self.transport.world_size)
         plan.check(profile=self.transport.profile).raise_if_unsound()
         self._rank = self.transport.rank
         self._groups = make_groups(plan.mesh, self.transport)
@@ -155,7 +156,7 @@ class Engine:
             [(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)],
             self._groups,
             buckets_per_stage=self.plan.buckets_per_stage,
-            piece_bytes=int(bucket_mb * 2**20),
+            piece_bytes=int(bucket_mb * 1e6),
             device=self.transport.device,
         )
 
@@ -309,6 +310,12 @@ class Engine:
         self._groups.world.all_reduce(flag).wait()
         flag.item()
 
+    def first_says(self, number: int) -> int:
+        """Return rank 0's number on every rank (collective)."""
+        told = torch.tensor([number], dtype=torch.int64, device=self.transport.device)
+        self._groups.world.broadcast(told, 0).wait()
+        return int(told.item())
+
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """Return every rank's bytes, all of the same length, in the order of ranks (collective)."""
         mine = torch.tensor(list(own), dtype=torch.uint8, device=self.transport.device)
@@ -328,23 +335,8 @@ def connect_for(plan: Plan, timeout_s: float, name: str = "auto") -> Transport:
     """
     launched = "WORLD_SIZE" in os.environ
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size != plan.mesh.size:
-        raise MisfitError(misfit_of_world(plan, world_size))
+    require_world(plan, world_size)
     if not launched:
         return LocalTransport(LocalWorld(1, timeout_s=timeout_s), 0)
     wants_nccl = torch.cuda.is_available() if name == "auto" else name == "nccl"
     return connect("nccl" if wants_nccl else "gloo", timeout_s)
-
-
-def misfit_of_world(plan: Plan, world_size: int) -> str:
-    """Say that the number of processes is not that of the mesh, and how to start the right number."""
-    return (
-        f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, but {world_size} "
-        f"{'process was' if world_size == 1 else 'processes were'} started; "
-        f"use torchrun --nproc-per-node {plan.mesh.size}, or a plan for {world_size}"
-    )
-
-
-def _require_fit(plan: Plan, transport: Transport) -> None:
-    if transport.world_size != plan.mesh.size:
-        raise MisfitError(misfit_of_world(plan, transport.world_size))

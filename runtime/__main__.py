@@ -1,0 +1,130 @@
+"""Run a job: `torchrun --nproc-per-node N -m quintsched.runtime [plan.json] --config job.yaml`.
+
+All ranks run this. What is wrong before the ranks are connected is wrong on all of them: rank 0 says it on one line,
+and every rank ends with its exit code. Afterwards the rank that fails first says so at once; those that only lost
+it wait a little, so that its error is what the user sees first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from quintsched.errors import QuintschedError, StallError
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+    from .config import JobConfig
+    from .transport import Transport
+
+VICTIM_WAITS_S = 3.0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime", description=__doc__)
+    parser.add_argument("plan", nargs="?", help="a plan file; it wins over the job's parallel section")
+    parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank, or all ranks of a `local` job; returns the exit code."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        job, plan = prepare(arguments)
+    except QuintschedError as error:
+        from .leave import leave_together
+
+        return leave_together(error, rank)
+    try:
+        run(job, plan, resume=arguments.resume)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return explain(error, rank)
+    return 0
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
+    """Read the job and its plan, and see that the world is of the plan's size; torch is not needed for that."""
+    from .job import plan_of, require_world
+    from .jobfile import load_job
+
+    job = load_job(arguments.config, arguments.set)
+    plan = plan_of(job, arguments.plan)
+    if job.runtime.transport != "local":
+        require_world(plan, int(os.environ.get("WORLD_SIZE", 1)))
+    return job, plan
+
+
+def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
+    """Train the job on the transport it names."""
+    from .engine import connect_for
+    from .transport import run_local
+
+    if job.runtime.transport == "local":
+        run_local(plan.mesh.size, lambda transport: train(job, plan, transport, resume), job.runtime.timeout_s)
+        return
+    transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport)
+    try:
+        train(job, plan, transport, resume)
+    except BaseException as error:
+        transport.abort(error)
+        raise
+    transport.close()
+
+
+def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool) -> None:
+    """Train as one rank; rank 0 reports."""
+    from .history import Reporter
+    from .trainer import Trainer
+
+    speaks = transport.rank == 0
+    say = _say if speaks else _say_nothing
+    watched = speaks and sys.stderr.isatty()
+    reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
+    reporter.say(plan.title)
+    Trainer(job, plan, transport, reporter).fit(resume=resume)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _say_nothing(line: str) -> None:
+    """Say nothing: another rank speaks."""
+
+
+def explain(error: Exception, rank: int) -> int:
+    """Write an error to standard error, with the place where it happened, and return its exit code."""
+    if isinstance(error, StallError) and "RANK" in os.environ:
+        time.sleep(VICTIM_WAITS_S)
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+    if isinstance(error, QuintschedError):
+        sys.stderr.write(f"error: rank {rank}: {error}{notes}\n")
+        return error.exit_code
+    trace = "".join(traceback.format_exception(error))
+    sys.stderr.write(f"error: rank {rank}: {type(error).__name__}: {error}{notes}\n{trace}")
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: threads of a broken transport must not keep it alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

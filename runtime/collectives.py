@@ -1,0 +1,134 @@
+"""Collectives that autograd understands, in pairs that are each other's backward.
+
+    copy_to_group      identity      ◀─ backward ─▶  reduce_from_group  all-reduce
+    scatter_to_group   own slice     ◀─ backward ─▶  gather_from_group  all-gather
+    all_gather         all-gather    ◀─ backward ─▶  reduce_scatter     reduce-scatter
+
+The first two pairs stand at the border of a region where the members of a group share out the work on one tensor:
+outside, all members hold the same tensor and the same gradient. The third pair is for members that hold different
+pieces of a tensor, and different, partial gradients of the whole.
+
+No function changes its argument, and all members of the group must call it. In a group of one they return
+the argument. On meta tensors they work out shapes and do not communicate. Any order of
+derivatives works, since a backward is itself one of these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from quintsched.errors import MisfitError
+
+from .transport.base import Group
+
+Collective = Callable[[Tensor, Group, int], Tensor]
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x`; the backward sums the members' gradients. Any shape."""
+    return _apply(x, group, 0, forward=_view, backward=_reduce)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of the members' `x`; the backward passes the gradient on. Any shape."""
+    return _apply(x, group, 0, forward=_sum, backward=_copy)
+
+
+def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the members' `x` joined along `dim`; the backward takes the caller's slice of the gradient."""
+    return _apply(x, group, dim, forward=_join, backward=scatter_to_group)
+
+
+def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the caller's slice of `x` along `dim`; the backward joins the members' gradients.
+
+    Raises:
+        MisfitError: the group's size does not divide `x.shape[dim]`.
+    """
+    return _apply(x, group, dim, forward=_slice, backward=gather_from_group)
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the members' `x` joined along `dim`; the backward sums the gradients and takes the caller's slice."""
+    return _apply(x, group, dim, forward=_join, backward=reduce_scatter)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the caller's slice along `dim` of the sum of the members' `x`; the backward joins the gradients.
+
+    Raises:
+        MisfitError: the group's size does not divide `x.shape[dim]`.
+    """
+    return _apply(x, group, dim, forward=_sum_slice, backward=all_gather)
+
+
+class _Collective(torch.autograd.Function):
+    """`forward` on the way there, `backward` on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, group: Group, dim: int, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.way_back = (backward, group, dim)  # type: ignore[attr-defined]
+        return forward(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        backward, group, dim = ctx.way_back  # type: ignore[attr-defined]
+        return backward(grad, group, dim), None, None, None, None
+
+
+def _apply(x: Tensor, group: Group, dim: int, *, forward: Collective, backward: Collective) -> Tensor:
+    if group.size == 1:
+        return x
+    result: Tensor = _Collective.apply(x, group, dim, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _reduce(x: Tensor, group: Group, _dim: int) -> Tensor:
+    return reduce_from_group(x, group)
+
+
+def _copy(x: Tensor, group: Group, _dim: int) -> Tensor:
+    return copy_to_group(x, group)
+
+
+def _view(x: Tensor, _group: Group, _dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group, _dim: int) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    if not x.is_meta:
+        group.all_reduce(total).wait()
+    return total
+
+
+def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _pieces(x, group, dim)[group.index].clone(memory_format=torch.contiguous_format)
+
+
+def _join(x: Tensor, group: Group, dim: int) -> Tensor:
+    joined = x.new_empty(group.size, *x.shape)
+    if not x.is_meta:
+        group.all_gather(joined.flatten(0, 1), x.contiguous()).wait()
+    return torch.cat(joined.unbind(), dim)
+
+
+def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    pieces = torch.stack(_pieces(x, group, dim))
+    total = torch.empty_like(pieces[0])
+    if not x.is_meta:
+        group.reduce_scatter(total, pieces.flatten(0, 1)).wait()
+    return total
+
+
+def _pieces(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:
+    """Cut `x` along `dim` into one piece per member."""
+    if x.shape[dim] % group.size:
+        raise MisfitError(f"cannot cut dimension {dim} of {tuple(x.shape)} into {group.size} equal pieces")
+    return x.chunk(group.size, dim)

@@ -1,0 +1,24 @@
+"""What a run trains on: data sets in memory, and which samples make which batch.
+
+    load_dataset(job.data) ─▶ Dataset ─┐
+                                       ├─ gather_batch(dataset.train, indices) ─▶ inputs, targets
+    BatchSampler(…).batches(epoch) ────┘
+
+Every rank computes the same batches from (seed, epoch) alone, so ranks that need data agree without a message.
+"""
+
+from .dataset import IGNORED_TARGET, Dataset, DataSpec, Normalization, Split, gather_batch
+from .sampler import PADDING, BatchSampler
+from .sources import load_dataset
+
+__all__ = [
+    "IGNORED_TARGET",
+    "PADDING",
+    "BatchSampler",
+    "DataSpec",
+    "Dataset",
+    "Normalization",
+    "Split",
+    "gather_batch",
+    "load_dataset",
+]

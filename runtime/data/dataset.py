@@ -1,0 +1,95 @@
+"""Data sets in memory: a training and a validation split, each kept as compactly as it came.
+
+Bytes stay bytes until a batch is gathered; only then are they scaled to float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+from .sampler import PADDING, Indices
+
+IGNORED_TARGET = -100
+"""The target of a padding row; the loss ignores it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What a model must know of its data: the shape of one sample's input, and the number of classes."""
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalization:
+    """Scale to zero mean and unit variance: (x − mean) / std, in the units of the stored inputs."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """Samples: inputs (N, …) of any type, targets int64 (N, …).
+
+    With a normalization, batches are float32; without one, they are of the type of `inputs`.
+    Raises MisfitError where there are not as many inputs as targets, or none.
+    """
+
+    inputs: npt.NDArray[Any]
+    targets: npt.NDArray[np.int64]
+    normalization: Normalization | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets) or not len(self.inputs):
+            raise MisfitError(
+                f"a split needs as many inputs as targets, and at least one: "
+                f"there are {len(self.inputs)} inputs and {len(self.targets)} targets"
+            )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dataset:
+    """A training and a validation split. Raises MisfitError where their samples differ in shape."""
+
+    name: str
+    train: Split
+    validation: Split
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        ours, theirs = self.train.inputs.shape[1:], self.validation.inputs.shape[1:]
+        if ours != theirs:
+            raise MisfitError(f"{self.name}: training samples have the shape {ours}, validation samples {theirs}")
+
+    @property
+    def spec(self) -> DataSpec:
+        """The sizes a model is built for."""
+        return DataSpec(input_shape=self.train.inputs.shape[1:], num_classes=self.num_classes)
+
+
+def gather_batch(split: Split, indices: Indices) -> tuple[Tensor, Tensor]:
+    """Return inputs (B, …) and targets (B, …) of the samples at `indices` (B,).
+
+    Where the index is PADDING the input is zero and the target IGNORED_TARGET.
+    """
+    padding = indices == PADDING
+    rows = np.where(padding, 0, indices)
+    inputs, targets = split.inputs[rows], split.targets[rows]
+    if split.normalization is not None:
+        inputs = (inputs.astype(np.float32) - split.normalization.mean) / split.normalization.std
+    inputs[padding] = 0
+    targets[padding] = IGNORED_TARGET
+    return torch.from_numpy(inputs), torch.from_numpy(targets)

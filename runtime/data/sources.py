@@ -1,0 +1,82 @@
+"""Where data sets come from: scikit-learn's digits, a directory of IDX files, or a user's own function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from quintsched.errors import InputError, UsageError, suggest
+
+from ..config import DataConfig
+from ..userfile import call_object, is_user_object
+from .dataset import Dataset, Normalization, Split
+from .idx import read_image_label_pair
+from .sampler import BatchSampler
+
+BUILT_IN = ("digits", "mnist")
+
+DIGITS = Normalization(mean=4.884, std=6.017)
+"""Of the 0…16 grey values of scikit-learn's digits."""
+
+MNIST = Normalization(mean=0.1307 * 255, std=0.3081 * 255)
+"""Of the 0…255 grey values of MNIST."""
+
+
+def load_dataset(config: DataConfig) -> Dataset:
+    """Return the data set of a job.
+
+    A user's function gets the options by name, and `path` where one is given; it returns a Dataset. Any other name
+    with a path means the MNIST files in that directory; "digits" without one is scikit-learn's.
+    Raises UsageError for an unknown name, for options nobody reads and for files that are missing, InputError for
+    broken files.
+    """
+    if is_user_object(config.name):
+        return _load_user(config)
+    if config.options:
+        raise UsageError(f"data.options: {config.name!r} has no options, but there is: {', '.join(config.options)}")
+    if config.name not in BUILT_IN:
+        raise UsageError(f"data.name: there is no data set {config.name!r}{suggest(config.name, BUILT_IN)}")
+    if config.path is not None:
+        return _load_idx(Path(config.path))
+    if config.name == "mnist":
+        raise UsageError("data.path: 'mnist' needs the directory that holds its IDX files")
+    return _load_digits()
+
+
+def _load_user(config: DataConfig) -> Dataset:
+    path = {} if config.path is None else {"path": config.path}
+    dataset = call_object(config.name, **{**config.options, **path})
+    if not isinstance(dataset, Dataset):
+        raise UsageError(f"data.name: {config.name} returned a {type(dataset).__name__}, not a quintsched Dataset")
+    return dataset
+
+
+def _load_idx(folder: Path) -> Dataset:
+    splits: list[Split] = []
+    for part in ("train", "t10k"):
+        images, labels = read_image_label_pair(folder, f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
+        if splits and images.shape[1:] != splits[0].inputs.shape[2:]:
+            raise InputError(f"{folder}: the images of train and of t10k differ in size")
+        splits.append(Split(inputs=images[:, None], targets=labels.astype(np.int64), normalization=MNIST))
+    train, validation = splits
+    num_classes = 1 + int(max(train.targets.max(), validation.targets.max()))
+    return Dataset(name=folder.name, train=train, validation=validation, num_classes=num_classes)
+
+
+def _load_digits() -> Dataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UsageError(
+            "data.name: 'digits' comes with scikit-learn, which is not installed; "
+            "pip install 'quintsched[examples]', or set data.path to a directory with MNIST's files"
+        ) from None
+    images, targets = load_digits(return_X_y=True)
+    images, targets = images.astype(np.float32).reshape(-1, 1, 8, 8), targets.astype(np.int64)
+    order = next(BatchSampler(num_samples=len(targets), batch_size=len(targets)).batches(epoch=0))
+    train, validation = (
+        Split(inputs=images[rows], targets=targets[rows], normalization=DIGITS)
+        for rows in np.split(order, [len(order) * 4 // 5])
+    )
+    return Dataset(name="digits", train=train, validation=validation, num_classes=10)

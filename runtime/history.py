@@ -1,0 +1,83 @@
+"""What a run tells: lines for people, JSON lines for programs, a progress bar where a person is watching."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from quintsched.errors import UsageError
+
+Record = dict[str, object]
+Say = Callable[[str], None]
+
+
+class Reporter:
+    """Writes records as JSON lines (NaN as null) to a file that is appended to, and lines of text to `say`.
+
+    Only the rank that reports gets one with a path and a `say` that speaks.
+    """
+
+    def __init__(self, path: str | None, say: Say, *, show_progress: bool = False) -> None:
+        self._say = say
+        self._file: TextIO | None = None
+        self._progress = _progress_bar() if show_progress else None
+        if path is not None:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                raise UsageError(f"{path}: cannot write the log: {error.strerror}") from error
+
+    def record(self, record: Mapping[str, object]) -> None:
+        """Write one record to the log."""
+        if self._file is not None:
+            self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def say(self, line: str) -> None:
+        """Tell people something."""
+        if self._progress is not None:
+            self._progress.console.print(line, highlight=False)
+        else:
+            self._say(line)
+
+    def start_epoch(self, name: str, total: int, done: int) -> None:
+        """Show a fresh progress bar, `done` of `total` steps along."""
+        if self._progress is not None:
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+            self._progress.add_task(name, total=total, completed=done)
+
+    def advance(self) -> None:
+        """Move the progress bar on by a step."""
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0])
+
+    def __enter__(self) -> Reporter:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._file is not None:
+            self._file.close()
+
+
+def _progress_bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _plain(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,77 @@
+"""From a job file to a plan: the `parallel` section compiled, or the plan given beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quintsched.compiler import compile
+from quintsched.errors import MisfitError
+from quintsched.mesh import Mesh
+from quintsched.plan import Plan
+
+from .config import JobConfig, ParallelConfig
+
+
+def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
+    """Return the plan of a job: the one at `plan_path`, that of `parallel.plan`, or a compiled one.
+
+    A plan file wins over the `parallel` section. Raises `MisfitError` where a setting that the job file gives says
+    something else than the plan, or the batch does not divide; errors of loading and compiling as they come.
+    """
+    parallel = job.parallel
+    path = plan_path or parallel.plan
+    if path is None:
+        plan = compile(
+            parallel.schedule,
+            mesh=Mesh.parse(parallel.mesh),
+            microbatches=parallel.microbatches,
+            chunks=parallel.chunks if "chunks" in parallel.model_fields_set else None,
+        )
+    else:
+        plan = Plan.load(path)
+        _require_agreement(parallel, plan, str(path))
+    _require_even_batch(job.train.batch_size, plan)
+    return plan
+
+
+def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
+    said: dict[str, object] = {
+        "mesh": Mesh.parse(parallel.mesh),
+        "schedule": parallel.schedule,
+        "microbatches": parallel.microbatches,
+        "chunks": parallel.chunks,
+    }
+    has: dict[str, object] = {
+        "mesh": plan.mesh,
+        "schedule": plan.schedule.name,
+        "microbatches": plan.schedule.microbatches,
+        "chunks": plan.schedule.chunks,
+    }
+    odd = [
+        f"{key} is {said[key]} in the job file but {has[key]} in the plan"
+        for key in said
+        if key in parallel.model_fields_set and said[key] != has[key]
+    ]
+    if odd:
+        raise MisfitError(f"{path} disagrees with the job's parallel section: {'; '.join(odd)}; change one of them")
+
+
+def _require_even_batch(batch_size: int, plan: Plan) -> None:
+    parts = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep") * plan.schedule.microbatches
+    if batch_size % parts:
+        below = batch_size // parts * parts
+        nearest = f"{below} or {below + parts}" if below else str(parts)
+        raise MisfitError(
+            f"train.batch_size {batch_size} does not divide into {parts} equal microbatches (the plan's replicas x "
+            f"microbatches); the nearest that do: {nearest}"
+        )
+
+
+def require_world(plan: Plan, world_size: int) -> None:
+    """Raise `MisfitError` unless as many processes were started as the plan's mesh has ranks."""
+    if world_size != plan.mesh.size:
+        started = "1 process was" if world_size == 1 else f"{world_size} processes were"
+        raise MisfitError(
+            f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, but {started} started; "
+            f"use torchrun --nproc-per-node {plan.mesh.size}, or a plan for {world_size}"
+        )

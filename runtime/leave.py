@@ -1,0 +1,56 @@
+"""How ranks end together when all of them find the same fault before they are connected."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from quintsched.errors import QuintschedError
+
+WAIT_S = 5.0
+
+
+def leave_together(error: QuintschedError, rank: int) -> int:
+    """Say the error once, wait for the other ranks to find it too, and return its exit code.
+
+    torchrun ends all ranks as soon as one has ended; a rank that it ends here has the same exit code. Rank 0 speaks;
+    another one only if rank 0 does not come.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
+    if rank == 0:
+        _say(error)
+    if not _meet(rank) and rank != 0:
+        _say(error)
+    return error.exit_code
+
+
+def _say(error: QuintschedError) -> None:
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+
+
+def _meet(rank: int) -> bool:
+    """Wait in torchrun's own store until all ranks have come; returns whether rank 0 was among them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return rank == 0
+    from datetime import timedelta
+
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+        store = PrefixStore("quintsched/leave", agent)
+        store.set(f"rank{rank}", "here")
+        came = store.add("ranks", 1)
+        deadline = time.monotonic() + WAIT_S
+        while came < world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            came = store.add("ranks", 0)
+        return bool(store.check(["rank0"]))
+    except RuntimeError:
+        return rank == 0

@@ -1,0 +1,65 @@
+"""Built-in models: a name in a job file, and the blocks it stands for.
+
+A model is a list of zero-argument builders, one per block: a rank calls those of its own stages only.
+Adding a model is one module with an options class and a function, and one line in MODELS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from torch import nn
+
+from quintsched.errors import UsageError, suggest
+
+from ..config import ModelConfig
+from ..data import DataSpec
+from ..settings import Settings, read_settings
+from ..userfile import call_object, is_user_object
+from .vit import ViTOptions, vit
+
+Builder: TypeAlias = Callable[[], nn.Module]
+Options = TypeVar("Options", bound=Settings)
+
+
+@dataclass(frozen=True)
+class ModelKind(Generic[Options]):
+    """A built-in model: the class of its options, and the function that turns sizes and options into blocks."""
+
+    options: type[Options]
+    build: Callable[[DataSpec, Options], list[Builder]]
+
+    def blocks(self, data: DataSpec, options: Mapping[str, Any]) -> list[Builder]:
+        """Check `options` and return the blocks."""
+        return self.build(data, read_settings(self.options, options, "job", prefix="model.options"))
+
+
+MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType({"vit": ModelKind(ViTOptions, vit)})
+
+
+def build_model(config: ModelConfig, data: DataSpec) -> list[Builder]:
+    """Return one builder per block of a job's model.
+
+    A user's function ("my_file.py:build") is called with `data` and the options by name; it returns a list of
+    modules or of functions that build them.
+    Raises UsageError for an unknown name or wrong options, MisfitError where the data does not fit the model.
+    """
+    if is_user_object(config.name):
+        return _user_blocks(config.name, call_object(config.name, data, **config.options))
+    if config.name not in MODELS:
+        raise UsageError(f"model.name: there is no model {config.name!r}{suggest(config.name, MODELS)}")
+    return MODELS[config.name].blocks(data, config.options)
+
+
+def _user_blocks(name: str, blocks: object) -> list[Builder]:
+    if not isinstance(blocks, (list, tuple, nn.Sequential)) or not all(callable(block) for block in blocks):
+        raise UsageError(f"model.name: {name} did not return a list of modules or of functions that build them")
+    return [partial(_itself, block) if isinstance(block, nn.Module) else block for block in blocks]
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module

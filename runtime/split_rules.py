@@ -1,0 +1,292 @@
+"""Which layers of a module tensor parallelism cuts, and how.
+
+By default, pairs found by name within one parent module:
+
+    attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value
+                with proj | out_proj | o_proj | out
+    MLP         fc1 | up | up_proj | gate_proj | w1 | w3   with   fc2 | down | down_proj | w2
+
+A pair is cut only where both sides are plain nn.Linear of matching sizes that are used nowhere else, and an attention
+only where its parent says how many heads there are, or how wide one is. Everything else is left alone.
+
+Rules win over that. Columns and rows that rules name in one parent feed each other where there are both; a column alone
+gathers its output and a row alone takes the full input, so that what surrounds them need not know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from quintsched.errors import MisfitError, UsageError, suggest
+
+
+class Split(Enum):
+    """What is done to a layer."""
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCAB = "vocab"
+    REPLICATE = "replicate"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One layer to be cut: where it hangs, how, in how many fused parts, and whether its partner is cut too."""
+
+    parent: nn.Module | None
+    name: str
+    path: str
+    layer: nn.Module
+    split: Split
+    parts: int = 1
+    is_paired: bool = False
+
+
+@dataclass(frozen=True)
+class _Family:
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    parts: int = 1
+    is_attention: bool = True
+
+
+_ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out")
+_FAMILIES = (
+    _Family(("qkv",), _ATTENTION_ROWS, parts=3),
+    _Family(("q", "k", "v"), _ATTENTION_ROWS),
+    _Family(("q_proj", "k_proj", "v_proj"), _ATTENTION_ROWS),
+    _Family(("query", "key", "value"), _ATTENTION_ROWS),
+    _Family(("fc1", "up", "up_proj", "gate_proj", "w1", "w3"), ("fc2", "down", "down_proj", "w2"), is_attention=False),
+)
+_HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads")
+_KV_HEADS = ("num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_heads")
+_OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def find_cuts(root: nn.Module, rules: Mapping[str, str], size: int) -> list[Cut]:
+    """List the layers of `root` to be cut over `size` ranks.
+
+    Raises:
+        UsageError: a rule that is none of "column", "row", "vocab", "replicate".
+        MisfitError: `size` does not divide heads or features, or a rule for a layer that cannot be cut.
+    """
+    splits = {pattern: _parse_rule(pattern, rule) for pattern, rule in rules.items()}
+    shared = _shared_layers(root)
+    cuts = _root_cut(root, splits)
+    for path, parent in _open_modules("", root, splits, set()):
+        cuts += _parent_cuts(path, parent, splits, shared, size)
+    for cut in cuts:
+        _require_cuttable(cut, shared)
+        _require_divisible(cut, size)
+    return cuts
+
+
+def require_even(total: int, size: int, what: str, parts: int = 1) -> None:
+    """Check that each of `parts` equal blocks of `total` can be cut into `size`.
+
+    Raises:
+        MisfitError: it cannot; says which sizes can.
+    """
+    if total % (parts * size):
+        choices = ", ".join(str(n) for n in range(1, min(total, 1024) + 1) if total % (parts * n) == 0)
+        blocks = f" (in {parts} fused blocks)" if parts > 1 else ""
+        raise MisfitError(f"tp={size} does not divide the {total} {what}{blocks}; choose tp from {choices or 'none'}")
+
+
+def _parse_rule(pattern: str, rule: str) -> Split:
+    try:
+        return Split(rule)
+    except ValueError:
+        hint = suggest(rule, [split.value for split in Split])
+        raise UsageError(f"tensor-parallel rule {pattern!r}: unknown split {rule!r}{hint}") from None
+
+
+def _match(path: str, splits: Mapping[str, Split]) -> Split | None:
+    return next((split for pattern, split in splits.items() if fnmatchcase(path, pattern)), None)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def _shared_layers(root: nn.Module) -> set[int]:
+    """Return the ids of modules that hang in several places, or whose parameters do."""
+    places = Counter(id(child) for parent in root.modules() for child in parent._modules.values())
+    owners = Counter(id(param) for module in root.modules() for param in module._parameters.values())
+    return {
+        id(module)
+        for module in root.modules()
+        if places[id(module)] > 1 or any(owners[id(param)] > 1 for param in module.parameters(recurse=False))
+    }
+
+
+def _root_cut(root: nn.Module, splits: Mapping[str, Split]) -> list[Cut]:
+    split = _match("", splits) if _is_layer(root) else None
+    return [] if split in (None, Split.REPLICATE) else [Cut(None, "", "", root, split)]
+
+
+def _open_modules(
+    path: str, module: nn.Module, splits: Mapping[str, Split], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Walk the modules whose children may be replaced, each once; opaque ones call functions on their weights."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if isinstance(module, _OPAQUE):
+        _refuse_rules_within(path, module, splits)
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _open_modules(_join(path, name), child, splits, seen)
+
+
+def _refuse_rules_within(path: str, opaque: nn.Module, splits: Mapping[str, Split]) -> None:
+    for name, module in opaque.named_modules(prefix=path):
+        if _is_layer(module) and _match(name, splits) not in (None, Split.REPLICATE):
+            raise MisfitError(
+                f"a rule wants to cut {name!r}, but {type(opaque).__name__} {path!r} uses the weights of its layers "
+                "without calling them; leave it whole with a rule 'replicate' further up"
+            )
+
+
+def _parent_cuts(path: str, parent: nn.Module, splits: Mapping[str, Split], shared: set[int], size: int) -> list[Cut]:
+    layers = {name: child for name, child in parent.named_children() if _is_layer(child)}
+    ruled = {name: split for name in layers if (split := _match(_join(path, name), splits)) is not None}
+    linears = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear) and _is_plain(layer) and id(layer) not in shared
+    }
+    cuts: list[Cut] = []
+    for family in _FAMILIES:
+        cuts += _family_cuts(path, parent, family, linears, ruled, size)
+    done = {cut.name for cut in cuts}
+    rest = {name: split for name, split in ruled.items() if name not in done and split is not Split.REPLICATE}
+    return cuts + _ruled_cuts(path, parent, layers, rest, size)
+
+
+def _family_cuts(
+    path: str,
+    parent: nn.Module,
+    family: _Family,
+    linears: Mapping[str, nn.Linear],
+    ruled: Mapping[str, Split],
+    size: int,
+) -> list[Cut]:
+    """Return the cuts of a pair found by name, or none."""
+    here = {name for name, _ in parent.named_children()}
+    columns = [name for name in family.columns if name in here]
+    row = next((name for name in family.rows if name in here), None)
+    complete = columns == list(family.columns) if family.is_attention else bool(columns)
+    if row is None or not complete or not linears.keys() >= {row, *columns}:
+        return []
+    if ruled.get(row, Split.ROW) is not Split.ROW or any(
+        ruled.get(c, Split.COLUMN) is not Split.COLUMN for c in columns
+    ):
+        return []
+    width = linears[row].in_features
+    if not _widths_match(family, [linears[name].out_features for name in columns], width):
+        return []
+    if family.is_attention:
+        heads = _head_counts(parent, width, linears[columns[-1]].out_features // family.parts)
+        if not heads:
+            return []
+        _require_heads(path, heads, size)
+    pairs = [(name, Split.COLUMN, family.parts) for name in columns] + [(row, Split.ROW, 1)]
+    return [Cut(parent, n, _join(path, n), linears[n], split, parts, is_paired=True) for n, split, parts in pairs]
+
+
+def _widths_match(family: _Family, outputs: list[int], width: int) -> bool:
+    """Say whether the columns' outputs feed a row of `width`; keys and values may have fewer heads than queries."""
+    first, *others = outputs
+    if not family.is_attention:
+        return all(output == width for output in outputs)
+    return first == family.parts * width and len(set(others)) <= 1 and all(width % output == 0 for output in others)
+
+
+def _ruled_cuts(
+    path: str, parent: nn.Module, layers: Mapping[str, nn.Module], rest: Mapping[str, Split], size: int
+) -> list[Cut]:
+    """Return the cuts that rules ask for beyond the pairs found by name."""
+    widths = [
+        layer.in_features
+        for name, layer in layers.items()
+        if rest.get(name) is Split.ROW and isinstance(layer, nn.Linear)
+    ]
+    is_paired = bool(widths) and Split.COLUMN in rest.values()
+    if is_paired:
+        _require_heads(path, _head_counts(parent, 0, 0), size)
+    cuts = []
+    for name, split in rest.items():
+        layer, full_path = layers[name], _join(path, name)
+        is_fused = is_paired and split is Split.COLUMN and isinstance(layer, nn.Linear)
+        parts = _fused_parts(full_path, parent, layer.out_features, widths) if is_fused else 1
+        cuts.append(Cut(parent, name, full_path, layer, split, parts, is_paired and split is not Split.VOCAB))
+    return cuts
+
+
+def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -> int:
+    """Return of how many blocks, each as wide as a row's input, a column's output consists."""
+    has_fewer_heads = any(hasattr(parent, name) for name in _KV_HEADS)
+    if output in widths or (has_fewer_heads and any(width % output == 0 for width in widths)):
+        return 1
+    for width in widths:
+        if output % width == 0:
+            return output // width
+    raise MisfitError(
+        f"{path!r} has {output} outputs, but the row layers beside it take {widths}; replicate one or both sides"
+    )
+
+
+def _head_counts(parent: nn.Module, width: int, kv_width: int) -> dict[str, int]:
+    """Return the counts of heads that `parent` tells: by its own attributes, or by `head_dim` and the widths."""
+    counts = {name: getattr(parent, name, None) for name in (*_HEADS, *_KV_HEADS)}
+    told = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+    head_dim = getattr(parent, "head_dim", None)
+    if head_dim is None and told and width:
+        head_dim = width // next(iter(told.values()))
+    if isinstance(head_dim, int) and head_dim > 0 and width:
+        told |= {"heads": width // head_dim, "key/value heads": kv_width // head_dim}
+    return told
+
+
+def _require_heads(path: str, heads: Mapping[str, int], size: int) -> None:
+    for kind, count in heads.items():
+        what = "heads" if kind in _HEADS else "key/value heads"
+        require_even(count, size, f"{what} of {path!r}")
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) in (nn.Linear, nn.Embedding) and not any(hooks)
+
+
+def _require_cuttable(cut: Cut, shared: set[int]) -> None:
+    wanted = nn.Embedding if cut.split is Split.VOCAB else nn.Linear
+    if not isinstance(cut.layer, wanted) or not _is_plain(cut.layer):
+        raise MisfitError(
+            f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted.__name__} without hooks, "
+            f"and is {type(cut.layer).__name__}"
+        )
+    if id(cut.layer) in shared:
+        raise MisfitError(f"{cut.path!r} cannot be cut: it, or its weight, is used in several places; replicate it")
+
+
+def _require_divisible(cut: Cut, size: int) -> None:
+    match cut.split, cut.layer:
+        case Split.COLUMN, nn.Linear(out_features=total):
+            require_even(total, size, f"output features of {cut.path!r}", cut.parts)
+        case Split.ROW, nn.Linear(in_features=total):
+            require_even(total, size, f"input features of {cut.path!r}")
+        case Split.VOCAB, nn.Embedding(num_embeddings=total):
+            require_even(total, size, f"ids of {cut.path!r} (or pad the vocabulary)")

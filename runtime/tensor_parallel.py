@@ -1,0 +1,97 @@
+"""Tensor parallelism: a module cut over the ranks of a group, in one line.
+
+    x ─▶ column ─▶ activation or attention ─▶ row ─▶ sum over the ranks ─▶ y
+         └────── each rank has its share ──────┘
+
+A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, Shoeybi et al. 2019,
+section 3). Outside of such a pair all ranks hold the same tensors and the same gradients.
+
+Every parameter that is cut knows how (`shard_of`), also after a copy, a cast, a move off the meta device or the loading
+of a state dict; every other parameter is the same on all ranks, which is checked when a module is converted and at
+its first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from quintsched.errors import MisfitError
+
+from .parallel_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .replicas import require_same, watch_gradient
+from .shards import Shard, gather_full, shard_of, take_shard
+from .split_rules import Cut, Split, find_cuts
+from .transport import Group, as_group
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "Shard",
+    "VocabParallelEmbedding",
+    "apply_tensor_parallel",
+    "gather_full",
+    "shard_of",
+    "take_shard",
+]
+
+
+def apply_tensor_parallel(
+    module: nn.Module, group: Group | dist.ProcessGroup, rules: Mapping[str, str] | None = None
+) -> nn.Module:
+    """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
+
+    By default the column/row pairs of attention blocks and MLPs are found by name (see split_rules); all else stays
+    replicated, which is correct, just not split. Attention modules must take the number of their heads from the width
+    of their projections, not from an attribute.
+
+    Args:
+        module: the full module, with the same parameters on all ranks; may be on the meta device.
+        group: all its members must call this.
+        rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocab" or "replicate"; the first
+            that matches wins over the defaults.
+
+    Raises:
+        UsageError: a rule says something else.
+        MisfitError: heads or sizes that the group's size does not divide, a rule for what cannot be cut, or
+            parameters that differ between the ranks.
+    """
+    group = as_group(group)
+    cuts = find_cuts(module, rules or {}, group.size)
+    if group.size == 1:
+        return module
+    require_same(dict(module.named_parameters()), group)
+    for cut in cuts:
+        layer = _cut_layer(cut, group)
+        if cut.parent is None:
+            return layer
+        setattr(cut.parent, cut.name, layer)
+    _watch_replicated(module, cuts, group)
+    return module
+
+
+def _cut_layer(cut: Cut, group: Group) -> nn.Module:
+    match cut.split, cut.layer:
+        case Split.COLUMN, nn.Linear() as linear:
+            return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=not cut.is_paired)
+        case Split.ROW, nn.Linear() as linear:
+            return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired)
+        case Split.VOCAB, nn.Embedding() as embedding:
+            return VocabParallelEmbedding.from_embedding(embedding, group)
+    raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
+
+
+def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group) -> None:
+    """Have those parameters checked that might sit between a column and its row, on a tensor that is cut."""
+    parents = {id(cut.parent) for cut in cuts if cut.is_paired}
+    suspects = {
+        param: f"{path}.{name}" if path else name
+        for path, parent in module.named_modules()
+        if id(parent) in parents
+        for name, param in parent.named_parameters()
+        if shard_of(param) is None and param.requires_grad
+    }
+    for param, name in suspects.items():
+        watch_gradient(param, name, group)

@@ -1,0 +1,313 @@
+"""The training loop, written out: epochs, validation, learning rate, early stopping, checkpoints, log.
+
+    for each epoch:   for each batch:  set the learning rate ─▶ engine.step ─▶ add up ─▶ log, checkpoint
+                      validate ─▶ log ─▶ stop early?
+
+Every rank runs the same loop and knows the same figures; rank 0 writes them down.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import InputError
+from quintsched.plan import Plan
+
+from .checkpoint import Checkpoints
+from .config import JobConfig
+from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
+from .engine import Engine, StepResult
+from .history import Record, Reporter
+from .losses import correct_sum, cross_entropy_sum
+from .models import build_model
+from .optim import build_optimizer, learning_rate_factor
+from .transport import Transport
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass
+class Progress:
+    """Where a training stands; all that a checkpoint needs besides the engine's state."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    best: float | None = None
+    epochs_without_gain: int = 0
+    stopped: bool = False
+    totals: dict[str, float] = field(default_factory=dict)
+    history: list[Record] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains a job's model on its data with a plan.
+
+    Args:
+        job: the job file.
+        plan: the plan; `job.plan_of` makes it from the job.
+        transport: this rank's transport (`engine.connect_for`).
+        reporter: where figures go; None: nowhere.
+
+    Raises what loading the data, building the model and the engine raise.
+    """
+
+    def __init__(self, job: JobConfig, plan: Plan, transport: Transport, reporter: Reporter | None = None) -> None:
+        self.job = job
+        self.plan = plan
+        self._reporter = reporter or Reporter(None, lambda _: None)
+        dataset = load_dataset(job.data) if _needs_data(plan, transport.rank) else None
+        self._train_split = dataset.train if dataset else None
+        self._validation_split = dataset.validation if dataset else None
+        sizes = _tell_sizes(dataset, plan, transport)
+        blocks = build_model(job.model, sizes.spec)
+        self.engine = Engine(
+            plan,
+            blocks,
+            cross_entropy_sum,
+            lambda named_parameters: build_optimizer(job.train.optimizer, named_parameters),
+            metrics={"accuracy": correct_sum},
+            clip=job.train.clip,
+            bucket_mb=job.parallel.bucket_mb,
+            dtype=DTYPES[job.runtime.precision],
+            seed=job.train.seed,
+            transport=transport,
+        )
+        self._train_batches = BatchSampler(
+            num_samples=sizes.num_train, batch_size=job.train.batch_size, seed=job.train.seed
+        )
+        self._validation_batches = BatchSampler(
+            num_samples=sizes.num_validation, batch_size=job.train.batch_size, seed=job.train.seed, shuffle=False
+        )
+        self._checkpoints = (
+            Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
+        )
+        self.progress = Progress()
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of all epochs."""
+        return self.job.train.epochs * self._train_batches.num_batches
+
+    def fit(self, *, resume: bool = False) -> list[Record]:
+        """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
+        with self._reporter as reporter:
+            if resume:
+                self._resume()
+            reporter.record({"event": "start", "plan": self.plan.title, "step": self.progress.step})
+            while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+                self._train_epoch()
+        return self.progress.history
+
+    def _train_epoch(self) -> None:
+        progress, reporter = self.progress, self._reporter
+        name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
+        reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
+        window = _Window(self.job.log.every)
+        began, first_batch = time.perf_counter(), progress.batch
+        totals = _Sums(progress.totals)
+        for result in self._steps():
+            totals.add(result)
+            reporter.advance()
+            if window.add(result):
+                reporter.record(self._step_record(window, result))
+            if self.job.checkpoint.every and progress.step % self.job.checkpoint.every == 0:
+                progress.totals = totals.read()
+                self._save()
+        steps = progress.batch - first_batch
+        seconds = time.perf_counter() - began
+        progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
+        self._end_epoch(totals.read(), steps, seconds)
+
+    def _steps(self) -> Iterator[StepResult]:
+        """Yield the result of each batch that is left of the epoch."""
+        progress = self.progress
+        for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
+            self._set_learning_rate()
+            result = self.engine.step(*self._share(self._train_split, indices))
+            progress.step += 1
+            progress.batch += 1
+            yield result
+
+    def _share(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return this replica's share of a batch; nothing on a rank that needs none."""
+        if split is None:
+            return None, None
+        engine = self.engine
+        share = len(indices) // engine.num_replicas
+        return gather_batch(split, indices[engine.replica * share : (engine.replica + 1) * share])
+
+    def _set_learning_rate(self) -> None:
+        train = self.job.train
+        rate = train.optimizer.lr * learning_rate_factor(train.lr_schedule, self.progress.step, self.total_steps)
+        for optimizer in self.engine.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def _step_record(self, window: _Window, result: StepResult) -> Record:
+        """Return the figures of the last steps; collective, for the bubble."""
+        seconds, sums = window.take()
+        busy = self.engine.busy_share(seconds)
+        norm = result.grad_norm
+        return {
+            "event": "step",
+            "step": self.progress.step,
+            "epoch": self.progress.epoch + 1,
+            "loss": sums["loss"] / sums["weight"] if sums["weight"] else math.nan,
+            "accuracy": sums["accuracy"] / sums["weight"] if sums["weight"] else math.nan,
+            "grad_norm": math.nan if norm is None else norm.item(),
+            "skipped": result.skipped,
+            "step_s": seconds / window.every,
+            "samples_per_s": sums["weight"] / seconds,
+            "bubble": 1 - busy,
+        }
+
+    def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:
+        """Validate, write the epoch down, decide whether to go on, and save."""
+        progress = self.progress
+        validation = self.validate()
+        record: Record = {
+            "event": "epoch",
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "loss": totals["loss"] / totals["weight"],
+            "accuracy": totals["accuracy"] / totals["weight"],
+            "validation_loss": validation["loss"],
+            "validation_accuracy": validation["accuracy"],
+            "samples_per_s": steps * self.job.train.batch_size / seconds,
+            "step_s": seconds / max(steps, 1),
+        }
+        progress.history.append(record)
+        self._reporter.record(record)
+        self._reporter.say(
+            f"epoch {progress.epoch}/{self.job.train.epochs}  loss {record['loss']:.4f}  accuracy "
+            f"{record['accuracy']:.2%}  validation loss {validation['loss']:.4f}  accuracy "
+            f"{validation['accuracy']:.2%}  {record['samples_per_s']:.0f} samples/s"
+        )
+        self._watch_for_gain(validation["loss"])
+        if self.job.checkpoint.every == 0 or progress.stopped or progress.epoch == self.job.train.epochs:
+            self._save()
+
+    def validate(self) -> dict[str, float]:
+        """Return loss and accuracy over the whole validation split, the same on every rank."""
+        totals = _Sums({})
+        for indices in self._validation_batches.batches(0):
+            totals.add(self.engine.evaluate(*self._share(self._validation_split, indices)))
+        sums = totals.read()
+        return {name: sums[name] / sums["weight"] for name in ("loss", "accuracy")}
+
+    def _watch_for_gain(self, loss: float) -> None:
+        """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
+        progress, patience = self.progress, self.job.train.patience
+        if progress.best is None or loss < progress.best:
+            progress.best, progress.epochs_without_gain = loss, 0
+        else:
+            progress.epochs_without_gain += 1
+        wants_stop = patience is not None and progress.epochs_without_gain >= patience
+        if patience is not None and self.engine.first_says(int(wants_stop)):
+            progress.stopped = True
+            self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
+
+    def _save(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress))
+
+    def _resume(self) -> None:
+        """Go on from the latest checkpoint; rank 0 says which that is. Without one, start from the beginning."""
+        latest = self._checkpoints.latest() if self._checkpoints is not None else None
+        step = self.engine.first_says(-1 if latest is None else latest)
+        if step < 0 or self._checkpoints is None:
+            self._reporter.say("no checkpoint to resume from: starting at the beginning")
+            return
+        progress = self._checkpoints.load(self.engine, step)
+        try:
+            self.progress = Progress(**progress)
+        except TypeError as error:
+            raise InputError(
+                f"{self._checkpoints.directory}: the checkpoint's progress cannot be read: {error}"
+            ) from error
+        self._reporter.say(f"resumed after step {step}")
+
+
+class _Sums:
+    """Sums of results over batches; they stay tensors until they are read."""
+
+    def __init__(self, start: dict[str, float]) -> None:
+        self._start = start
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, result: StepResult) -> None:
+        """Add a batch's sums."""
+        for name, value in result.sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def read(self) -> dict[str, float]:
+        """Return the sums as numbers."""
+        return {name: self._start.get(name, 0.0) + value.item() for name, value in self._sums.items()}
+
+
+class _Window:
+    """The last `every` steps: their sums and how long they took."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps, self._began, self._sums = 0, time.perf_counter(), _Sums({})
+
+    def add(self, result: StepResult) -> bool:
+        """Add a step; whether the window is full."""
+        self._sums.add(result)
+        self._steps += 1
+        return self._steps == self.every
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Return (seconds, sums) and begin anew."""
+        sums = self._sums.read()
+        seconds = time.perf_counter() - self._began
+        self._restart()
+        return seconds, sums
+
+
+def _needs_data(plan: Plan, rank: int) -> bool:
+    """Whether a rank holds a first or last stage, and so reads the data."""
+    held = plan.layout.stages_of(plan.mesh.coordinates(rank).get("pp", 0))
+    return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
+
+
+def _tell(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
+    """Send up to 15 numbers from the first rank that reads data to all others."""
+    source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
+    told = torch.zeros(16, dtype=torch.int64)
+    if numbers is not None:
+        told[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+    told = told.to(transport.device)
+    transport.make_group([tuple(range(plan.mesh.size))]).broadcast(told, source).wait()
+    count, *values = told.tolist()
+    return [int(value) for value in values[:count]]
+
+
+@dataclass(frozen=True)
+class _DataSizes:
+    """What every rank must know of the data, also those that do not read it."""
+
+    spec: DataSpec
+    num_train: int
+    num_validation: int
+
+
+def _tell_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
+    mine = None
+    if dataset is not None:
+        mine = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
+    num_train, num_validation, num_classes, *shape = _tell(mine, plan, transport)
+    return _DataSizes(DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation)

@@ -1,0 +1,257 @@
+"""What the interpreter asks of the wires: a transport carries messages, a group does collectives.
+
+    Transport (one per rank)                       Group (one per rank and set of ranks)
+      send(tensor, peer, tag)  ──▶ Work              all_reduce, all_gather,
+      recv(buffer, peer, tag)  ──▶ Work              reduce_scatter, broadcast  ──▶ Work
+      make_group(partition)    ──▶ Group
+
+Nothing here blocks its caller but `Work.wait`. Everything that a real wire would turn into silent garbage is
+refused here, for all transports alike: gloo walks straight through the memory of a tensor that is not
+contiguous, cuts messages of the wrong size, and matches whatever it finds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+
+class ReduceOp(Enum):
+    """How a reduction combines what the ranks bring."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+class Work(Protocol):
+    """Something under way. Keep it, and wait for it before its tensor is read, changed or dropped."""
+
+    def wait(self) -> None:
+        """Return when the result may be used: waits on the host, or on NCCL makes the current stream wait.
+
+        Raises:
+            StallError: a peer died, or nothing came within the timeout.
+            MisfitError: what came does not fit (only where the transport can tell: local).
+        """
+
+
+class DoneWork:
+    """Work that was finished when it was issued."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Group(ABC):
+    """Ranks that do collectives together, each of them issuing the same ones in the same order.
+
+    Collectives are asynchronous: several may be outstanding, and their tensors belong to the group until
+    waited for. All raise MisfitError at once for tensors that do not fit each other.
+
+    Attributes:
+        ranks: the members, as global ranks in ascending order.
+        index: the caller's place among them.
+        device: where their tensors live.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], index: int, device: torch.device) -> None:
+        self.ranks = ranks
+        self.index = index
+        self.device = device
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
+        """Combine `tensor` over the members, in place; the result is bitwise the same on all of them."""
+        self._require_contiguous(tensor)
+        return self._all_reduce(tensor.detach(), op)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """Fill `output` (size × n, …) with the members' `tensor` (n, …), in the order of `ranks`."""
+        self._require_multiple("all_gather", output, tensor)
+        return self._all_gather(output.detach(), tensor.detach())
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's part of the sum."""
+        self._require_multiple("reduce_scatter", tensor, output)
+        return self._reduce_scatter(output.detach(), tensor.detach())
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """Overwrite `tensor` with that of the member at index `source` of this group."""
+        self._require_contiguous(tensor)
+        if not 0 <= source < self.size:
+            self._refuse(f"broadcast from member {source}, but there are {self.size}")
+        return self._broadcast(tensor.detach(), source)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """A group is a handle: a copied module goes on talking to the same ranks."""
+        return self
+
+    def _require_contiguous(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                self._refuse(f"{describe(tensor)} is not contiguous; pass .contiguous()")
+
+    def _require_multiple(self, name: str, whole: Tensor, part: Tensor) -> None:
+        self._require_contiguous(whole, part)
+        fits = part.dim() > 0 and whole.shape == (self.size * part.shape[0], *part.shape[1:])
+        if not fits or whole.dtype != part.dtype:
+            self._refuse(f"{name} between {describe(whole)} and {describe(part)}: wants {self.size} times the rows")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise MisfitError(f"group of ranks {list(self.ranks)}: {problem}")
+
+
+class SelfGroup(Group):
+    """A group of one: every collective is done at once."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__((rank,), 0, device)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        return DoneWork()
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor)
+        return DoneWork()
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor)
+        return DoneWork()
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        return DoneWork()
+
+
+class Transport(ABC):
+    """One rank's end of the wires.
+
+    Attributes:
+        name: "local", "gloo" or "nccl".
+        profile: the transport profile (DESIGN, section 5) that a plan must be proved for: "tagged" or "channel".
+        rank: mine.
+        world_size: how many ranks there are.
+        device: where tensors that are sent and received live.
+    """
+
+    name: str
+    profile: str
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._channels: set[tuple[int, int]] = set()
+
+    def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        """Split the world into groups and return the caller's.
+
+        Every rank calls this in the same order with the same list of disjoint, ascending rank tuples that cover
+        the world.
+
+        Raises:
+            MisfitError: the tuples are no partition of the world.
+            StallError: a member did not come.
+        """
+        if sorted(r for ranks in partition for r in ranks) != list(range(self.world_size)):
+            raise MisfitError(f"{list(partition)} does not name each of the {self.world_size} ranks once")
+        if any(list(ranks) != sorted(ranks) for ranks in partition):
+            raise MisfitError(f"ranks of a group must be ascending: {list(partition)}")
+        return self._make_group(partition)
+
+    def open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
+        """Make the directed (source, destination) channels up front, in ascending order.
+
+        Every rank calls this with the same list, once, before the first message.
+
+        Raises:
+            MisfitError: a channel to itself or out of the world.
+            StallError: a peer did not come.
+        """
+        world = range(self.world_size)
+        for source, destination in channels:
+            if source == destination or source not in world or destination not in world:
+                raise MisfitError(f"no channel from rank {source} to rank {destination} in a world of {len(world)}")
+        fresh = sorted(set(channels) - self._channels)
+        self._channels.update(fresh)
+        self._open_channels(fresh)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Send a contiguous `tensor` to rank `peer`.
+
+        Args:
+            tensor: of any shape; belongs to the transport until the Work was waited for.
+            peer: the destination, a global rank.
+            tag: a small number that the receiver names too (NCCL ignores it: there, order is identity).
+
+        Raises:
+            MisfitError: no such channel, wrong device, or not contiguous.
+        """
+        self._require_ready(tensor, (self.rank, peer))
+        return self._send(tensor.detach(), peer, tag)
+
+    def recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        """Receive from rank `peer` into a contiguous `buffer`; the same tag is first in, first out.
+
+        Raises:
+            MisfitError: no such channel, wrong device, or not contiguous.
+        """
+        self._require_ready(buffer, (peer, self.rank))
+        return self._recv(buffer.detach(), peer, tag)
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Give up because of `error`: the other ranks stop waiting as soon as they can; only `close` may follow."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hang up. Quiet, quick, and allowed twice, even when peers are dead."""
+
+    @abstractmethod
+    def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group: ...
+
+    @abstractmethod
+    def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None: ...
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work: ...
+
+    def _require_ready(self, tensor: Tensor, channel: tuple[int, int]) -> None:
+        where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
+        if channel not in self._channels:
+            raise MisfitError(f"{where} was never opened; name it in open_channels")
+        if tensor.device.type != self.device.type:
+            raise MisfitError(f"{where}: {describe(tensor)} is on {tensor.device}, the transport is on {self.device}")
+        if not tensor.is_contiguous():
+            raise MisfitError(f"{where}: {describe(tensor)} is not contiguous; pass .contiguous()")
+
+
+def describe(tensor: Tensor) -> str:
+    """Say dtype and shape in a few letters, as error messages do: "float32 (2, 3)"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,112 @@
+"""Four ranks over NCCL; they share a GPU where there are fewer, which wants NCCL 2.30."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quintsched.runtime.transport import Group, ReduceOp, Transport, connect
+
+WORLD = 4
+CHANNELS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+
+
+def reason_to_skip() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.device_count() < WORLD and torch.cuda.nccl.version() < (2, 30):
+        return f"{WORLD} ranks on {torch.cuda.device_count()} GPUs want NCCL 2.30, this is {torch.cuda.nccl.version()}"
+    return None
+
+
+def check_collectives(t: Transport, group: Group) -> None:
+    x = torch.full((group.size, 3), float(t.rank), device=t.device)
+    most, total, source = x.clone(), x.clone(), x.clone()
+    gathered, scattered = x.new_empty(group.size * group.size, 3), x.new_empty(1, 3)
+    works = [
+        group.all_reduce(most, ReduceOp.MAX),
+        group.all_reduce(total),
+        group.all_gather(gathered, x),
+        group.reduce_scatter(scattered, x),
+        group.broadcast(source, group.size - 1),
+    ]
+    for work in works:
+        work.wait()
+    assert most.eq(max(group.ranks)).all()
+    assert total.eq(sum(group.ranks)).all()
+    assert scattered.eq(sum(group.ranks)).all()
+    assert source.eq(group.ranks[-1]).all()
+    assert gathered[:: group.size, 0].tolist() == list(group.ranks)
+
+
+def check_both_directions_at_once(t: Transport) -> None:
+    """All send before they receive, on all channels: deadlocks where two directions share a queue."""
+    peers = [peer for peer in (t.rank - 1, t.rank + 1) if 0 <= peer < WORLD]
+    for step in range(5):
+        outgoing = [torch.full((1 << 20,), float(10 * t.rank + step), device=t.device) for _ in peers]
+        incoming = [torch.empty(1 << 20, device=t.device) for _ in peers]
+        works = [t.send(tensor, peer, step) for tensor, peer in zip(outgoing, peers, strict=True)]
+        works += [t.recv(tensor, peer, step) for tensor, peer in zip(incoming, peers, strict=True)]
+        for work in works:
+            work.wait()
+        for tensor, peer in zip(incoming, peers, strict=True):
+            assert tensor.eq(10 * peer + step).all()
+
+
+def check_dropped_tensors(t: Transport) -> None:
+    """The memory of a tensor under way must not be given to the next one."""
+    if t.rank == 0:
+        works = [t.send(torch.full((1 << 20,), float(i), device=t.device), 1, i) for i in range(8)]
+        for work in works:
+            torch.empty(1 << 20, device=t.device).fill_(-1)
+            work.wait()
+    if t.rank == 1:
+        for i in range(8):
+            buffer = torch.empty(1 << 20, device=t.device)
+            t.recv(buffer, 0, i).wait()
+            assert buffer.eq(i).all()
+
+
+def run_rank(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
+    if torch.cuda.device_count() < WORLD:
+        os.environ.update(SHARING)
+    transport = connect("nccl", timeout_s=120)
+    assert (transport.name, transport.profile) == ("nccl", "channel")
+    groups = [transport.make_group(p) for p in ([(0, 1, 2), (3,)], [(0,), (1,), (2, 3)], [(0, 1, 2, 3)])]
+    transport.open_channels(CHANNELS)
+    for group in groups:
+        check_collectives(transport, group)
+    checks: list[Callable[[Transport], None]] = [check_both_directions_at_once, check_dropped_tensors]
+    for check in checks:
+        check(transport)
+    torch.cuda.synchronize()
+    groups[-1].all_reduce(torch.zeros(1, device=transport.device)).wait()
+    torch.cuda.synchronize()
+    transport.close()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
+def test_groups_and_channels_over_nccl() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_rank, args=(rank, port)) for rank in range(WORLD)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(240)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    assert [process.exitcode for process in processes] == [0] * WORLD
