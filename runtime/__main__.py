@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .config import JobConfig
     from .transport import Transport
 
-VICTIM_WAITS_S = 3.0
+ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -107,16 +107,19 @@ def _say_nothing(line: str) -> None:
 
 
 def explain(error: Exception, rank: int) -> int:
-    """Write an error to standard error, with the place where it happened, and return its exit code."""
-    if isinstance(error, StallError) and "RANK" in os.environ:
-        time.sleep(VICTIM_WAITS_S)
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-    if isinstance(error, QuintschedError):
-        sys.stderr.write(f"error: rank {rank}: {error}{notes}\n")
-        return error.exit_code
-    trace = "".join(traceback.format_exception(error))
-    sys.stderr.write(f"error: rank {rank}: {type(error).__name__}: {error}{notes}\n{trace}")
-    return 1
+    """Write an error to standard error, with the place where it happened, and return its exit code.
+
+    Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
+    lost a peer, waits before it speaks.
+    """
+    if "RANK" in os.environ and isinstance(error, QuintschedError):
+        time.sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
+    notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
+    known = isinstance(error, QuintschedError)
+    headline = str(error) if known else f"{type(error).__name__}: {error}"
+    trace = "" if known else "".join(traceback.format_exception(error))
+    sys.stderr.write(f"error: rank {rank}: {headline}{notes}\n{trace}")
+    return error.exit_code if isinstance(error, QuintschedError) else 1
 
 
 def leave(code: int) -> NoReturn:

@@ -1,0 +1,40 @@
+"""Your own blocks, loss, optimizer and loop, on any plan.
+
+    torchrun --nproc-per-node 4 examples/own_loop.py      two pipelines of two stages
+    python examples/own_loop.py                           the same numbers in one process
+"""
+
+import os
+from functools import partial
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.branch(x)
+
+
+mesh, microbatches = ("dp=2,pp=2", 4) if "RANK" in os.environ else ("dp=1", 8)  # of 8 samples each, either way
+plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
+blocks = [partial(nn.Linear, 64, 128), *[partial(Residual, 128)] * 4, partial(nn.Linear, 128, 10)]
+engine = Engine(plan, blocks, nn.CrossEntropyLoss(), optimizer=partial(torch.optim.AdamW, lr=1e-3))
+images, digits = map(torch.tensor, load_digits(return_X_y=True))
+
+for step in range(101):
+    batch = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))[:64]
+    share = batch.chunk(engine.num_replicas)[engine.replica]  # what this rank reads, if it reads anything
+    inputs = images[share].float() / 16 if engine.needs_inputs else None
+    result = engine.step(inputs, digits[share] if engine.needs_targets else None)
+    if step % 20 == 0 and engine.transport.rank == 0:
+        print(f"step {step:3}  loss {result.loss:.4f}  gradient norm {result.grad_norm:.3f}")
+engine.close()

@@ -1,0 +1,288 @@
+"""The engine's promises besides equality: who holds what, what is refused, what a step tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime.blocks import Blocks, build_model, estimate_costs, measure_costs
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.transport import Transport, run_local
+
+from .toys import Task, difference, sgd, share, tiny_vit
+
+TASK = Task.make(3, 8, torch.float64)
+
+
+def engine_on(transport: Transport, plan: qs.Plan, blocks: Blocks, **options: object) -> Engine:
+    settings: dict[str, object] = {"dtype": torch.float64} | options
+    return Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport, **settings)  # type: ignore[arg-type]
+
+
+def test_every_rank_knows_loss_metrics_and_norm() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=2)
+
+    def run(transport: Transport) -> tuple[float, float, float, float]:
+        engine = engine_on(transport, plan, tiny_vit(), metrics={"accuracy": correct_sum})
+        result = engine.step(*share(engine, TASK.inputs[0], TASK.targets[0]))
+        assert result.grad_norm is not None
+        return result.loss.item(), result.metrics["accuracy"].item(), result.weight.item(), result.grad_norm.item()
+
+    model = build_model(tiny_vit(), 0, torch.float64)
+    output = model(TASK.inputs[0])
+    loss, weight = cross_entropy_sum(output, TASK.targets[0])
+    (loss / weight).backward()
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
+    expected = (loss / weight, correct_sum(output, TASK.targets[0]) / weight, weight, norm)
+    for told in run_local(8, run):
+        assert told == pytest.approx([float(value.detach()) for value in expected], rel=1e-9)
+
+
+def test_evaluation_leaves_the_training_alone() -> None:
+    plan = qs.compile("interleaved-1f1b", mesh="pp=2,dp=2", microbatches=2)
+
+    def run(transport: Transport) -> None:
+        engine = engine_on(transport, plan, tiny_vit(), metrics={"accuracy": correct_sum})
+        before = engine.full_weights()
+        first = engine.evaluate(*share(engine, TASK.inputs[0], TASK.targets[0]))
+        again = engine.evaluate(*share(engine, TASK.inputs[0], TASK.targets[0]))
+        assert first.loss == again.loss
+        assert first.grad_norm is None
+        assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+        trained = engine.step(*share(engine, TASK.inputs[0], TASK.targets[0]))
+        assert difference(trained.loss, first.loss) < 1e-12
+
+    run_local(4, run)
+
+
+def test_no_rank_holds_more_than_one_full_block_nor_builds_those_of_others() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)
+    built: dict[str, list[int]] = {}
+    alive: dict[str, list[weakref.ref[nn.Parameter]]] = {}
+
+    def run(transport: Transport) -> None:
+        rank = f"rank{transport.rank}"
+        built[rank], alive[rank] = [], []
+
+        def watched(number: int, build: Callable[[], nn.Module]) -> nn.Module:
+            module = build()
+            if next(module.parameters()).is_meta:
+                return module
+            gc.collect()
+            still = [ref() for ref in alive[rank] if ref() is not None]
+            assert not still, f"block {number} is built while a full weight of another still stands"
+            built[rank].append(number)
+            alive[rank] += [
+                weakref.ref(layer.weight)
+                for name, layer in module.named_modules()
+                if name.endswith(("qkv", "fc1", "fc2")) and isinstance(layer, nn.Linear)
+            ]
+            return module
+
+        blocks = [lambda n=n, b=b: watched(n, b) for n, b in enumerate(tiny_vit())]  # type: ignore[misc]
+        engine_on(transport, plan, blocks).step(TASK.inputs[0], TASK.targets[0])
+
+    run_local(4, run)
+    assert built["rank0"] == built["rank1"]
+    assert built["rank0"] + built["rank2"] == list(range(6))
+
+
+class Extra(nn.Module):
+    """Adds a learnt multiple of what each sample brings along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.linear(x)) + bias
+        return y, 0.1 * y.square().sum()
+
+
+def test_extras_auxiliary_losses_and_plain_losses() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+    random = torch.Generator().manual_seed(1)
+    x, bias, y = (torch.randn(8, 6, generator=random, dtype=torch.float64) for _ in range(3))
+    blocks = [Extra] * 4
+
+    def run(transport: Transport) -> tuple[float, dict[str, Tensor]]:
+        engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, transport=transport, dtype=torch.float64)
+        half = slice(engine.replica * 4, engine.replica * 4 + 4)
+        result = engine.step(x[half], y[half], bias=bias[half])
+        return result.loss.item(), engine.full_weights()
+
+    model = build_model(blocks, 0, torch.float64)
+    optimizer = sgd(list(model.parameters()))
+    total = torch.zeros((), dtype=torch.float64)
+    for part in range(4):
+        own = slice(2 * part, 2 * part + 2)
+        output = x[own]
+        for block in model:
+            output, auxiliary = block(output, bias[own])
+            total = total + auxiliary
+        total = total + nn.functional.mse_loss(output, y[own])
+    (total / 4).backward()
+    optimizer.step()
+    expected = dict(model.named_parameters())
+    for loss, weights in run_local(4, run):
+        assert loss == pytest.approx(total.item() / 4, rel=1e-12)
+        for name, weight in weights.items():
+            assert difference(weight, expected[name].detach()) < 1e-12
+
+
+def test_modules_built_by_the_user_start_alike_everywhere() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,tp=2", microbatches=2)
+
+    def run(transport: Transport) -> dict[str, Tensor]:
+        blocks = [build() for build in tiny_vit()]
+        with torch.no_grad():
+            for block in blocks:
+                for weight in block.parameters():
+                    weight.add_(transport.rank)
+        return engine_on(transport, plan, blocks).full_weights()
+
+    first, *others = run_local(4, run)
+    for other in others:
+        assert all(torch.equal(weight, first[name]) for name, weight in other.items())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_every_rank() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+    poisoned = TASK.inputs[0].clone()
+    poisoned[0] = torch.inf
+
+    def run(transport: Transport) -> None:
+        engine = engine_on(transport, plan, tiny_vit())
+        before = engine.full_weights()
+        result = engine.step(*share(engine, poisoned, TASK.targets[0]))
+        assert result.skipped
+        assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+        assert not engine.step(*share(engine, TASK.inputs[0], TASK.targets[0])).skipped
+        assert any(not torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+
+    run_local(4, run)
+
+
+def test_named_parameters_for_the_optimizer() -> None:
+    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        decayed = [p for name, p in named_parameters if name.endswith("weight")]
+        rest = [p for name, p in named_parameters if not name.endswith("weight")]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, optimizer)
+    assert [len(group["params"]) > 0 for group in engine.optimizer.param_groups] == [True, True]
+    assert torch.isfinite(engine.step(TASK.inputs[0].float(), TASK.targets[0]).loss)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "samples", "message"),
+    [("pp=1", 7, "cannot be cut into 2 equal microbatches"), ("pp=2", 8, "mesh pp=2 has 2 ranks, but 1 process was")],
+)
+def test_what_does_not_fit_is_refused(mesh: str, samples: int, message: str) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    with pytest.raises(qs.MisfitError, match=message):
+        Engine(plan, tiny_vit(), cross_entropy_sum, sgd).step(
+            TASK.inputs[0][:samples].float(), TASK.targets[0][:samples]
+        )
+
+
+def test_other_shapes_after_the_first_step_are_refused() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    engine.step(TASK.inputs[0].float(), TASK.targets[0])
+    with pytest.raises(qs.MisfitError, match=r"a microbatch of inputs is float32 \(2, 1, 8, 8\).*pad the batch"):
+        engine.step(TASK.inputs[0][:4].float(), TASK.targets[0][:4])
+
+
+def test_too_few_blocks_and_blocks_that_do_not_fit_together() -> None:
+    def too_few(transport: Transport) -> None:
+        engine_on(transport, qs.compile("1f1b", mesh="pp=4", microbatches=2), tiny_vit(depth=1))
+
+    with pytest.raises(qs.MisfitError, match="3 blocks cannot fill 4 stages"):
+        run_local(4, too_few)
+
+    def mismatched(transport: Transport) -> None:
+        blocks = [lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 3)]
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        Engine(plan, blocks, nn.functional.mse_loss, sgd, transport=transport).step(torch.ones(4, 4), torch.ones(4, 3))
+
+    with pytest.raises(qs.MisfitError, match=r"block 1 cannot take float32 \(2, 6\)"):
+        run_local(2, mismatched)
+
+
+def test_ranks_with_different_plans_are_stopped() -> None:
+    def run(transport: Transport) -> None:
+        plan = qs.compile("1f1b" if transport.rank else "gpipe", mesh="pp=2", microbatches=2)
+        engine_on(transport, plan, tiny_vit())
+
+    with pytest.raises(qs.MisfitError, match="the ranks do not agree on the plan"):
+        run_local(2, run)
+
+
+def test_an_unsound_plan_is_refused() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    broken = dataclasses.replace(plan, programs=(plan.programs[0][::-1], plan.programs[1]))
+
+    def run(transport: Transport) -> None:
+        engine_on(transport, broken, tiny_vit())
+
+    with pytest.raises(qs.UnsoundError, match="not sound"):
+        run_local(2, run)
+
+
+def test_an_error_inside_a_step_names_the_instruction() -> None:
+    class Bomb(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta and x.sum() > 50:
+                raise ValueError("the bomb went off")
+            return super().forward(x)
+
+    def run(transport: Transport) -> None:
+        blocks = [lambda: nn.Identity(), lambda: Bomb(4, 4)]
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, transport=transport)
+        x = torch.cat([torch.zeros(2, 4), torch.full((2, 4), 100.0)])
+        engine.step(x, torch.ones(4, 4))
+
+    with pytest.raises(ValueError, match="the bomb went off") as caught:
+        run_local(2, run)
+    assert any("on rank 1 (pp=1), instruction" in note and "microbatch=1" in note for note in caught.value.__notes__)
+
+
+def test_state_survives_a_round_trip() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)
+
+    def run(transport: Transport) -> None:
+        engine = engine_on(transport, plan, tiny_vit())
+        steps = list(zip(TASK.inputs, TASK.targets, strict=True))
+        engine.step(*steps[0])
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        engine.step(*steps[1])
+        after = engine.full_weights()
+        engine.load_state_dict(state)
+        engine.step(*steps[1])
+        assert all(torch.equal(weight, after[name]) for name, weight in engine.full_weights().items())
+        with pytest.raises(qs.MisfitError, match="of another model, mesh or stage"):
+            engine.load_state_dict({name: tensor for name, tensor in state.items() if "bias" not in name})
+
+    run_local(4, run)
+
+
+def test_block_costs() -> None:
+    blocks = [lambda: nn.Embedding(1000, 8), lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 64)]
+    assert estimate_costs(blocks) == [8.0, 72.0, 576.0]
+    assert all(cost > 0 for cost in measure_costs(blocks, torch.zeros(4, dtype=torch.int64)))
+
+
+def test_busy_share_is_a_share() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    engine.step(TASK.inputs[0].float(), TASK.targets[0])
+    assert 0 < engine.busy_share(10.0) < 1
+    assert engine.busy_share(10.0) == 0

@@ -1,0 +1,256 @@
+"""Pictures of plans: valid files, everything in them, nothing cut off or on top of something else."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.transforms import Bbox
+from PIL import Image
+
+import quintsched as qs
+from quintsched.instructions import Compute, Send
+from quintsched.viz import compare, render
+from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
+from quintsched.viz.sheet import PNG_DPI, Sheet
+from quintsched.viz.style import house_style, number, text_width
+from quintsched.viz.timeline import draw_comparison, draw_plan
+
+MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def simulate(
+    name: str, pp: int, microbatches: int, chunks: int | None = None, costs: qs.Costs | None = None
+) -> qs.Simulation:
+    return qs.compile(name, mesh=f"dp=2,pp={pp}", microbatches=microbatches, chunks=chunks).simulate(costs)
+
+
+@st.composite
+def simulations(draw: st.DrawFn, most_ranks: int = 4) -> qs.Simulation:
+    name = draw(st.sampled_from(["1f1b", "gpipe", "inference", "interleaved-1f1b"]))
+    pp = draw(st.integers(1, most_ranks))
+    interleaved = name == "interleaved-1f1b"
+    microbatches = draw(st.integers(1, 2)) * pp if interleaved else draw(st.integers(1, 6))
+    chunks = draw(st.integers(2, 3)) if interleaved else None
+    return simulate(name, pp, microbatches, chunks, draw(st.sampled_from([None, MEASURED])))
+
+
+def read_svg(path: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(path.read_text(encoding="utf-8"))
+
+
+def texts_of(root: ElementTree.Element) -> list[str]:
+    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
+
+
+def count_drawn(root: ElementTree.Element, gid: str) -> int:
+    """The number of paths in the groups of this name."""
+    groups = [g for g in root.iter(f"{SVG}g") if g.get("id") == gid]
+    drawn = [e for g in groups for e in g.iter() if e.tag in (f"{SVG}path", f"{SVG}use")]
+    templates = [e for g in groups for d in g.iter(f"{SVG}defs") for e in d.iter(f"{SVG}path")]
+    return len(drawn) - len(templates)
+
+
+def test_png_is_an_image_of_a_size_that_fits_the_plan(tmp_path: Path) -> None:
+    render(simulate("1f1b", 4, 8), tmp_path / "small.png")
+    render(simulate("1f1b", 8, 24), tmp_path / "large.png")
+    sizes = []
+    for name in ("small.png", "large.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        with Image.open(tmp_path / name) as image:
+            image.load()
+            sizes.append(image.size)
+    (small_width, small_height), (large_width, large_height) = sizes
+    assert small_width == 9 * PNG_DPI
+    assert small_width < large_width <= 28 * PNG_DPI
+    assert 4 * PNG_DPI < small_height < large_height
+
+
+def test_svg_says_what_the_plan_is(tmp_path: Path) -> None:
+    simulation = simulate("1f1b", 4, 8, costs=MEASURED)
+    render(simulation, tmp_path / "plan.svg")
+    texts = texts_of(read_svg(tmp_path / "plan.svg"))
+    assert simulation.plan.title in texts
+    assert f"makespan {number(simulation.makespan)} ms" in "\n".join(texts)
+    assert f"bubble {100 * simulation.bubble:.1f} % of all ranks' time" in "\n".join(texts)
+    assert f"span bubble {100 * simulation.span_bubble:.1f} % of the longest rank's span" in "\n".join(texts)
+    assert {"time (ms)", "forward", "backward", "idle", "optimizer step", *(f"rank {r}" for r in range(4))} <= {*texts}
+
+
+@settings(max_examples=10, deadline=None)
+@given(simulations())
+def test_every_computation_and_message_is_drawn(
+    tmp_path_factory: pytest.TempPathFactory, simulation: qs.Simulation
+) -> None:
+    path = tmp_path_factory.mktemp("svg") / "plan.svg"
+    render(simulation, path)
+    root = read_svg(path)
+    instructions = [i for program in simulation.plan.programs for i in program]
+    computations = [i for i in instructions if isinstance(i, Compute)]
+    assert count_drawn(root, "computations") == len(computations)
+    assert count_drawn(root, "messages") == sum(isinstance(i, Send) for i in instructions)
+    written = Counter(text for text in texts_of(root) if text.isdecimal())
+    assert not Counter(str(i.microbatch) for i in computations) - written
+
+
+def test_boxes_that_are_too_narrow_have_no_number(tmp_path: Path) -> None:
+    render(simulate("1f1b", 1, 600), tmp_path / "long.svg")
+    assert "555" not in texts_of(read_svg(tmp_path / "long.svg"))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_same_plan_same_bytes_whatever_the_caller_has_set(tmp_path: Path, suffix: str) -> None:
+    def draw(name: str) -> bytes:
+        render(simulate("1f1b", 2, 3), tmp_path / f"{name}{suffix}")
+        compare([simulate("1f1b", 2, 3), simulate("gpipe", 2, 3)], tmp_path / f"{name}-both{suffix}")
+        return (tmp_path / f"{name}{suffix}").read_bytes() + (tmp_path / f"{name}-both{suffix}").read_bytes()
+
+    first = draw("first")
+    with matplotlib.rc_context({"font.size": 30, "figure.dpi": 40, "svg.fonttype": "path", "axes.grid": True}):
+        assert draw("second") == first
+        assert matplotlib.rcParams["font.size"] == 30
+    assert str(tmp_path).encode() not in first
+
+
+@settings(max_examples=40, deadline=None)
+@given(simulations(most_ranks=6))
+def test_held_activations_are_those_between_a_forward_and_its_backward(simulation: qs.Simulation) -> None:
+    held = held_activations(simulation)
+    if simulation.plan.mode == "forward":
+        assert held == ()
+        return
+    assert [h.peak for h in held] == pytest.approx(simulation.peak_activations)
+    boxes = stage_scene(simulation).boxes
+    for rank, of_rank in enumerate(held):
+        assert of_rank.amounts[-1] == 0
+        spans: dict[tuple[int, int], list[float]] = {}
+        for box in boxes:
+            if box.rank == rank:
+                at = (box.instruction.stage, box.instruction.microbatch)
+                spans.setdefault(at, []).extend((box.start, box.end))
+        for start, end, amount in zip(of_rank.times, of_rank.times[1:], of_rank.amounts, strict=False):
+            if end - start > 2 * ROUNDING * simulation.makespan:
+                middle = (start + end) / 2
+                standing = sum(min(times) <= middle < max(times) for times in spans.values())
+                assert amount == pytest.approx(standing / simulation.plan.schedule.chunks)
+
+
+def test_only_training_has_a_memory_panel(tmp_path: Path) -> None:
+    for name in ("1f1b", "inference"):
+        render(simulate(name, 2, 4), tmp_path / f"{name}.svg")
+    assert "rank 0: peak 2" in texts_of(read_svg(tmp_path / "1f1b.svg"))
+    assert "peak" not in (tmp_path / "inference.svg").read_text(encoding="utf-8")
+
+
+def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
+    """Every text of a drawing with its place in pixels, as in a PNG."""
+    canvas = FigureCanvasAgg(sheet.figure)
+    sheet.figure.set_dpi(PNG_DPI)
+    sheet.arrange()
+    canvas.draw()
+    for axes in sheet.figure.axes:
+        labels = [axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            labels += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        for text in (*axes.texts, *labels):
+            if text.get_visible() and text.get_text().strip() and (text in axes.texts or axes.axison):
+                yield text.get_text(), text.get_window_extent()
+
+
+@pytest.mark.parametrize(
+    "simulated",
+    [
+        [("1f1b", 4, 8)],
+        [("1f1b", 1, 2)],
+        [("inference", 4, 8, 2)],
+        [("gpipe", 8, 12, None, MEASURED)],
+        [("interleaved-1f1b", 2, 4, 12)],
+        [("1f1b", 40, 3)],
+        [("gpipe", 4, 8), ("1f1b", 4, 8), ("interleaved-1f1b", 2, 8, 2)],
+        [("gpipe", 2, 2, None, qs.Costs(unit="ticks of the very slow clock $_{on}$ the\x00wall" * 2))] * 2,
+        [("1f1b", 2, 2, None, qs.Costs(forward=0, backward_input=0, backward_weight=0))],
+    ],
+)
+def test_nothing_is_cut_off_and_no_text_hides_another(simulated: list[tuple[str, int, int]]) -> None:
+    drawn = [simulate(*arguments) for arguments in simulated]
+    with house_style():
+        sheet = draw_plan(drawn[0]) if len(drawn) == 1 else draw_comparison(drawn)
+        texts = list(visible_texts(sheet))
+    assert len(texts) > len(drawn) * 10
+    paper = sheet.figure.bbox
+    for text, box in texts:
+        assert box.x0 >= 0, text
+        assert box.y0 >= 0, text
+        assert box.x1 <= paper.width, text
+        assert box.y1 <= paper.height, text
+    for (one, a), (other, b) in itertools.combinations(texts, 2):
+        assert a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1, (one, other)
+
+
+def test_comparison_shows_every_schedule_with_its_figures(tmp_path: Path) -> None:
+    drawn = [simulate("gpipe", 4, 8), simulate("interleaved-1f1b", 4, 8, 2)]
+    compare(drawn, tmp_path / "both.svg")
+    root = read_svg(tmp_path / "both.svg")
+    texts = "\n".join(texts_of(root))
+    for simulation in drawn:
+        assert simulation.plan.title in texts
+        assert f"makespan {number(simulation.makespan)} forwards" in texts
+        assert f"peak activations {number(max(simulation.peak_activations))}" in texts
+    assert count_drawn(root, "computations") == 4 * (16 + 32)
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.png.gz", ".svg"])
+def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
+    simulation = simulate("1f1b", 2, 2)
+    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png or .svg")):
+        render(simulation, tmp_path / name)
+    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png or .svg")):
+        compare([simulation], tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_paths_that_cannot_be_written_are_refused(tmp_path: Path, suffix: str) -> None:
+    simulation = simulate("1f1b", 2, 2)
+    folder = tmp_path / f"folder{suffix}"
+    folder.mkdir()
+    for path in (tmp_path / "missing" / f"plan{suffix}", folder):
+        with pytest.raises(qs.UsageError, match="cannot write the picture"):
+            render(simulation, path)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_comparisons_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(qs.UsageError, match="none is given"):
+        compare([], tmp_path / "none.png")
+    with pytest.raises(qs.UsageError, match="forward and ms"):
+        compare([simulate("1f1b", 2, 2), simulate("1f1b", 2, 2, costs=MEASURED)], tmp_path / "two.png")
+
+
+def test_text_width_is_that_of_the_font() -> None:
+    assert text_width("00", 10) == pytest.approx(12.7, abs=0.3)
+    assert text_width("wide", 10, bold=True) > text_width("wide", 10) > text_width("ide", 10)
+
+
+@pytest.mark.processes
+def test_importing_the_package_does_not_load_matplotlib() -> None:
+    program = "import sys, quintsched.viz; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    render(simulate("1f1b", 1, 1), tmp_path / "plan.png")
+    assert "matplotlib.pyplot" not in sys.modules

@@ -1,0 +1,87 @@
+"""The legend: one key for every kind of thing that a picture shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from quintsched.instructions import Instruction
+
+from .rows import Scale, messages_shown
+from .scene import Scene
+from .sheet import Key
+from .style import CARGO, IDLE, IDLE_HATCH, LOOKS, Look, ink_on, look_of, shade
+
+MOST_SWATCHES = 8
+
+
+def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
+    """Return the keys of what the scenes show; `size` is the size of the legend's text."""
+    computations = _in_order({type(box.instruction) for scene in scenes for box in scene.boxes})
+    marks = _in_order({mark.what for scene in scenes for mark in scene.marks})
+    cargo = {arrow.kind for scene in scenes if messages_shown(scene, scale) for arrow in scene.arrows}
+    return [
+        *(_box_key(look_of(what), scale.chunks, size) for what in computations),
+        Key("idle", size * 1.6, _idle(size)),
+        *(_arrow_key(look, size) for kind, look in CARGO.items() if kind in cargo),
+        *(_mark_key(look_of(what), size) for what in marks),
+    ]
+
+
+def _in_order(classes: Iterable[type[Instruction]]) -> list[type[Instruction]]:
+    known = list(LOOKS)
+    return sorted(classes, key=lambda what: (known.index(what) if what in known else len(known), what.__name__))
+
+
+def _box_key(look: Look, chunks: int, size: float) -> Key:
+    """Show a swatch per chunk, with its number; of many chunks, only some."""
+    shown = range(chunks) if chunks <= MOST_SWATCHES else [k * (chunks - 1) // 3 for k in range(4)]
+    side = size * (1.6 if chunks <= 10 else 0.65 * len(str(chunks)) + 0.6)
+
+    def draw(axes: Axes, x: float, y: float) -> None:
+        for place, chunk in enumerate(shown):
+            colour = shade(look.colour, chunk, chunks)
+            corner = (x + place * side, y - size * 0.6)
+            axes.add_patch(Rectangle(corner, side, size * 1.2, facecolor=colour, edgecolor="white", linewidth=0.8))
+            if chunks > 1:
+                middle = x + (place + 0.5) * side
+                axes.text(
+                    middle, y, str(chunk), fontsize=size * 0.8, color=ink_on(colour), ha="center", va="center_baseline"
+                )
+
+    return Key(f"{look.label} of chunk" if chunks > 1 else look.label, side * len(shown), draw)
+
+
+def _idle(size: float) -> Callable[[Axes, float, float], None]:
+    def draw(axes: Axes, x: float, y: float) -> None:
+        swatch = Rectangle(
+            (x, y - size * 0.6), size * 1.6, size * 1.2, facecolor=IDLE, edgecolor=IDLE_HATCH, linewidth=0, hatch="////"
+        )
+        axes.add_patch(swatch)
+
+    return draw
+
+
+def _arrow_key(look: Look, size: float) -> Key:
+    def draw(axes: Axes, x: float, y: float) -> None:
+        axes.plot((x, x + size * 1.6), (y, y), color=look.colour, linewidth=1.0)
+        axes.plot((x + size * 1.6,), (y,), color=look.colour, marker=">", markersize=3.5, linestyle="none")
+
+    return Key(look.label, size * 1.8, draw)
+
+
+def _mark_key(look: Look, size: float) -> Key:
+    def draw(axes: Axes, x: float, y: float) -> None:
+        larger = 1.3 if look.marker == "*" else 1.0
+        axes.plot(
+            (x + size * 0.5,),
+            (y,),
+            color=look.colour,
+            marker=look.marker,
+            markersize=size * 0.6 * larger,
+            linestyle="none",
+        )
+
+    return Key(look.label, size, draw)

@@ -1,0 +1,160 @@
+"""A sheet of paper: blocks below each other, measured in inches, then saved as PNG or SVG.
+
+    sheet = Sheet(width=9.0, left=0.6, right=0.8)
+    sheet.line(…)           text across the sheet
+    axes = sheet.block(2.0) axes between the margins
+    sheet.save(path)
+
+Sizes are said, never found out by the layout, so that nothing overlaps and the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from quintsched.errors import UsageError
+
+from .style import INK, text_width
+
+POINTS = 72.0
+SUFFIXES = (".png", ".svg")
+PNG_DPI = 144
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of the legend; `draw(axes, x, y)` draws it `width` points wide from x on, y being its middle."""
+
+    label: str
+    width: float
+    draw: Callable[[Axes, float, float], None]
+
+
+class Sheet:
+    """A figure that grows downwards."""
+
+    def __init__(self, width: float, left: float, right: float, font_scale: float = 1.0) -> None:
+        self.width, self.left, self.right, self.font_scale = width, left, right, font_scale
+        self.figure = Figure(figsize=(width, 1.0))
+        self._blocks: list[tuple[Axes, float, float]] = []
+        self._height = 0.0
+
+    @property
+    def inner_width(self) -> float:
+        """The width between the margins, in points."""
+        return (self.width - self.left - self.right) * POINTS
+
+    @property
+    def _text_width(self) -> float:
+        """The width that text may take: most of the right margin too, in points."""
+        return self.inner_width + self.right * POINTS * 0.85
+
+    def space(self, height: float) -> None:
+        """Leave `height` inches empty."""
+        self._height += height
+
+    def block(self, height: float) -> Axes:
+        """Return empty axes of `height` inches between the margins."""
+        axes = self.figure.add_axes((0.0, 0.0, 1.0, 1.0), label=str(len(self._blocks)))
+        self._blocks.append((axes, self._height, height))
+        self._height += height
+        return axes
+
+    def paper(self, height_points: float) -> Axes:
+        """Return a block to write on: its coordinates are points from its left and upper edge."""
+        axes = self.block(height_points / POINTS)
+        axes.set_axis_off()
+        axes.set_xlim(0, self.inner_width)
+        axes.set_ylim(height_points, 0)
+        return axes
+
+    def fit(self, text: str, size: float, *, bold: bool = False) -> float:
+        """Return the size of a line of text: `size` at the sheet's scale, less where it would not fit."""
+        size *= self.font_scale
+        return min(size, size * self._text_width / text_width(text, size, bold=bold))
+
+    def line(self, text: str, size: float, *, bold: bool = False, colour: str = INK) -> None:
+        """Write one line of text from the left margin on, smaller where it would not fit."""
+        size = self.fit(text, size, bold=bold)
+        paper = self.paper(size * 1.5)
+        weight = "bold" if bold else "normal"
+        paper.text(0, size * 1.1, text, fontsize=size, fontweight=weight, color=colour, va="baseline")
+
+    def legend(self, keys: Sequence[Key], size: float) -> None:
+        """List the keys from left to right, in as many lines as they need."""
+        size *= self.font_scale
+        gaps = [size * 0.6 if key.width else 0.0 for key in keys]
+        widths = [key.width + gap + text_width(key.label, size) for key, gap in zip(keys, gaps, strict=True)]
+        places = _flow(widths, size * 1.9, self._text_width)
+        line_height = size * 1.9
+        paper = self.paper((places[-1][0] + 1) * line_height)
+        for key, gap, (line, x) in zip(keys, gaps, places, strict=True):
+            y = (line + 0.5) * line_height
+            key.draw(paper, x, y)
+            paper.text(x + key.width + gap, y, key.label, fontsize=size, va="center_baseline")
+        for artist in paper.get_children():
+            artist.set_clip_on(False)
+
+    def arrange(self) -> None:
+        """Give the figure its height and the blocks their places."""
+        self.figure.set_size_inches(self.width, self._height)
+        inner = (self.width - self.left - self.right) / self.width
+        for axes, top, height in self._blocks:
+            bottom = 1 - (top + height) / self._height
+            axes.set_position((self.left / self.width, bottom, inner, height / self._height))
+
+    def save(self, path: Path) -> None:
+        """Write the sheet; raises `UsageError` where that cannot be done."""
+        self.arrange()
+        picture = io.BytesIO()
+        if path.suffix.lower() == ".svg":
+            FigureCanvasSVG(self.figure).print_svg(picture, metadata={"Date": None})
+        else:
+            self.figure.set_dpi(PNG_DPI)
+            FigureCanvasAgg(self.figure).print_png(picture, metadata={"Software": None})
+        _write(path, picture.getvalue())
+
+
+def check_suffix(path: Path) -> None:
+    """Raise `UsageError` for a file name that asks for no picture we can draw."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"{path}: cannot draw a {path.suffix or 'nameless'} file; end the name in .png or .svg")
+
+
+def _flow(widths: Sequence[float], space: float, room: float) -> list[tuple[int, float]]:
+    """Return the line and the x of each width, in as few lines as `room` allows, which are about equally long."""
+    places = _break_lines(widths, space, room)
+    while (narrower := _break_lines(widths, space, room * 0.95))[-1][0] == places[-1][0] and room > max(widths):
+        places, room = narrower, room * 0.95
+    return places
+
+
+def _break_lines(widths: Sequence[float], space: float, room: float) -> list[tuple[int, float]]:
+    places: list[tuple[int, float]] = []
+    line, x = 0, 0.0
+    for width in widths:
+        if x and x + width > room:
+            line, x = line + 1, 0.0
+        places.append((line, x))
+        x += width + space
+    return places
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write by way of a temporary name, so that a reader never sees half a picture."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot write the picture: {error.strerror}") from error

@@ -1,0 +1,125 @@
+"""How things look: colours, marks, fonts, and numbers as text.
+
+Colours are of the Okabe-Ito family, told apart by people of any colour vision; a rank's chunks differ in lightness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import matplotlib.style
+from matplotlib.colors import to_rgb
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextToPath
+
+from quintsched.dataflow import Kind
+from quintsched.instructions import AllReduceBucket, Bwd, ClipGrad, Fwd, Instruction, OptStep, ShareMetrics
+
+Rgb = tuple[float, float, float]
+
+INK = "#1F2933"
+QUIET = "#5F6B7A"
+HAIRLINE = "#C3CAD3"
+IDLE = "#EEF0F3"
+IDLE_HATCH = "#D3D8DF"
+
+DIGIT_EM = 0.64
+"""Width of a digit in units of the font's size (DejaVu Sans: all digits are equally wide)."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one class of instruction or value is shown."""
+
+    label: str
+    colour: str
+    marker: str = "s"
+
+
+LOOKS: dict[type[Instruction], Look] = {
+    Fwd: Look("forward", "#0072B2"),
+    Bwd: Look("backward", "#D55E00"),
+    AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
+    ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
+    ClipGrad: Look("global norm", "#E69F00", "v"),
+    OptStep: Look("optimizer step", INK, "*"),
+}
+"""Legends list what there is in this order; a class that is not here is shown in grey, by its own name."""
+
+CARGO: dict[Kind, Look] = {
+    Kind.OUTPUT: Look("activation sent", "#2B6C99"),
+    Kind.OUTPUT_GRAD: Look("gradient sent", "#B3541E"),
+}
+
+
+def look_of(what: type[Instruction]) -> Look:
+    """Return how a class of instruction is shown."""
+    return LOOKS.get(what) or Look(what.__name__, "#7A7A7A")
+
+
+def shade(colour: str, chunk: int, chunks: int) -> Rgb:
+    """Return the colour of one of `chunks` chunks: chunk 0 has the colour itself, later ones are lighter."""
+    lightest = min(0.42 * (chunks - 1), 0.68)
+    white = lightest * chunk / max(chunks - 1, 1)
+    red, green, blue = to_rgb(colour)
+    return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
+
+
+def ink_on(background: Rgb) -> str:
+    """Return white or near black, whichever is easier to read on `background`."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in background)
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.26 else INK
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Draw with matplotlib's defaults and ours, whatever the caller has set; theirs come back afterwards."""
+    ours = {
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+        "text.parse_math": False,
+        "text.color": INK,
+        "axes.edgecolor": HAIRLINE,
+        "axes.labelcolor": INK,
+        "axes.linewidth": 0.8,
+        "axes.unicode_minus": False,
+        "hatch.linewidth": 0.5,
+        "xtick.color": HAIRLINE,
+        "ytick.color": HAIRLINE,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "quintsched",
+    }
+    with matplotlib.style.context(ours, after_reset=True):
+        yield
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Return the width of a line of text, in points."""
+    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal", size=size)
+    width, _, _ = TextToPath().get_text_width_height_descent(text, font, ismath=False)
+    return float(width)
+
+
+def printable(text: str) -> str:
+    """Return `text` with what cannot be printed (or stand in an XML file) replaced."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def number(value: float) -> str:
+    """Return a number with four digits that count."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def duration(value: float, unit: str) -> str:
+    """Return a time with its unit."""
+    unit = "forwards" if unit == "forward" and value != 1 else unit
+    return f"{number(value)} {printable(unit)}"
+
+
+def percent(share: float) -> str:
+    """Return a share as per cent."""
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,159 @@
+"""Draw simulated plans: a row per pipeline rank over time, and below it what each rank holds.
+
+render(plan.simulate(), Path("1f1b.png"))                one plan, with its memory panel
+compare([a.simulate(), b.simulate()], Path("two.svg"))   several on one time axis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from quintsched.errors import UsageError
+from quintsched.simulator import Simulation
+
+from .held import draw_held, held_height, held_key
+from .legend import keys_of
+from .rows import Scale, draw_rows, set_time_axis, tail_points
+from .scene import Held, Scene, held_activations, stage_scene
+from .sheet import POINTS, Sheet, check_suffix
+from .style import DIGIT_EM, QUIET, duration, house_style, number, percent, printable, text_width
+
+NARROWEST, WIDEST = 9.0, 28.0
+"""Limits of a picture's width, in inches."""
+
+TALLEST = 16.0
+"""The most that all rows of a picture take, in inches."""
+
+TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
+
+
+def render(simulation: Simulation, path: Path) -> None:
+    """Draw one simulated plan into a `.png` or `.svg` file; the same plan always gives the same bytes.
+
+    Raises `UsageError` for another suffix and for a path that cannot be written.
+    """
+    check_suffix(path)
+    with house_style():
+        draw_plan(simulation).save(path)
+
+
+def compare(simulations: Sequence[Simulation], path: Path) -> None:
+    """Draw several simulated plans below each other on one time axis, into a `.png` or `.svg` file.
+
+    Raises `UsageError` for another suffix, for a path that cannot be written, for no simulation at all, and for
+    simulations in different units of time.
+    """
+    check_suffix(path)
+    units = sorted({simulation.unit for simulation in simulations})
+    if len(units) != 1:
+        found = f"these are in {' and '.join(units)}" if units else "none is given"
+        raise UsageError(f"a comparison needs simulations in one unit of time; {found}")
+    with house_style():
+        draw_comparison(simulations).save(path)
+
+
+def draw_plan(simulation: Simulation) -> Sheet:
+    """Return a drawing of one plan, in the style that is set."""
+    scene = stage_scene(simulation)
+    sheet, scale = _lay_out([scene], rows_per_inch=2.0)
+    sheet.line(printable(simulation.plan.title), TITLE, bold=True)
+    sheet.line(_figures(simulation), TEXT, colour=QUIET)
+    sheet.space(0.06)
+    sheet.legend(keys_of([scene], scale, SMALL * sheet.font_scale), SMALL)
+    sheet.space(0.08)
+    axes = _add_rows(sheet, scene, scale, scene.makespan)
+    if held := held_activations(simulation):
+        _hide_times(axes)
+        axes = _add_held(sheet, held, scene, scale)
+    _name_times(sheet, axes, simulation.unit)
+    return sheet
+
+
+def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
+    """Return a drawing of several plans, in the style that is set."""
+    scenes = [stage_scene(simulation) for simulation in simulations]
+    until = max(scene.makespan for scene in scenes)
+    sheet, scale = _lay_out(scenes, rows_per_inch=2.6)
+    sheet.legend(keys_of(scenes, scale, SMALL * sheet.font_scale), SMALL)
+    for simulation, scene in zip(simulations, scenes, strict=True):
+        sheet.space(0.12)
+        sheet.line(printable(simulation.plan.title), TITLE * 0.85, bold=True)
+        peak = f" · peak activations {number(max(simulation.peak_activations))}"
+        sheet.line(_figures(simulation) + peak, TEXT, colour=QUIET)
+        sheet.space(0.03)
+        axes = _add_rows(sheet, scene, scale, until)
+        if scene is not scenes[-1]:
+            _hide_times(axes)
+    _name_times(sheet, axes, simulations[0].unit)
+    return sheet
+
+
+def _figures(simulation: Simulation) -> str:
+    return (
+        f"makespan {duration(simulation.makespan, simulation.unit)}"
+        f" · bubble {percent(simulation.bubble)} of all ranks' time"
+        f" · span bubble {percent(simulation.span_bubble)} of the longest rank's span"
+    )
+
+
+def _lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale]:
+    """Choose the size of the paper and of what is on it: numbers should fit into boxes, within limits."""
+    until = max(scene.makespan for scene in scenes)
+    tail = tail_points(scenes)
+    wanted = _points_per_time(scenes) * until / POINTS + 2.0
+    width = float(np.clip(wanted, NARROWEST, WIDEST))
+    font_scale = float(np.clip((width / NARROWEST) ** 0.5, 1.0, 1.5))
+    ranks = max(scene.ranks for scene in scenes)
+    left = (text_width(f"rank {ranks - 1}", TEXT * font_scale) + 10) / POINTS
+    right = (text_width(f"rank {ranks - 1}: peak 00.00", TEXT * font_scale * 0.9) + 12) / POINTS
+    sheet = Sheet(width, left, right, font_scale)
+    sheet.space(0.12)
+    rows = sum(scene.ranks for scene in scenes)
+    row = min(1 / rows_per_inch, max(0.18, 4.8 / ranks), TALLEST / rows) * font_scale**0.5
+    points_per_time = (sheet.inner_width - tail) / until if until else 1.0
+    return sheet, Scale(points_per_time, row * POINTS, tail, max(scene.chunks for scene in scenes))
+
+
+def _points_per_time(scenes: Sequence[Scene]) -> float:
+    """Return how large time has to be drawn for the number of a microbatch to fit into most boxes."""
+    widths = [box.end - box.start for scene in scenes for box in scene.boxes if box.end > box.start]
+    if not widths:
+        return 1.0
+    digits = max(len(str(box.instruction.microbatch)) for scene in scenes for box in scene.boxes)
+    return (digits * DIGIT_EM * 8.0 + 5.0) / float(np.quantile(widths, 0.25))
+
+
+def _add_rows(sheet: Sheet, scene: Scene, scale: Scale, until: float) -> Axes:
+    axes = sheet.block(scene.ranks * scale.row_points / POINTS)
+    draw_rows(axes, scene, scale, TEXT * sheet.font_scale)
+    set_time_axis(axes, until, scale)
+    return axes
+
+
+def _add_held(sheet: Sheet, held: Sequence[Held], scene: Scene, scale: Scale) -> Axes:
+    font = TEXT * sheet.font_scale
+    sheet.space(0.14)
+    sheet.legend([held_key(held, font)], TEXT)
+    sheet.space(0.04)
+    height = held_height(len(held), font)
+    axes = sheet.block(height)
+    draw_held(axes, held, scene.makespan, font, height * POINTS)
+    set_time_axis(axes, scene.makespan, scale)
+    return axes
+
+
+def _hide_times(axes: Axes) -> None:
+    axes.tick_params(axis="x", labelbottom=False, length=0)
+    axes.spines["bottom"].set_visible(False)
+
+
+def _name_times(sheet: Sheet, axes: Axes, unit: str) -> None:
+    size = TEXT * sheet.font_scale
+    label = f"time ({printable('forwards' if unit == 'forward' else unit)})"
+    axes.tick_params(axis="x", labelsize=size)
+    axes.set_xlabel(label, fontsize=sheet.fit(label, TEXT))
+    sheet.space((size * 4.2) / POINTS)
