@@ -103,18 +103,26 @@ def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 
     """
     costs = []
     for number, block in enumerate(blocks):
-        module = build_block(block, number, seed, example.dtype if example.is_floating_point() else None)
+        dtype = example.dtype if example.is_floating_point() else None
+        module = build_block(block, number, seed, dtype).to(example.device)
         taken = []
         for _ in range(rounds):
-            start = time.perf_counter()
+            start = _now_s(example.device)
             given = example.detach().requires_grad_(number > 0 and example.is_floating_point())
             output, _ = split_output(module(given))
             output.sum().backward()
-            taken.append(time.perf_counter() - start)
+            taken.append(_now_s(example.device) - start)
         module.zero_grad()
         costs.append(min(taken))
         example = output.detach()
     return costs
+
+
+def _now_s(device: torch.device) -> float:
+    """Return the time when everything that was asked of the device so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def trace_shapes(blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec]) -> list[TensorSpec]:

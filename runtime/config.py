@@ -66,6 +66,8 @@ class ParallelConfig(Settings):
     """A plan file; it takes the place of the other settings of this section."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in pieces."""
+    balance: Literal["estimated", "measured"] = "estimated"
+    """What a block counts when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
 
 
 class OptimizerConfig(Settings):

@@ -37,8 +37,8 @@ def _meet(rank: int) -> bool:
         return rank == 0
     from datetime import timedelta
 
-    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import PrefixStore
 
     world_size = int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

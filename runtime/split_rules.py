@@ -229,8 +229,9 @@ def _ruled_cuts(
     cuts = []
     for name, split in rest.items():
         layer, full_path = layers[name], _join(path, name)
-        is_fused = is_paired and split is Split.COLUMN and isinstance(layer, nn.Linear)
-        parts = _fused_parts(full_path, parent, layer.out_features, widths) if is_fused else 1
+        parts = 1
+        if is_paired and split is Split.COLUMN and isinstance(layer, nn.Linear):
+            parts = _fused_parts(full_path, parent, layer.out_features, widths)
         cuts.append(Cut(parent, name, full_path, layer, split, parts, is_paired and split is not Split.VOCAB))
     return cuts
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from quintsched.errors import InputError
 from quintsched.plan import Plan
 
+from .blocks import Blocks, estimate_costs, measure_costs
 from .checkpoint import Checkpoints
 from .config import JobConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
@@ -29,7 +30,7 @@ from .history import Record, Reporter
 from .losses import correct_sum, cross_entropy_sum
 from .models import build_model
 from .optim import build_optimizer, learning_rate_factor
-from .transport import Transport
+from .transport import Group, Transport
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -76,6 +77,7 @@ class Trainer:
             lambda named_parameters: build_optimizer(job.train.optimizer, named_parameters),
             metrics={"accuracy": correct_sum},
             clip=job.train.clip,
+            block_costs=self._block_costs(blocks, sizes.spec, transport),
             bucket_mb=job.parallel.bucket_mb,
             dtype=DTYPES[job.runtime.precision],
             seed=job.train.seed,
@@ -91,6 +93,18 @@ class Trainer:
             Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
         )
         self.progress = Progress()
+
+    def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float]:
+        """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all."""
+        if self.job.parallel.balance == "estimated":
+            return estimate_costs(blocks)
+        costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
+        if transport.rank == 0:
+            samples = self.job.train.batch_size // self.plan.schedule.microbatches
+            example = torch.zeros(max(samples, 1), *spec.input_shape, dtype=DTYPES[self.job.runtime.precision])
+            costs += torch.tensor(measure_costs(blocks, example.to(transport.device)), device=transport.device)
+        _world(self.plan, transport).broadcast(costs, 0).wait()
+        return [float(cost) for cost in costs.tolist()]
 
     @property
     def total_steps(self) -> int:
@@ -284,6 +298,10 @@ def _needs_data(plan: Plan, rank: int) -> bool:
     return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
 
 
+def _world(plan: Plan, transport: Transport) -> Group:
+    return transport.make_group([tuple(range(plan.mesh.size))])
+
+
 def _tell(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
     """Send up to 15 numbers from the first rank that reads data to all others."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
@@ -291,7 +309,7 @@ def _tell(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[i
     if numbers is not None:
         told[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
     told = told.to(transport.device)
-    transport.make_group([tuple(range(plan.mesh.size))]).broadcast(told, source).wait()
+    _world(plan, transport).broadcast(told, source).wait()
     count, *values = told.tolist()
     return [int(value) for value in values[:count]]
 

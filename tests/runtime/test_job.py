@@ -33,7 +33,7 @@ def test_a_plan_file_that_disagrees_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes() -> None:
-    with pytest.raises(qs.MisfitError, match="32 does not divide into 24 .*: 24 or 48"):
+    with pytest.raises(qs.MisfitError, match=r"32 does not divide into 24 .*: 24 or 48"):
         plan_of(job(parallel={"mesh": "dp=3,pp=2", "microbatches": 8}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -82,10 +83,8 @@ def run(*command: str | Path, timeout_s: float = 150) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     return process.returncode, out, err
 
@@ -132,7 +131,9 @@ def test_a_wrong_world_size_is_said_on_one_line_and_every_rank_exits_3(job_file:
     assert err.count("exitcode  : 3 ") == 3
 
 
-def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(job_file: Path, tmp_path: Path) -> None:
+def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(
+    job_file: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "bomb.py"
     model.write_text(BOMB.replace("FAULT", 'raise ValueError("the bomb went off")'))
     began = time.monotonic()

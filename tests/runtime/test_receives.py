@@ -31,7 +31,9 @@ def test_receives_are_posted_in_time_and_in_order(
         ends = {}
         for p in postings:
             taker = next(i for i, f in enumerate(flows) if p.value in f.consumes)
-            saved = [v for v in flows[taker].produces if v.kind.name == "SAVED"] if p.value.kind.name == "OUTPUT" else []
+            saved = (
+                [v for v in flows[taker].produces if v.kind.name == "SAVED"] if p.value.kind.name == "OUTPUT" else []
+            )
             ends[p] = next((i for i, f in enumerate(flows) if saved and saved[0] in f.consumes), taker)
         for a, b in itertools.combinations(postings, 2):
             if (a.value.kind, a.value.stage, a.slot) == (b.value.kind, b.value.stage, b.slot):

@@ -78,6 +78,12 @@ def test_the_mesh_does_not_change_the_figures(data_file: Path) -> None:
     assert alone[-1]["accuracy"] > alone[0]["accuracy"]
 
 
+def test_stages_cut_by_measured_costs_give_the_same_figures(data_file: Path) -> None:
+    measured = fit(job(data_file, parallel={"balance": "measured"}, train={"epochs": 1}))[0][0]
+    estimated = fit(job(data_file, train={"epochs": 1}))[0][0]
+    assert np.allclose(figures(measured), figures(estimated), atol=1e-5)
+
+
 def test_short_batches_count_each_sample_once(data_file: Path) -> None:
     config = job(data_file, train={"epochs": 1, "optimizer": {"name": "sgd", "lr": 0.0}})
     history, _, _ = fit(config)[0]
