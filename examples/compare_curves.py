@@ -18,8 +18,11 @@ BAR = 24
 
 def read_losses(log: Path) -> dict[int, float]:
     """Return the mean loss of the steps that each line of a log stands for, by the last of these steps."""
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return {r["step"]: math.nan if r["loss"] is None else r["loss"] for r in records if r["event"] == "step"}
+    try:
+        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        return {r["step"]: math.nan if r["loss"] is None else r["loss"] for r in records if r["event"] == "step"}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        sys.exit(f"{log}: is not a log of a run: {error}")
 
 
 def main() -> None:
@@ -35,7 +38,7 @@ def main() -> None:
 
     names = [log.stem for log in arguments.logs]
     width = max(10, *map(len, names))
-    height = max(first.values())
+    height = max((loss for loss in first.values() if loss > 0), default=1.0)
     print(f"{'step':>6}  {names[0]:>{width}}  {names[1]:>{width}}  {'difference':>10}")
     for step in steps:
         a, b = first[step], second[step]
@@ -49,9 +52,10 @@ def main() -> None:
 
 
 def relative(a: float, b: float) -> float:
-    """Return |a - b| / |b|; infinite where either is not a number."""
-    difference = abs(a - b) / abs(b) if a != b else 0.0
-    return math.inf if math.isnan(difference) else difference
+    """Return |a - b| / |b|; infinite where that is not a number."""
+    if a == b:
+        return 0.0
+    return math.inf if b == 0 or math.isnan(a - b) else abs(a - b) / abs(b)
 
 
 if __name__ == "__main__":

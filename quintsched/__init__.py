@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quintsched.costs import Costs
     from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
     from quintsched.mesh import Mesh
-    from quintsched.partition import partition
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
     from quintsched.simulator import Simulation, simulate
@@ -32,7 +31,6 @@ _HOMES = {
     "costs": ("Costs",),
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
     "mesh": ("Mesh",),
-    "partition": ("partition",),
     "plan": ("Plan",),
     "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),
     "simulator": ("Simulation", "simulate"),
@@ -57,7 +55,6 @@ __all__ = [
     "all_schedules",
     "check",
     "compile",
-    "partition",
     "schedule",
     "simulate",
 ]

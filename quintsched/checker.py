@@ -15,7 +15,7 @@ from enum import Enum
 
 from quintsched.costs import Costs
 from quintsched.dataflow import AMBIENT, Flow, Flows, Value, flows_of, message_value
-from quintsched.errors import UnsoundError
+from quintsched.errors import UnsoundError, UsageError
 from quintsched.events import (
     PROFILES,
     EventGraph,
@@ -76,17 +76,19 @@ class Verdict:
         """Return the verdict in words: the proof's figures, or each finding with the cells of the grid marked."""
         if self.sound:
             free = ", ".join(name for name, is_free in self.profiles.items() if is_free)
+            activations, receives = max(self.peak_activations, default=0), max(self.peak_receives, default=0)
             return (
                 f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
-                f"free of deadlock under {free}; at most {max(self.peak_activations):g} microbatches' activations "
-                f"and {max(self.peak_receives)} received messages stand on a rank"
+                f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
+                f"and {receives} received messages stand on a rank"
             )
-        shown = self.findings[:MOST_FINDINGS]
+        cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
+        shown = [finding for finding in self.findings if finding not in cycle][:MOST_FINDINGS] + cycle
         lines = [f"{finding.point.value}: {finding.message}" for finding in shown]
         if len(self.findings) > len(shown):
             lines.append(f"… and {len(self.findings) - len(shown)} more")
         places = [(f.rank, f.index) for f in shown if f.rank is not None and f.index is not None]
-        return "\n".join(["not sound", *lines, *excerpt(self.plan, places)])
+        return "\n".join([f"not sound: {self.plan.title}", *lines, *excerpt(self.plan, places)])
 
     def raise_if_unsound(self) -> None:
         """Raise `UnsoundError` with the explanation unless the plan is sound."""
@@ -95,20 +97,32 @@ class Verdict:
 
 
 def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
-    """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile, never for a bad plan."""
+    """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile or a cap below 0 only."""
     find_profile(profile)
-    malformed = [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
+    if memory_cap is not None and not memory_cap >= 0:
+        raise UsageError(f"memory cap {memory_cap:g}: give the most activations a rank may hold, at least 0")
+    malformed = _malformed(plan)
     if malformed:
         return Verdict(plan, tuple(malformed), {}, (), ())
     flows = flows_of(plan.programs, plan.layout)
     findings = [*_incomplete(plan), *_broken_flow(plan, flows), *_broken_channels(plan), *_broken_collectives(plan)]
     profiles: dict[str, bool] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
-        profiles, cycles = _deadlocks(plan, flows)
+        profiles, cycles = _deadlocks(plan, flows, any(f.point is Point.DATA_FLOW for f in findings))
         findings += cycles.get(profile, [])
     activations = peak_activations(plan, flows, Costs())
     findings += _over_cap(activations, memory_cap)
     return Verdict(plan, tuple(findings), profiles, activations, peak_receives(plan, flows))
+
+
+def check_order(plan: Plan) -> Verdict:
+    """Prove what a bare order of computation owes: that it is well-formed and complete, and nothing else yet."""
+    findings = _malformed(plan) or list(_incomplete(plan))
+    return Verdict(plan, tuple(findings), {}, (), ())
+
+
+def _malformed(plan: Plan) -> list[Finding]:
+    return [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
 
 
 def _at(plan: Plan, rank: int, index: int) -> str:
@@ -141,19 +155,27 @@ def _broken_flow(plan: Plan, flows: Flows) -> Iterator[Finding]:
 def _broken_flow_of_rank(plan: Plan, rank: int, flows: Sequence[Flow]) -> Iterator[Finding]:
     live: dict[Value, int] = {}
     gone: dict[Value, int] = {}
+    missed: set[Value] = set()
     for index, flow in enumerate(flows):
         for value in (*flow.consumes, *flow.reads):
             if value not in live:
                 yield _missing(plan, rank, index, value, gone, flows)
         for value in flow.consumes:
-            live.pop(value, None)
-            gone[value] = index
+            if value in live:
+                gone[value] = index
+                del live[value]
+            else:
+                missed.add(value)
         for value in flow.produces:
             if value in live or value in gone:
                 first = live.get(value, gone.get(value, index))
                 message = f"{_at(plan, rank, index)} makes {value} a second time; see instruction {first}"
                 yield Finding(Point.DATA_FLOW, message, rank, index)
-            live[value] = index
+            if value in missed:
+                missed.remove(value)  # who takes it has been reported: it comes too late
+                gone[value] = index
+            else:
+                live[value] = index
     for value, index in live.items():
         if value.kind not in AMBIENT:
             message = f"{_at(plan, rank, index)} makes {value}, and nothing on rank {rank} takes it"
@@ -215,8 +237,11 @@ def _names(kinds: Sequence[type[Instruction]]) -> str:
     return ", ".join(kind.__name__ for kind in kinds) or "nothing"
 
 
-def _deadlocks(plan: Plan, flows: Flows) -> tuple[dict[str, bool], dict[str, list[Finding]]]:
-    """Point 4 for every profile, strictest first: the first that is free makes the later ones free."""
+def _deadlocks(plan: Plan, flows: Flows, broken_flow: bool) -> tuple[dict[str, bool], dict[str, list[Finding]]]:
+    """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
+
+    Not so with a broken data flow: the later ones wait for a value that comes too late, `blocking` for nothing.
+    """
     events = merge_events(plan)
     free: dict[str, bool] = {}
     found: dict[str, list[Finding]] = {}
@@ -224,16 +249,17 @@ def _deadlocks(plan: Plan, flows: Flows) -> tuple[dict[str, bool], dict[str, lis
         graph = build_graph(plan, flows, profile, events)
         run = graph.run([0.0] * len(events.members))
         free[name] = run.finished
-        if run.finished:
+        if run.finished and not broken_flow:
             return dict.fromkeys(PROFILES, True) | free, found
-        found[name] = _describe_cycle(graph, events, graph.cycle(run.waiting), name)
+        if not run.finished:
+            found[name] = _describe_cycle(graph, events, graph.cycle(run.waiting), name)
     return free, found
 
 
 def _describe_cycle(graph: EventGraph, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
     """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
     lines = []
-    for (event, rank), (following, _) in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+    for event, following, rank in _stretches(cycle):
         here, there = _member(events, event, rank), _member(events, following, rank)
         lines.append(
             Finding(
@@ -249,6 +275,16 @@ def _describe_cycle(graph: EventGraph, events: Events, cycle: Sequence[tuple[int
         "both its ends have begun:",
     )
     return [head, *lines]
+
+
+def _stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return a cycle as (event, later event, rank), with the steps that follow each other on a rank taken as one."""
+    ranks = [rank for _, rank in cycle]
+    starts = [k for k, rank in enumerate(ranks) if rank != ranks[k - 1]] or list(range(len(cycle)))
+    return [
+        (cycle[start][0], cycle[end][0], ranks[start])
+        for start, end in zip(starts, [*starts[1:], starts[0]], strict=True)
+    ]
 
 
 def _member(events: Events, event: int, rank: int) -> Place:

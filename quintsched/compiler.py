@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
-from quintsched.errors import UsageError
+from quintsched.checker import check_order
+from quintsched.errors import UnsoundError, UsageError
+from quintsched.instructions import ALL, Compute
 from quintsched.layout import Route
 from quintsched.mesh import Mesh
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
-from quintsched.plan import Plan, ScheduleSpec
-from quintsched.schedules import Schedule, Shape, find_schedule
-
-MAX_BUCKETS = 1024
+from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
+from quintsched.schedules import Schedule, Shape, find_schedule, own_code
 
 
 def compile(
@@ -39,16 +40,18 @@ def compile(
 
     Raises:
         UsageError: an unknown name, or sizes that the schedule does not take (it names the nearest that work).
-        UnsoundError: a schedule of your own whose order cannot run; the message is the counter-example.
+        UnsoundError: a schedule of your own that fails, or whose order cannot run; the message is the
+            counter-example.
     """
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    if not 1 <= buckets_per_stage <= MAX_BUCKETS:
-        raise UsageError(f"buckets_per_stage is {buckets_per_stage}; give 1 to {MAX_BUCKETS}")
+    if type(buckets_per_stage) is not int or not 1 <= buckets_per_stage <= MAX_BUCKETS:
+        raise UsageError(f"buckets_per_stage is {buckets_per_stage!r}; give a whole number from 1 to {MAX_BUCKETS}")
     shape = found.shape(mesh.pp, microbatches, chunks)
     if stage_to_pp is not None:
         shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
     plan = order_of_computation(found, shape, mesh, buckets_per_stage)
+    check_order(plan).raise_if_unsound()
     for step in TRAIN_PASSES if plan.mode == "train" else FORWARD_PASSES:
         plan = step.apply(plan)
     plan.check(profile="blocking").raise_if_unsound()
@@ -65,5 +68,17 @@ def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_p
         stage_to_pp=shape.stage_to_pp,
         routes=(Route(tuple(stages), tuple(range(shape.microbatches))),),
         buckets_per_stage=buckets_per_stage,
-        programs=tuple(tuple(schedule.order(rank, shape)) for rank in range(shape.pp)),
+        programs=tuple(_program(schedule, rank, shape) for rank in range(shape.pp)),
     )
+
+
+def _program(schedule: Schedule, rank: int, shape: Shape) -> Program:
+    """Return one rank's order; raises `UnsoundError` where the schedule's own code fails or yields something else."""
+    where = f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches, {shape.chunks} chunks, rank {rank}"
+    most = sum(issubclass(kind, Compute) for kind in ALL) * shape.microbatches * len(shape.stages_of(rank))
+    with own_code(where):
+        program = tuple(islice(schedule.order(rank, shape), most + 1))  # one too many is enough to refuse it
+    for index, found in enumerate(program):
+        if not isinstance(found, Compute):
+            raise UnsoundError(f"{where}: the schedule yields {found!r} at {index}; it may yield computations only")
+    return program

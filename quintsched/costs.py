@@ -20,14 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quintsched.errors import InputError, UsageError
 from quintsched.strictjson import describe_faults, parse_strict
 
-Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 PerStage = Cost | tuple[Cost, ...]
 
 
 class Costs(BaseModel):
     """Costs of a rank's computations (scalar) or of each stage's (one value per stage)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     unit: str = "forward"
     """The unit of all times, for people: "ms", "s", or "forward" for multiples of a forward."""

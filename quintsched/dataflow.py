@@ -44,6 +44,17 @@ class Kind(IntEnum):
     """The global gradient norm."""
 
 
+_WORDS = {
+    Kind.OUTPUT: "output",
+    Kind.OUTPUT_GRAD: "output's gradient",
+    Kind.SAVED: "saved activations",
+    Kind.LOSS: "loss",
+    Kind.WEIGHT_GRAD: "weight gradient",
+    Kind.REDUCED: "reduced gradient",
+    Kind.METRICS: "metrics",
+    Kind.NORM: "gradient norm",
+}
+
 AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
 """Kinds that may be read any number of times and may stand when the program ends."""
 
@@ -56,7 +67,7 @@ class Value(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        words = self.kind.name.lower().replace("_", " ")
+        words = _WORDS[self.kind]
         if self.kind in AMBIENT:
             return f"the {words}"
         which = "bucket" if self.kind is Kind.REDUCED else "microbatch"

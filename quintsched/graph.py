@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import networkx
 
-from quintsched.dataflow import flows_of
-from quintsched.events import PROFILES, build_graph
+from quintsched.dataflow import Flow, flows_of
+from quintsched.events import PROFILES, build_graph, merge_events
+from quintsched.instructions import Send
 from quintsched.plan import Plan
 
 
@@ -22,12 +23,17 @@ def to_networkx(plan: Plan) -> networkx.DiGraph[int]:
         for index, instruction in enumerate(program):
             number[rank, index] = len(number)
             graph.add_node(number[rank, index], rank=rank, index=index, instruction=instruction)
-    events = build_graph(plan, flows_of(plan.programs, plan.layout), PROFILES["channel"])
-    for source, target, rank in zip(events.sources, events.targets, events.ranks, strict=True):
-        ends = [number[p.rank, p.index] for p in events.events.members[target] if p.rank == rank]
-        begins = [number[p.rank, p.index] for p in events.events.members[source] if p.rank == rank]
-        graph.add_edges_from((begin, end) for begin in begins for end in ends)
-    for members in events.events.members:
-        if len(members) == 2:
-            graph.add_edge(*(number[place.rank, place.index] for place in members), kind="message")
+    events = merge_events(plan)
+    flows = flows_of(plan.programs, plan.layout)
+    no_flows = [[Flow()] * len(program) for program in plan.programs]
+    for kind, flows_of_kind in (("data", flows), ("program", no_flows)):  # where both hold, it is "program"
+        edges = build_graph(plan, flows_of_kind, PROFILES["channel"], events)
+        for source, target, rank in zip(edges.sources, edges.targets, edges.ranks, strict=True):
+            ends = [number[p.rank, p.index] for p in events.members[target] if p.rank == rank]
+            begins = [number[p.rank, p.index] for p in events.members[source] if p.rank == rank]
+            graph.add_edges_from(((begin, end) for begin in begins for end in ends), kind=kind)
+    for send, *receive in events.members:
+        for place in receive:
+            if isinstance(plan.programs[send.rank][send.index], Send):
+                graph.add_edge(number[send.rank, send.index], number[place.rank, place.index], kind="message")
     return graph

@@ -45,7 +45,7 @@ class Mesh:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UsageError(f"mesh: axis {name} has size {size!r}; give a whole number of at least 1")
         if math.prod(sizes.values()) > MAX_RANKS:
-            raise UsageError(f"mesh: {math.prod(sizes.values())} ranks are more than the {MAX_RANKS} supported")
+            raise UsageError(f"mesh: more ranks than the {MAX_RANKS} that are supported")
         object.__setattr__(self, "axes", tuple(sizes.items()))
 
     @classmethod
@@ -56,7 +56,7 @@ class Mesh:
         sizes: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not equals or not size.isdecimal():
+            if not equals or not size.isdecimal() or len(size) > len(str(MAX_RANKS)):
                 raise UsageError(f"mesh: cannot read {part!r} in {text!r}; write it like dp=2,pp=2,tp=2")
             if name in sizes:
                 raise UsageError(f"mesh: axis {name} is given twice in {text!r}")

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Mode = Literal["train", "forward"]
 Program = tuple[Instruction, ...]
 
+MAX_BUCKETS = 1024
+"""The most gradient buckets of a stage."""
+
 
 @dataclass(frozen=True)
 class ScheduleSpec:

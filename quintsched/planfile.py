@@ -19,8 +19,8 @@ from quintsched import instructions as ins
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.layout import Route
 from quintsched.mesh import AXES, Mesh
-from quintsched.plan import Mode, Plan, Program, ScheduleSpec
-from quintsched.strictjson import describe_faults, parse_strict, pointer
+from quintsched.plan import MAX_BUCKETS, Mode, Plan, Program, ScheduleSpec
+from quintsched.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.wellformed import malformations
 
 FORMAT = "quintsched.plan"
@@ -37,10 +37,10 @@ class _Strict(BaseModel):
 
 
 class _ScheduleFile(_Strict):
-    name: str = Field(max_length=200)
+    name: str = Field(min_length=1, max_length=200, pattern=r"^\P{C}*$")
     microbatches: Size
     chunks: Size
-    slices: Literal[1]
+    slices: Annotated[int, Field(ge=1, le=1)]
     options: dict[str, int | float | str | bool]
 
 
@@ -57,7 +57,7 @@ class _PlanFile(_Strict):
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
     stage_to_pp: list[Index] = Field(min_length=1)
     routes: list[_RouteFile] | None = None
-    buckets_per_stage: Size
+    buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
     programs: list[list[Any]]
 
@@ -87,10 +87,11 @@ def dumps(plan: Plan) -> str:
 
 
 def _program_text(program: Program) -> str:
-    return ",\n   ".join(json.dumps(_encode(instruction)) for instruction in program)
+    return ",\n   ".join(json.dumps(encode(instruction)) for instruction in program)
 
 
-def _encode(instruction: ins.Instruction) -> dict[str, object]:
+def encode(instruction: ins.Instruction) -> dict[str, object]:
+    """Return an instruction as plain data: its op and its fields."""
     return {"op": instruction.op} | {name: getattr(instruction, name) for name in _CODECS[instruction.op].names}
 
 
@@ -102,7 +103,9 @@ def loads(text: str | bytes) -> Plan:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(f'/format: this is not a plan file; it must say "format": "{FORMAT}"')
     version = data.get("version")
-    if isinstance(version, int) and version > VERSION:
+    if type(version) is not int:
+        raise InputError(f"/version: it must be a whole number; this release reads {VERSION}")
+    if version > VERSION:
         raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
     try:
         file = _PlanFile.model_validate_json(json.dumps(data))
@@ -124,6 +127,7 @@ def _plan_of(file: _PlanFile) -> Plan:
         mesh = Mesh(**dict(file.mesh))
     except UsageError as error:
         raise InputError(f"/mesh: {error}") from error
+    _refuse_absurd(file)
     routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
         routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches)))]
@@ -138,6 +142,20 @@ def _plan_of(file: _PlanFile) -> Plan:
     )
 
 
+def _refuse_absurd(file: _PlanFile) -> None:
+    """Refuse sizes that the programs cannot fill, before anything is made as large as they say."""
+    num_instructions = sum(map(len, file.programs))
+    visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
+    if file.routes is None:
+        visits = [(len(file.stage_to_pp), file.schedule.microbatches)]
+    forwards = sum(stages * microbatches for stages, microbatches in visits)
+    if max(forwards, file.schedule.microbatches) > num_instructions:
+        raise InputError(
+            f"/programs: they hold {num_instructions} instructions, too few for {file.schedule.microbatches} "
+            f"microbatches on {len(file.stage_to_pp)} stages"
+        )
+
+
 def _decode_program(program: list[Any], rank: int) -> Iterator[ins.Instruction]:
     for index, entry in enumerate(program):
         try:
@@ -149,11 +167,12 @@ def _decode_program(program: list[Any], rank: int) -> Iterator[ins.Instruction]:
 def _decode(entry: object) -> ins.Instruction:
     """Return one instruction; the message of an `InputError` begins with the pointer below the instruction."""
     if not isinstance(entry, dict):
-        raise InputError(f": an instruction is an object, not {json.dumps(entry)[:40]}")
+        raise InputError(f": an instruction is an object, not {shorten(json.dumps(entry))}")
     op = entry.get("op")
     codec = _CODECS.get(op) if isinstance(op, str) else None
     if codec is None:
-        raise InputError(f"/op: unknown instruction {op!r}{suggest(str(op), _CODECS)}")
+        named = shorten(op) if isinstance(op, str) else shorten(json.dumps(op))
+        raise InputError(f"/op: unknown instruction {named!r}{suggest(named, _CODECS)}")
     if len(entry) != len(codec.names) + 1 or not all(name in entry for name in codec.names):
         raise InputError(codec.describe_keys(entry))
     return codec.make(*[read(entry[name], name) for name, read in codec.readers])
@@ -161,19 +180,19 @@ def _decode(entry: object) -> ins.Instruction:
 
 def _read_index(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value <= LARGEST:
-        raise InputError(f"/{name}: {json.dumps(value)[:40]} is not a whole number from 0 to {LARGEST}")
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a whole number from 0 to {LARGEST}")
     return value
 
 
 def _read_indices(value: object, name: str) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise InputError(f"/{name}: {json.dumps(value)[:40]} is not a list of whole numbers")
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a list of whole numbers")
     return tuple(_read_index(item, name) for item in value)
 
 
 def _read_axes(value: object, name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(axis in AXES for axis in value):
-        raise InputError(f"/{name}: {json.dumps(value)[:40]} is not a list of axes among {', '.join(AXES)}")
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a list of axes among {', '.join(AXES)}")
     return tuple(value)
 
 
@@ -197,7 +216,7 @@ class _Codec:
         for name in self.names:
             if name not in entry:
                 return f": {self.make.__name__} lacks {name!r}"
-        unknown = next(key for key in entry if key != "op" and key not in self.names)
+        unknown = shorten(next(key for key in entry if key != "op" and key not in self.names))
         return f"{pointer(unknown)}: unknown key of {self.make.__name__}{suggest(unknown, ('op', *self.names))}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, NoReturn
 
 from quintsched.errors import InputError
@@ -11,12 +12,22 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+MOST_CHARACTERS = 60
+"""How much of a file's own text a message repeats."""
+
+
+def shorten(text: str) -> str:
+    """Return text from a file, short enough for a message."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+
+
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise InputError(f"duplicate key {twice!r} in an object with the keys {', '.join(dict.fromkeys(keys))}")
+        others = shorten(", ".join(dict.fromkeys(keys)))
+        raise InputError(f"duplicate key {shorten(twice)!r} in an object with the keys {others}")
     return made
 
 
@@ -24,12 +35,19 @@ def _no_constant(name: str) -> NoReturn:
     raise InputError(f"{name} is not a JSON number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InputError(f"{shorten(text)} is too large for a number")
+    return value
+
+
 def parse_strict(text: str | bytes) -> object:
     """Return the parsed JSON; raises `InputError` that says what is wrong and, for bad syntax, where."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         cut = " (the file ends too early: is it truncated?)" if error.pos >= len(error.doc.rstrip()) else ""
         raise InputError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}{cut}") from error
@@ -52,4 +70,5 @@ def describe_faults(error: ValidationError) -> str:
     first = faults[0]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     words = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-    return f"{pointer(*first['loc']) or '/'}: {words}{more}"
+    where = pointer(*(shorten(step) if isinstance(step, str) else step for step in first["loc"]))
+    return f"{where or '/'}: {words}{more}"

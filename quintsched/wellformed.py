@@ -41,8 +41,13 @@ def _head_faults(plan: Plan) -> Iterator[str]:
         if not 0 <= rank < pp:
             yield f"stage {stage} is placed on pipeline rank {rank}, which is not among 0 to {pp - 1}"
     for number, route in enumerate(plan.routes):
+        if not route.stages:
+            yield f"route {number} visits no stage"
         if sorted(set(route.stages)) != sorted(route.stages) or not set(route.stages) <= set(stages):
             yield f"route {number} must visit stages among 0 to {len(stages) - 1}, each once; it is {route.stages}"
+    unvisited = sorted({*stages}.difference(*(route.stages for route in plan.routes)))
+    if unvisited:
+        yield f"no route visits stage {unvisited[0]}"
     routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
     if routed != list(range(plan.schedule.microbatches)):
         yield f"the routes must hold each of the {plan.schedule.microbatches} microbatches once"
@@ -97,6 +102,8 @@ def _bucket_fault(i: ins.AllReduceBucket, plan: Plan, rank: int) -> str | None:
 
 
 def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
+    if len({*i.stages}) != len(i.stages):
+        return "a stage is named twice; it has one optimizer step"
     faults = (_stage_fault(stage, plan, rank) for stage in i.stages)
     return next(filter(None, faults), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -43,8 +44,8 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Tell people something."""
-        if self._progress is not None:
-            self._progress.console.print(line, highlight=False)
+        if self._progress is not None and sys.stdout.isatty():
+            self._progress.console.print(line, highlight=False, soft_wrap=True)
         else:
             self._say(line)
 
@@ -76,7 +77,7 @@ class Reporter:
 
 def _progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
 
 
 def _plain(value: object) -> object:

@@ -52,7 +52,7 @@ def place_messages(plan: Plan) -> Plan:
     durations = event_durations(plan, events, Costs())
     run = graph.run(durations)
     if not run.finished:
-        raise UnsoundError(_explain_order(plan, events.of, run))
+        raise UnsoundError(_explain_order(plan, flows, events.of, run))
     slots = _compute_slots(plan, events.of, run)
     for (source, target), crossings in _crossings(plan, flows, events.of).items():
         for key, crossing in zip(_order_keys(source, target, crossings, run, durations), crossings, strict=True):
@@ -113,18 +113,21 @@ def _ends(crossing: _Crossing, source: int, target: int, plan: Plan) -> tuple[Se
     return SendGrad(after, value.number, target), RecvGrad(value.stage, value.number, source)
 
 
-def _explain_order(plan: Plan, of: list[list[int]], run: Run) -> str:
-    """Name what each rank is stuck at: the first computation of it that never begins."""
-    stuck = []
+def _explain_order(plan: Plan, flows: Flows, of: list[list[int]], run: Run) -> str:
+    """Name what each rank is stuck at, the first computation of it that never begins, and what that waits for."""
+    maker = {
+        value: f"rank {rank} makes it at {index} {plan.programs[rank][index]}"
+        for rank, flows_of_rank in enumerate(flows)
+        for index, flow in enumerate(flows_of_rank)
+        if run.waiting[of[rank][index]]
+        for value in flow.produces
+    }
+    stuck, lines = [], []
     for rank, numbers in enumerate(of):
         index = next((index for index, event in enumerate(numbers) if run.waiting[event]), None)
         if index is not None:
             stuck.append((rank, index))
-    lines = [f"rank {rank} is stuck at {index} {plan.programs[rank][index]}" for rank, index in stuck]
-    return "\n".join(
-        [
-            "deadlock: the order of computation itself cannot run; what these need is never made",
-            *lines,
-            *excerpt(plan, stuck),
-        ]
-    )
+            needed = (f"{value}; {maker[value]}" for value in flows[rank][index].consumes if value in maker)
+            lines.append(f"rank {rank} is stuck at {index} {plan.programs[rank][index]}: it needs {next(needed)}")
+    head = f"not sound: {plan.title}\ndeadlock: the order of computation itself cannot run"
+    return "\n".join([head, *lines, *excerpt(plan, stuck)])

@@ -10,6 +10,7 @@ from quintsched.schedules.registry import (
     Shape,
     all_schedules,
     find_schedule,
+    own_code,
     schedule,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "inference",
     "interleaved_1f1b",
     "one_f_one_b",
+    "own_code",
     "schedule",
 ]

@@ -9,10 +9,12 @@ A schedule says only in which order a rank computes. Passes add messages, reduct
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
 from quintsched.instructions import Compute
 from quintsched.placement import linear
 from quintsched.plan import Mode
@@ -66,17 +68,37 @@ class Schedule:
         return f"{self.min_chunks} or more"
 
     def shape(self, pp: int, microbatches: int, chunks: int | None) -> Shape:
-        """Return the checked shape for these sizes; `chunks` None takes the fewest. Raises `UsageError`."""
+        """Return the checked shape for these sizes; `chunks` None takes the fewest.
+
+        Raises `UsageError` for sizes that the schedule does not take, `UnsoundError` where its own code fails.
+        """
         chunks = self.min_chunks if chunks is None else chunks
         _check_range(self.name, "microbatches", microbatches, 1, MAX_MICROBATCHES)
         _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
-        shape = Shape(pp, microbatches, chunks, self.placement(pp, chunks))
-        if fault := self.constraint(shape):
+        with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
+            shape = Shape(pp, microbatches, chunks, self.placement(pp, chunks))
+            fault = self.constraint(shape)
+        if fault:
             raise UsageError(f"{self.name}: {fault}")
         return shape
 
 
+@contextmanager
+def own_code(where: str) -> Iterator[None]:
+    """Say what a schedule's own code raises as an `UnsoundError` with the line that raised it."""
+    try:
+        yield
+    except QuintschedError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        raise UnsoundError(f"{where}: the schedule failed at {place}: {type(error).__name__}: {error}") from error
+
+
 def _check_range(name: str, what: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name}: {what} is {value!r}; give a whole number")
     if not low <= value <= high:
         allowed = f"exactly {low}" if low == high else f"{low} to {high}"
         raise UsageError(f"{name}: {what} is {value}; this schedule takes {allowed}")
@@ -98,16 +120,29 @@ def schedule(
     max_chunks: int = 1,
     constraint: Callable[[Shape], str | None] = lambda _shape: None,
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
-    """Register the decorated generator as a schedule; the fields are those of `Schedule`."""
+    """Register the decorated generator as a schedule; the fields are those of `Schedule`.
+
+    Raises `UsageError` where another generator has the name; the same one may be defined again, as notebooks do.
+    """
 
     def register(order: Callable[[int, Shape], Order]) -> Schedule:
         made = Schedule(
             name, order, summary, bubble, memory, aliases, mode, placement, min_chunks, max_chunks, constraint
         )
+        for taken in (name, *aliases):
+            _refuse_second(taken, order)
         _REGISTRY[name] = made
         return made
 
     return register
+
+
+def _refuse_second(name: str, order: Callable[[int, Shape], Order]) -> None:
+    for found in _REGISTRY.values():
+        theirs = found.order
+        same = (theirs.__module__, theirs.__qualname__) == (order.__module__, order.__qualname__)
+        if name in (found.name, *found.aliases) and not same:
+            raise UsageError(f"the schedule name {name!r} is taken by {theirs.__module__}.{theirs.__qualname__}")
 
 
 def all_schedules() -> tuple[Schedule, ...]:
@@ -120,4 +155,5 @@ def find_schedule(name: str) -> Schedule:
     for found in _REGISTRY.values():
         if name == found.name or name in found.aliases:
             return found
-    raise UsageError(f"unknown schedule {name!r}{suggest(name, _REGISTRY)}")
+    names = [known for found in _REGISTRY.values() for known in (found.name, *found.aliases)]
+    raise UsageError(f"unknown schedule {name!r}{suggest(name, names)}")
