@@ -48,7 +48,7 @@ def main() -> None:
     worst = max(steps, key=lambda step: relative(first[step], second[step]))
     found = relative(first[worst], second[worst])
     print(f"largest difference: {found:.1e} of the loss, at step {worst} (allowed: {arguments.tolerance:g})")
-    sys.exit(found > arguments.tolerance)
+    sys.exit(int(found > arguments.tolerance))
 
 
 def relative(a: float, b: float) -> float:

@@ -1,0 +1,27 @@
+"""The command line: the commands, in modules of a few each, and what they share in `app` and `output`.
+
+Planner modules are imported inside the commands, so that `quintsched --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from quintsched.cli.app import make_app
+from quintsched.cli.catalogue import schedules
+from quintsched.cli.check import check
+from quintsched.cli.pictures import render
+from quintsched.cli.plans import compile, show
+from quintsched.cli.runs import run
+from quintsched.cli.timing import compare, simulate
+
+COMMANDS = (schedules, compile, show, check, simulate, compare, render, run)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command (default: that of `sys.argv`) and exit; `quintsched --help` lists the exit codes."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show an arrow is no reason to fail
+    make_app(COMMANDS)(args=arguments, prog_name="quintsched")

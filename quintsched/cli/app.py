@@ -1,0 +1,75 @@
+"""The application: the one place where errors become exit codes, and what `quintsched` alone answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from quintsched.errors import QuintschedError
+
+INTERRUPTED = 130
+"""128 + SIGINT, what shells expect of a program that was stopped with Ctrl-C."""
+
+PIPE_CLOSED = 141
+"""128 + SIGPIPE, for `quintsched … | head`."""
+
+
+def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
+    """Return an application of these commands, in this order."""
+    app = typer.Typer(
+        cls=Commands,
+        callback=quintsched,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for command in commands:
+        app.command()(command)
+    return app
+
+
+class Commands(TyperGroup):
+    """A group of commands that ends with a message and the right exit code, never with a traceback of ours."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except QuintschedError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise SystemExit(error.exit_code) from None
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it ends
+            raise SystemExit(PIPE_CLOSED) from None
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("quintsched"))
+        raise typer.Exit
+
+
+def quintsched(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Compile pipeline-parallel training into a plan; prove, time, draw and run it.
+
+    Exit codes: 0 good, 1 the plan or input is not sound, 2 wrong usage, 3 the run does not fit the plan,
+    4 a run stalled or a peer died.
+    """

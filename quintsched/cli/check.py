@@ -1,0 +1,153 @@
+"""`quintsched check`: prove a plan, or a schedule over many shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quintsched.cli.output import AsJson, emit, read_plan, read_schedule, say
+from quintsched.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from quintsched.checker import Verdict
+    from quintsched.sweep import Outcome
+
+Span = Annotated[str | None, typer.Option(metavar="A..B", help="For a schedule: a number or a range, both ends in.")]
+
+
+def check(
+    target: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, - or my_file.py:my_schedule.")],
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="NAME", help="The transport under which a plan must not deadlock.")
+    ] = "channel",
+    memory_cap: Annotated[
+        float | None, typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches.")
+    ] = None,
+    pp: Span = None,
+    microbatches: Span = None,
+    chunks: Span = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove a plan sound, or show the counter-example.
+
+    For a schedule of your own, every shape of the ranges is compiled and proved.
+    """
+    from quintsched.events import find_profile
+    from quintsched.userfile import names_file
+
+    find_profile(profile)
+    if names_file(target):
+        sound = _check_schedule(target, pp or "1..4", microbatches or "1..8", chunks, memory_cap, as_json)
+    elif pp or microbatches or chunks:
+        raise UsageError("--pp, --microbatches and --chunks are for a schedule (my_file.py:name); a plan has its shape")
+    else:
+        sound = _check_plan(target, profile, memory_cap, as_json)
+    if not sound:
+        raise typer.Exit(1)
+
+
+def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool) -> bool:
+    try:
+        verdict = read_plan(file).check(profile=profile, memory_cap=memory_cap)
+    except InputError as error:
+        if as_json:
+            emit({"sound": False, "findings": [{"point": "well-formed", "message": str(error)}]})
+        raise
+    if as_json:
+        emit(report(verdict, profile))
+    else:
+        say(verdict.explain())
+    return verdict.sound
+
+
+def report(verdict: Verdict, profile: str) -> dict[str, Any]:
+    """Return a verdict as plain data."""
+    return {
+        "title": verdict.plan.title,
+        "sound": verdict.sound,
+        "profile": profile,
+        "profiles": verdict.profiles,
+        "instructions": verdict.plan.num_instructions,
+        "peak_activations": list(verdict.peak_activations),
+        "peak_receives": list(verdict.peak_receives),
+        "findings": [
+            {"point": f.point.value, "message": f.message, "rank": f.rank, "index": f.index} for f in verdict.findings
+        ],
+    }
+
+
+def _check_schedule(
+    name: str, pp: str, microbatches: str, chunks: str | None, memory_cap: float | None, as_json: bool
+) -> bool:
+    from quintsched.sweep import Status, prove
+
+    schedule = read_schedule(name)
+    outcomes = list(
+        prove(
+            schedule,
+            pp=read_span(pp, "--pp"),
+            microbatches=read_span(microbatches, "--microbatches"),
+            chunks=None if chunks is None else read_span(chunks, "--chunks"),
+            memory_cap=memory_cap,
+        )
+    )
+    if all(outcome.status is Status.REFUSED for outcome in outcomes):
+        raise UsageError(f"the schedule takes none of these {len(outcomes)} shapes; {outcomes[0].reason}")
+    sound = not any(outcome.status is Status.UNSOUND for outcome in outcomes)
+    if as_json:
+        emit({"schedule": schedule.name, "sound": sound, "shapes": [vars(outcome) for outcome in outcomes]})
+    else:
+        say(_describe(schedule.name, outcomes))
+    return sound
+
+
+def read_span(text: str, option: str) -> range:
+    """Read "4" or "2..8", both ends included; raises `UsageError`."""
+    first, dots, last = text.partition("..")
+    ends = [first, last if dots else first]
+    if not all(end.isdecimal() and 1 <= len(end) <= 9 for end in ends):
+        raise UsageError(f"{option}: cannot read {text!r}; write a number or a range, like 4 or 2..8")
+    low, high = map(int, ends)
+    if not 1 <= low <= high:
+        raise UsageError(f"{option}: {text!r} is an empty range; it runs from at least 1 upwards")
+    return range(low, high + 1)
+
+
+def _describe(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+    from quintsched.grid import table
+    from quintsched.sweep import Status
+
+    count = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
+    head = f"{name}: of {len(outcomes)} shapes {', '.join(f'{count[status]} {status}' for status in Status)}"
+    lines = [head, *table(("pp", "chunks", *(f"{status} at microbatches" for status in Status)), _rows(outcomes))]
+    refused = next((outcome for outcome in outcomes if outcome.status is Status.REFUSED), None)
+    failing = next((outcome for outcome in outcomes if outcome.status is Status.UNSOUND), None)
+    if refused:
+        lines.append(f"refused by the schedule itself, such as: {refused.reason}")
+    if failing:
+        shape = f"pp={failing.pp}, {failing.chunks} chunks, {failing.microbatches} microbatches"
+        lines += ["", f"the smallest shape that fails: {shape}", failing.reason]
+    return lines
+
+
+def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    from quintsched.sweep import Status
+
+    found: dict[tuple[int, int], dict[Status, list[int]]] = {}
+    for outcome in sorted(outcomes, key=lambda o: (o.pp, o.chunks, o.microbatches)):
+        row = found.setdefault((outcome.pp, outcome.chunks), {status: [] for status in Status})
+        row[outcome.status].append(outcome.microbatches)
+    return [(str(pp), str(chunks), *map(runs, row.values())) for (pp, chunks), row in found.items()]
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Return rising numbers in short: [1, 2, 3, 5] as "1..3, 5", "-" for none."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("..".join(map(str, ends)) for ends in found) or "-"

@@ -1,0 +1,82 @@
+"""What the commands share: options, reading plans and costs, and writing for people or for machines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quintsched.costs import Costs
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule
+    from quintsched.simulator import Simulation
+
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
+CostsFile = Annotated[
+    Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
+]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages per pipeline rank.")]
+
+
+def say(lines: str | Iterable[str]) -> None:
+    """Write lines to standard output."""
+    typer.echo(lines if isinstance(lines, str) else "\n".join(lines))
+
+
+def note(line: str) -> None:
+    """Write a line to standard error."""
+    typer.echo(line, err=True)
+
+
+def emit(data: object) -> None:
+    """Write data as JSON to standard output."""
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def read_plan(file: str) -> Plan:
+    """Read a plan file, or standard input for "-"."""
+    from quintsched.plan import Plan
+
+    return Plan.from_json(sys.stdin.buffer.read()) if file == "-" else Plan.load(file)
+
+
+def read_costs(file: Path | None) -> Costs | None:
+    """Read a costs file, if one is named."""
+    from quintsched.costs import Costs
+
+    return None if file is None else Costs.load(file)
+
+
+def simulate_plan(plan: Plan, costs: Path | None = None) -> Simulation:
+    """Time a plan, with a word on standard error where it is not sound: then the times mean little."""
+    simulation = plan.simulate(read_costs(costs))
+    if not plan.check().sound:
+        note("warning: this plan is not sound; `quintsched check` says why")
+    return simulation
+
+
+def read_schedule(name: str) -> Schedule:
+    """Find a schedule by name or in a user's file; what that file prints goes to standard error."""
+    from quintsched.userfile import load_schedule
+
+    with redirect_stdout(sys.stderr):
+        return load_schedule(name)
+
+
+def terminal_width() -> int | None:
+    """Return how many columns a person sees, or None where none is watching."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def percent(share: float) -> str:
+    """Return a share in words: 0.125 as "12.5 %"."""
+    return f"{100 * share:.1f} %"

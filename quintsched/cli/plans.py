@@ -1,0 +1,100 @@
+"""`quintsched compile` and `quintsched show`: make a plan, and read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quintsched.cli.output import (
+    AsJson,
+    Chunks,
+    Microbatches,
+    PlanFile,
+    emit,
+    note,
+    percent,
+    read_plan,
+    read_schedule,
+    say,
+    simulate_plan,
+    terminal_width,
+)
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+
+def compile(
+    schedule: Annotated[
+        str, typer.Option("--schedule", "-s", metavar="NAME", help="A schedule, or my_file.py:my_schedule.")
+    ],
+    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="The device mesh, like dp=2,pp=2,tp=2.")],
+    microbatches: Microbatches,
+    chunks: Chunks = None,
+    buckets_per_stage: Annotated[
+        int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")
+    ] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a plan and prove it sound."""
+    from quintsched.cli.check import report
+    from quintsched.compiler import compile
+
+    plan = compile(
+        read_schedule(schedule),
+        mesh=mesh,
+        microbatches=microbatches,
+        chunks=chunks,
+        buckets_per_stage=buckets_per_stage,
+    )
+    verdict = plan.check(profile="blocking")
+    if output is None:
+        note(f"{plan.title}\n{verdict.explain()}")
+        typer.echo(plan.to_json(), nl=False)
+        return
+    plan.save(output)
+    if as_json:
+        emit({"plan": str(output), **report(verdict, "blocking")})
+    else:
+        say(f"{output}: {plan.title}\n{verdict.explain()}")
+
+
+def show(
+    plan: PlanFile,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Show this global rank's list.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a plan's grid over time, or one rank's list."""
+    found = read_plan(plan)
+    if rank is None:
+        _show_grid(found, as_json)
+    else:
+        _show_rank(found, rank, as_json)
+
+
+def _show_grid(plan: Plan, as_json: bool) -> None:
+    from quintsched.grid import time_grid
+
+    simulation = simulate_plan(plan)
+    if as_json:
+        emit({"title": plan.title, "makespan": simulation.makespan, "grid": time_grid(simulation)})
+        return
+    title = f"{plan.title}: {simulation.makespan:g} forwards long, bubble {percent(simulation.bubble)}"
+    say([title, *time_grid(simulation, terminal_width())])
+
+
+def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
+    from quintsched.grid import listing
+    from quintsched.planfile import encode
+
+    program, where = plan.program(rank), plan.mesh.coordinates(rank)
+    if as_json:
+        emit({"title": plan.title, "rank": rank, "coordinates": where, "program": [encode(i) for i in program]})
+        return
+    place = ", ".join(f"{axis}={at}" for axis, at in where.items())
+    say([f"{plan.title}", f"rank {rank}{f' ({place})' if place else ''}; peers are global ranks", *listing(program)])

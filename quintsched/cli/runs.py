@@ -1,0 +1,74 @@
+"""`quintsched run`: fill in torchrun for one machine, and hand its signals and its exit code on."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quintsched.errors import UsageError
+
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP")
+JOB_SUFFIXES = (".yaml", ".yml")
+
+
+def run(
+    files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes; default: the mesh's ranks.")
+    ] = None,
+) -> None:
+    """Run a job here, with one process per rank of its mesh."""
+    plan, job = _plan_and_job(files)
+    for file in filter(None, (plan, job)):
+        if not file.is_file():
+            raise UsageError(f"there is no file {str(file)!r}")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("running needs torch; pip install 'quintsched[runtime]'")
+    arguments = ["--config", str(job), *([str(plan)] if plan else [])]
+    for override in overrides or ():
+        arguments += ["--set", override]
+    arguments += ["--resume"] if resume else []
+    arguments += ["--nproc", str(nproc)] if nproc else []
+    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch", *arguments]))
+
+
+def _plan_and_job(files: list[Path]) -> tuple[Path | None, Path]:
+    if len(files) > 2 or files[-1].suffix not in JOB_SUFFIXES:
+        raise UsageError("give a job file, and before it a plan file if wanted: quintsched run [plan.json] job.yaml")
+    return (files[0] if len(files) == 2 else None), files[-1]
+
+
+def call(command: list[str]) -> int:
+    """Run a command, pass signals on to it, and return its exit code: 128 + n where signal n ended it.
+
+    It has a process group of its own, so that Ctrl-C reaches it once, through us. Signals that are ignored (nohup)
+    stay so.
+    """
+    early: list[int] = []
+    handled = [number for number in _signals() if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda received, _: early.append(received)) for number in handled}
+    try:
+        with subprocess.Popen(command, process_group=0) as child:
+            for number in handled:
+                signal.signal(number, lambda received, _: child.send_signal(received))
+            for received in early:
+                child.send_signal(received)
+            code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _signals() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]

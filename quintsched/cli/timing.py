@@ -1,0 +1,151 @@
+"""`quintsched simulate` and `quintsched compare`: how long plans take and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quintsched.cli.output import (
+    AsJson,
+    CostsFile,
+    Microbatches,
+    PlanFile,
+    emit,
+    percent,
+    read_costs,
+    read_plan,
+    read_schedule,
+    say,
+    simulate_plan,
+)
+from quintsched.errors import UsageError
+
+if TYPE_CHECKING:
+    from quintsched.costs import Costs
+    from quintsched.simulator import Simulation
+
+MOST_STEPS = 12
+"""How many computations of a critical path people are shown at its beginning, and at its end."""
+
+
+def simulate(plan: PlanFile, costs: CostsFile = None, as_json: AsJson = False) -> None:
+    """Time a plan under a cost model.
+
+    Makespan, both bubbles, peak activations and the critical path.
+    """
+    simulation = simulate_plan(read_plan(plan), costs)
+    if as_json:
+        emit(simulation.summary())
+    else:
+        say(_describe(simulation))
+
+
+def _describe(simulation: Simulation) -> Iterator[str]:
+    from quintsched.grid import table
+
+    peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_activations))
+    rows = [
+        ("makespan", f"{simulation.makespan:g}", "until the last instruction ends"),
+        ("bubble", percent(simulation.bubble), "of all ranks' time until the makespan is idle"),
+        ("span", f"{simulation.span:g}", "longest time from a rank's first forward to its last weight gradient"),
+        ("span bubble", percent(simulation.span_bubble), "of that rank's span is idle (zero-bubble papers' measure)"),
+    ]
+    yield f"{simulation.plan.title}; time in {simulation.unit}"
+    yield from table(("", "", ""), rows)[1:]
+    yield f"peak activations by pipeline rank, in microbatches of a whole rank: {peaks}"
+    yield f"critical path: {_path(simulation)}"
+
+
+def _path(simulation: Simulation) -> str:
+    """Return the critical path as `rank 0: F0 F1 → rank 1: …`, without its middle where it is long."""
+    from quintsched.instructions import short
+
+    path = simulation.critical_path
+    several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp
+    left_out = len(path) - 2 * MOST_STEPS
+    shown = [path] if left_out <= 0 else [path[:MOST_STEPS], path[-MOST_STEPS:]]
+    parts = []
+    for part in shown:
+        for rank, places in groupby(part, key=lambda place: place.rank):
+            steps = (short(simulation.plan.programs[rank][p.index], with_stage=several) for p in places)
+            parts.append(f"rank {rank}: {' '.join(steps)}")
+        parts.append(f"… {left_out} more …")
+    return " → ".join(parts[:-1]) or "nothing takes time"
+
+
+def compare(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Schedules, or my_file.py:my_schedule.")],
+    pp: Annotated[int, typer.Option("--pp", metavar="P", help="Pipeline ranks.")],
+    microbatches: Microbatches,
+    chunks: Annotated[
+        int | None,
+        typer.Option("--chunks", metavar="V", help="Stages per rank, for the schedules that take more than one."),
+    ] = None,
+    costs: CostsFile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw them too: a .png or .svg file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the makespan, bubbles and memory of schedules."""
+    from quintsched.cli.pictures import picture_path, write_picture
+
+    path = None if output is None else picture_path(output)
+    simulations, refused = _simulate_all(names, pp, microbatches, chunks, read_costs(costs))
+    if not simulations:
+        raise UsageError("\n".join(["none of these takes the shape", *refused.values()]))
+    if path is not None:
+        from quintsched import viz
+
+        write_picture(path, lambda: viz.compare(simulations, path))
+    if as_json:
+        refusals = [{"schedule": name, "reason": reason} for name, reason in refused.items()]
+        emit({"schedules": [simulation.summary() for simulation in simulations], "refused": refusals})
+    else:
+        say(_comparison(simulations, refused))
+
+
+def _simulate_all(
+    names: list[str], pp: int, microbatches: int, chunks: int | None, costs: Costs | None
+) -> tuple[list[Simulation], dict[str, str]]:
+    """Return the simulations of the schedules that take the shape, and why the others do not."""
+    from quintsched.compiler import compile
+    from quintsched.mesh import Mesh
+
+    mesh = Mesh(pp=pp)
+    simulations: list[Simulation] = []
+    refused: dict[str, str] = {}
+    for name, schedule in [(name, read_schedule(name)) for name in dict.fromkeys(names)]:
+        wanted = chunks if schedule.max_chunks > 1 else None
+        try:
+            plan = compile(schedule, mesh=mesh, microbatches=microbatches, chunks=wanted)
+        except UsageError as error:
+            refused[name] = str(error)
+        else:
+            simulations.append(plan.simulate(costs))
+    return simulations, refused
+
+
+def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Iterator[str]:
+    from quintsched.grid import table
+
+    first = simulations[0]
+    yield f"{first.plan.mesh}, {first.plan.schedule.microbatches} microbatches; time in {first.unit}"
+    header = ("schedule", "chunks", "makespan", "bubble", "span bubble", "peak activations")
+    rows = [
+        (
+            simulation.plan.schedule.name,
+            str(simulation.plan.schedule.chunks),
+            f"{simulation.makespan:g}",
+            percent(simulation.bubble),
+            percent(simulation.span_bubble),
+            f"{max(simulation.peak_activations):g}",
+        )
+        for simulation in simulations
+    ]
+    yield from table(header, rows)
+    yield from (f"left out: {reason}" for reason in refused.values())

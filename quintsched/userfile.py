@@ -1,0 +1,131 @@
+"""Objects from a user's own file, named "path/to/my_file.py:name".
+
+Only command lines, Python code and job files name code in this way; plans never do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from quintsched.errors import QuintschedError, UsageError, nearest, suggest
+
+if TYPE_CHECKING:
+    from quintsched.schedules import Schedule
+
+_IMPORTING = threading.RLock()
+"""Held while a user's file is imported: ranks may be threads, and none may see half a module."""
+
+
+def is_user_object(name: str) -> bool:
+    """Return whether `name` names an object of a user's file: "my_file.py:name"."""
+    return ".py:" in name
+
+
+def names_file(name: str) -> bool:
+    """Return whether `name` was meant for a user's file, the object's name forgotten or not."""
+    return is_user_object(name) or name.endswith(".py")
+
+
+def load_object(name: str) -> Any:
+    """Return the object that "my_file.py:name" names; the path is relative to the current directory.
+
+    A file is imported once per process. Its directory goes to the end of `sys.path`, so that it can import its
+    siblings but never hides an installed package.
+    Raises `UsageError` where there is no such file or name, and where the import fails.
+    """
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not is_user_object(name) or not attribute:
+        raise UsageError(f"{name!r} does not name an object of a file; write it as my_file.py:name")
+    if not path.is_file():
+        siblings = (str(sibling) for sibling in sorted(path.parent.glob("*.py")))
+        raise UsageError(f"there is no file {file!r}{nearest(file, siblings)}")
+    module = _import_file(path.resolve())
+    if not hasattr(module, attribute):
+        raise UsageError(f"{file} has no {attribute!r}{suggest(attribute, _own_names(module))}")
+    return getattr(module, attribute)
+
+
+def load_schedule(name: str) -> Schedule:
+    """Return the schedule of this name: a registered one, or "my_file.py:name" for one of your own.
+
+    Raises `UsageError` for an unknown name, and for an object that is no schedule.
+    """
+    from quintsched.schedules import Schedule, find_schedule
+
+    if not names_file(name):
+        return find_schedule(name)
+    found = load_object(name)
+    if not isinstance(found, Schedule):
+        what = "a function" if inspect.isfunction(found) else f"a {type(found).__name__}"
+        raise UsageError(f"{name} is {what}, not a schedule; decorate a generator with @quintsched.schedule(…)")
+    return found
+
+
+def call_object(name: str, *args: Any, **options: Any) -> Any:
+    """Call the function that "my_file.py:name" names, and return what it returns.
+
+    Raises `UsageError` where it is not a function or does not take these arguments; what it raises itself passes.
+    """
+    function = load_object(name)
+    if not callable(function):
+        raise UsageError(f"{name} is a {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(*args, **options)
+    except TypeError as error:
+        raise UsageError(f"{name}{inspect.signature(function)}: {error}") from None
+    return function(*args, **options)
+
+
+def _own_names(module: ModuleType) -> list[str]:
+    """Return the public names of a module but for the modules, classes and functions that it imports."""
+    return [name for name, thing in vars(module).items() if not name.startswith("_") and _is_own(thing, module)]
+
+
+def _is_own(thing: object, module: ModuleType) -> bool:
+    if inspect.isclass(thing) or inspect.isroutine(thing):
+        return thing.__module__ == module.__name__
+    return not isinstance(thing, ModuleType)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Return the module of the file at `path`, importing it on first use."""
+    name = f"quintsched_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    with _IMPORTING:
+        if name in sys.modules:
+            return sys.modules[name]
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        return _execute(name, path)
+
+
+def _execute(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path}: is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # first: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, QuintschedError):
+            raise
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise UsageError(f"{_place(path, error)}: the import failed: {type(error).__name__}: {what}") from error
+    return module
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """Return the path with the line of `path` that the error came through, where one is known."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+    return f"{path}:{lines[-1]}" if lines else str(path)

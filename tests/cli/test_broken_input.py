@@ -1,0 +1,333 @@
+"""Broken input: one clear message, the right exit code, no traceback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.instructions import Bwd, Fwd, RecvAct, RecvGrad, SendAct
+
+EXECUTABLE = Path(sys.executable).with_name("quintsched")
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Save a plan after a change to one rank's program."""
+
+    def save(rank, change, mesh="pp=2", microbatches=2):
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
+        program = list(plan.programs[rank])
+        change(program)
+        programs = tuple(tuple(program) if k == rank else p for k, p in enumerate(plan.programs))
+        path = tmp_path / "broken.json"
+        path.write_text(replace(plan, programs=programs).to_json())
+        return path
+
+    return save
+
+
+def index_of(program, kind, microbatch=0):
+    return next(k for k, i in enumerate(program) if isinstance(i, kind) and i.microbatch == microbatch)
+
+
+COMPILE = ("compile", "--schedule")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*COMPILE, "1f1", "--mesh", "pp=2", "-m", 2), "unknown schedule '1f1'; did you mean '1f1b'?"),
+        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 0), "microbatches is 0; this schedule takes 1 to"),
+        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", -1), "microbatches is -1"),
+        ((*COMPILE, "1f1b", "--mesh", "xp=2", "-m", 2), "mesh: unknown axis 'xp'"),
+        ((*COMPILE, "1f1b", "--mesh", "pp=0", "-m", 2), "mesh: axis pp has size 0"),
+        ((*COMPILE, "1f1b", "--mesh", "pp", "-m", 2), "mesh: cannot read 'pp'"),
+        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--chunks", 2), "chunks is 2; this schedule takes exactly 1"),
+        ((*COMPILE, "interleaved-1f1b", "--mesh", "pp=4", "-m", 6), "the nearest that works: 4 or 8"),
+        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--buckets-per-stage", 0), "buckets_per_stage is 0"),
+        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "-o", "no/such/plan.json"), "cannot write the plan"),
+        (("check", "missing.json"), "missing.json: cannot read the plan: No such file or directory"),
+        (("check", "."), ".: cannot read the plan: Is a directory"),
+        (("show", "plan.json", "--rank", 8), "rank 8 is not in the mesh dp=2,pp=2,tp=2: its ranks are 0 to 7"),
+        (("show", "plan.json", "--rank", -1), "rank -1 is not in the mesh"),
+        (("check", "plan.json", "--profile", "chanel"), "did you mean 'channel'?"),
+        (("check", "plan.json", "--memory-cap", -1), "memory cap -1"),
+        (("check", "plan.json", "--memory-cap", "nan"), "memory cap nan"),
+        (("check", "plan.json", "--pp", "2..4"), "a plan has its shape"),
+        (("simulate", "plan.json", "--costs", "missing.json"), "missing.json: cannot read the costs file"),
+        (("compare", "1f1b", "1f2b", "--pp", 2, "-m", 2), "unknown schedule '1f2b'; did you mean '1f1b'?"),
+        (("compare", "1f1b", "--pp", 0, "-m", 2), "mesh: axis pp has size 0"),
+        (("run", "missing.yaml"), "there is no file 'missing.yaml'"),
+        (("run", "missing.json", "plan.yaml"), "there is no file 'missing.json'"),
+        (("run", "plan.json"), "give a job file"),
+        (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
+    ],
+)
+def test_wrong_usage(refused, plan_file, arguments, message):
+    assert message in refused(2, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("chek", "plan.json"),
+        ("check",),
+        ("check", "plan.json", "--profil", "channel"),
+        ("check", "plan.json", "--memory-cap", "much"),
+        ("compile", "--schedule", "1f1b"),
+        ("compile", "--schedule", "1f1b", "--mesh", "pp=2", "-m", "two"),
+        ("compare", "--pp", 2, "-m", 2),
+        ("run",),
+        ("run", "job.yaml", "--nproc", 0),
+    ],
+)
+def test_a_command_line_that_cannot_be_read(cli, arguments):
+    done = cli(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("Error: ") == 1
+
+
+@pytest.mark.parametrize("command", ["check", "show", "simulate", "render"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file ends too early"),
+        (b'{"format": "quintsched.plan", "version": 1', "is it truncated?"),
+        (b"\x89PNG\r\n\x1a\n", "not UTF-8 text"),
+        (b'{"format": "quintsched.plan", "version": 9}', "/version: 9 is from the future"),
+        (b'{"format": "quintsched.plan", "version": NaN}', "NaN is not a JSON number"),
+        (b'{"version": 1, "version": 1}', "duplicate key 'version'"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"format": "quintsched.plan", "version": 1}', "/mode: Field required"),
+    ],
+)
+def test_files_that_are_no_plans(refused, tmp_path, command, content, message):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    options = ("-o", "out.png") if command == "render" else ()
+    error = refused(1, command, path, *options)
+    assert error.startswith(f"error: {path}: ")
+    assert message in error
+
+
+def test_a_broken_plan_is_reported_as_json_too(cli, tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    done = cli("check", "bad.json", "--json")
+    assert done.code == 1
+    assert done.data["sound"] is False
+    assert done.data["findings"][0]["message"].startswith("bad.json: not JSON")
+    assert done.err.startswith("error: bad.json: not JSON")
+
+
+def test_an_unknown_op(refused, plan_file):
+    plan_file.write_text(plan_file.read_text().replace('"op": "Fwd"', '"op": "Fwdd"', 1))
+    assert "/programs/0/0/op: unknown instruction 'Fwdd'; did you mean 'Fwd'?" in refused(1, "check", plan_file)
+
+
+def test_a_stage_out_of_range(refused, broken):
+    path = broken(0, lambda program: program.__setitem__(0, Fwd(7, 0)))
+    assert "/programs/0/0: rank 0 instruction 0, Fwd(stage=7, microbatch=0): stage 7 is out of range" in refused(
+        1, "check", path
+    )
+
+
+def test_a_peer_that_is_itself(refused, broken):
+    path = broken(0, lambda program: program.__setitem__(1, SendAct(0, 0, 0)))
+    assert "its peer is rank 0 itself" in refused(1, "check", path)
+
+
+def test_two_instructions_swapped_so_that_it_deadlocks(cli, broken):
+    def swap(program):
+        a, b = index_of(program, SendAct, 1), index_of(program, RecvGrad, 0)
+        program[a], program[b] = program[b], program[a]
+
+    path = broken(0, swap, microbatches=3)
+    done = cli("check", path, "--profile", "blocking")
+    assert done.code == 1
+    assert "2 waits close a circle" in done.out
+    assert "rank 1: 2 RecvAct(stage=1, microbatch=1, peer=0) must end before 4 SendGrad(" in done.out
+    assert "rank 0: 3 RecvGrad(stage=0, microbatch=0, peer=1) must end before 4 SendAct(" in done.out
+    assert "  rank 0 from 0: 0F0 0SA0 0F1 0RG0 >0SA1< 0B0" in done.out
+    free = cli("check", path, "--json")
+    assert free.code == 0, "channels of their own each way do not wait for each other"
+    assert free.data["profiles"] == {
+        "blocking": False,
+        "single-stream": False,
+        "pair-stream": False,
+        "channel": True,
+        "tagged": True,
+    }
+
+
+def swap_first_computations(program):
+    a, b = index_of(program, Fwd, 0), index_of(program, Bwd, 0)
+    program[a], program[b] = program[b], program[a]
+
+
+def test_a_circle_under_every_transport(cli, broken):
+    done = cli("check", broken(1, swap_first_computations))
+    assert done.code == 1
+    assert "rank 1 instruction 1, Bwd(stage=1, microbatch=0) needs the saved activations of stage 1" in done.out
+    assert "made only later, by rank 1 instruction 3, Fwd(stage=1, microbatch=0)" in done.out
+    assert "under the transport profile 'channel' 2 waits close a circle" in done.out
+
+
+def test_a_duplicate_forward(cli, broken):
+    done = cli("check", broken(1, lambda program: program.insert(2, program[1])))
+    assert done.code == 1
+    assert "complete: rank 1 runs Fwd(stage=1, microbatch=0) 2 times instead of once" in done.out
+
+
+def test_a_missing_receive(cli, broken):
+    done = cli("check", broken(1, lambda program: program.pop(index_of(program, RecvAct, 1))))
+    assert done.code == 1
+    assert "channel 0→1: 2 sends but 1 receives; no partner for rank 0 instruction" in done.out
+
+
+def test_receives_in_another_order_than_sends(cli, broken):
+    def swap(program):
+        a, b = index_of(program, RecvAct, 0), index_of(program, RecvAct, 1)
+        program[a], program[b] = program[b], program[a]
+
+    done = cli("check", broken(1, swap))
+    assert done.code == 1
+    assert "channel 0→1, message 0: rank 0 instruction 1, SendAct(stage=0, microbatch=0, peer=1) sends" in done.out
+    assert "order is identity" in done.out
+
+
+def test_an_unsound_plan_is_shown_with_a_warning(cli, broken):
+    path = broken(1, lambda program: program.pop(index_of(program, Fwd, 1)))
+    for command in ("simulate", "show"):
+        done = cli(command, path, "--json")
+        assert done.code == 0
+        assert done.data
+        assert done.err == "warning: this plan is not sound; `quintsched check` says why\n"
+
+
+def test_a_plan_that_cannot_end_is_not_timed(refused, broken):
+    path = broken(1, swap_first_computations)
+    for command in (("simulate", path), ("show", path), ("render", path, "-o", "out.png")):
+        assert "must end before" in refused(1, *command)
+
+
+def test_broken_costs(refused, plan_file, tmp_path):
+    (tmp_path / "costs.json").write_text('{"forwrd": 1}')
+    assert "costs.json: /forwrd: unknown key" in refused(1, "simulate", plan_file, "--costs", "costs.json")
+    (tmp_path / "costs.json").write_text('{"forward": [1, 2, 3]}')
+    assert "/forward has 3 values" in refused(1, "simulate", plan_file, "--costs", "costs.json")
+
+
+def test_an_interrupt_is_quiet(cli, plan_file, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quintsched.plan.Plan.load", interrupt)
+    done = cli("check", plan_file)
+    assert (done.code, done.out, done.err) == (130, "", "")
+
+
+def test_torch_is_asked_for(refused, plan_file, tmp_path, monkeypatch):
+    (tmp_path / "job.yaml").write_text("")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'quintsched[runtime]'" in refused(2, "run", "job.yaml")
+
+
+@pytest.mark.processes
+def test_a_closed_pipe_is_quiet(plan_file):
+    command = f"{EXECUTABLE} show {plan_file} --rank 0 | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    title, code = done.stdout.splitlines()
+    assert title == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"
+    assert code in ("0", "141")
+    assert done.stderr == ""
+
+
+@pytest.mark.processes
+def test_a_pipe_that_is_closed_before_the_first_word(plan_file):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [str(EXECUTABLE), "check", str(plan_file), "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.processes
+def test_in_a_real_process(tmp_path):
+    (tmp_path / "bad.json").write_bytes(b"\xff")
+    done = subprocess.run(
+        [str(EXECUTABLE), "check", "bad.json"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: bad.json: not UTF-8 text: byte 0 cannot be read\n"
+
+
+CHILD = """
+import json, signal, sys, time
+print(json.dumps(sys.argv[1:]), flush=True)
+def stop(number, frame):
+    print(f"got {number}", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep({seconds})
+sys.exit(3)
+"""
+
+CALLER = """
+import sys
+from quintsched.cli.runs import call
+sys.exit(call([sys.executable, "-c", {child!r}]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_hands_signals_and_exit_codes_on(number):
+    caller = CALLER.format(child=CHILD.replace("{seconds}", "60"))
+    with subprocess.Popen([sys.executable, "-c", caller], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[]\n"
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == f"got {int(number)}\n"
+        assert process.wait(30) == 7
+
+
+@pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
+def test_exit_codes_of_a_call(code, expected):
+    from quintsched.cli.runs import call
+
+    assert call([sys.executable, "-c", f"import os, sys; {code}"]) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr("quintsched.cli.runs.call", lambda command: commands.append(command) or 4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    (tmp_path / "job.yaml").write_text("")
+    assert cli("run", "job.yaml").code == 4
+    options = ("--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", 2)
+    assert cli("run", "plan.json", "job.yaml", *options).code == 4
+    launch = [sys.executable, "-m", "quintsched.runtime.launch", "--config", "job.yaml"]
+    assert commands == [
+        launch,
+        [*launch, "plan.json", "--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", "2"],
+    ]
+
+
+def test_json_numbers_stay_json(cli, plan_file):
+    assert json.loads(cli("simulate", plan_file, "--json").out)["span_bubble"] == pytest.approx(0.2)

@@ -1,0 +1,235 @@
+"""Each command as people and as programs use it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.cli.check import read_span, runs
+from quintsched.schedules import all_schedules
+
+
+def test_schedules(cli):
+    shown = cli("schedules")
+    listed = cli("schedules", "--json").data
+    assert shown.code == 0
+    for found in all_schedules():
+        assert found.name in shown.out
+        assert found.bubble in shown.out
+    assert [entry["name"] for entry in listed] == [found.name for found in all_schedules()]
+    assert next(entry for entry in listed if entry["name"] == "gpipe")["aliases"] == ["afab"]
+
+
+def test_compile_to_a_file(cli, tmp_path):
+    done = cli("compile", "--schedule", "1f1b", "--mesh", "dp=2,pp=2,tp=2", "--microbatches", 8, "-o", "plan.json")
+    assert done.code == 0
+    assert re.match(r"plan.json: 1f1b on dp=2,pp=2,tp=2, 8 microbatches\nsound: 72 instructions on 2 .*\n$", done.out)
+    assert done.err == ""
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=8)
+    assert (tmp_path / "plan.json").read_text() == plan.to_json()
+
+
+def test_compile_to_standard_output(cli):
+    done = cli("compile", "-s", "afab", "--mesh", "dp=2,pp=2", "-m", 3, "--buckets-per-stage", 2)
+    assert done.code == 0
+    expected = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=3, buckets_per_stage=2)
+    assert qs.Plan.from_json(done.out) == expected
+    assert done.err.startswith("gpipe on dp=2,pp=2, 3 microbatches\nsound: ")
+
+
+def test_compile_reports_as_json(cli, tmp_path):
+    command = ("compile", "-s", "interleaved-1f1b", "--mesh", "pp=2", "-m", 4, "--chunks", 3)
+    report = cli(*command, "-o", tmp_path / "p.json", "--json").data
+    assert report["sound"] is True
+    assert report["plan"] == str(tmp_path / "p.json")
+    assert qs.Plan.load(tmp_path / "p.json").schedule.chunks == 3
+
+
+def test_show_a_grid(cli, plan_file, root):
+    shown = cli("show", plan_file)
+    assert shown.code == 0
+    assert shown.out == (root / "tests" / "data" / "show_1f1b.txt").read_text()
+    data = cli("show", plan_file, "--json").data
+    assert data["grid"] == shown.out.splitlines()[1:]
+    assert data["makespan"] == 15
+
+
+def test_show_a_grid_where_a_person_is_watching(cli, plan_file, monkeypatch):
+    monkeypatch.setattr("quintsched.cli.plans.terminal_width", lambda: 40)
+    assert max(map(len, cli("show", plan_file).out.splitlines()[1:])) <= 40
+
+
+def test_show_a_rank(cli, plan_file):
+    shown = cli("show", plan_file, "--rank", 5)
+    title, place, *lines = shown.out.splitlines()
+    assert title == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"
+    assert place == "rank 5 (dp=1, pp=0, tp=1); peers are global ranks"
+    assert lines[1] == " 1  SendAct(stage=0, microbatch=0, peer=7)"
+    data = cli("show", plan_file, "--rank", 5, "--json").data
+    assert data["coordinates"] == {"dp": 1, "pp": 0, "tp": 1}
+    assert data["program"][1] == {"op": "SendAct", "stage": 0, "microbatch": 0, "peer": 7}
+    assert len(data["program"]) == len(lines)
+
+
+def test_check_a_plan(cli, plan_file):
+    shown = cli("check", plan_file)
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.startswith("sound: ")
+    data = cli("check", plan_file, "--profile", "blocking", "--json").data
+    assert data["sound"] is True
+    assert data["profile"] == "blocking"
+    assert set(data["profiles"].values()) == {True}
+    assert data["peak_activations"] == [2, 1]
+
+
+def test_check_over_the_memory_cap(cli, plan_file):
+    done = cli("check", plan_file, "--memory-cap", 1)
+    assert done.code == 1
+    assert "memory: rank 0 holds up to 2 microbatches' activations; the cap is 1" in done.out
+    data = cli("check", plan_file, "--memory-cap", 1, "--json")
+    assert data.code == 1
+    assert data.data["findings"][0]["point"] == "memory"
+
+
+def test_simulate(cli, plan_file, tmp_path):
+    shown = cli("simulate", plan_file).out
+    assert "makespan     15 " in shown
+    assert "bubble       20.0 %" in shown
+    assert "span bubble  20.0 %" in shown
+    assert "time in forward\n" in shown
+    assert "critical path: rank 0: F0 → rank 1: F0 B0" in shown
+    data = cli("simulate", plan_file, "--json").data
+    assert (data["makespan"], data["bubble"], data["peak_activations"]) == (15, 1 - 12 / 15, [2, 1])
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"unit": "ms", "forward": 2, "backward_input": 2, "backward_weight": 2}')
+    data = cli("simulate", plan_file, "--costs", costs, "--json").data
+    assert (data["makespan"], data["unit"]) == (30, "ms")
+
+
+def test_a_long_critical_path_is_abbreviated(cli, tmp_path):
+    qs.compile("1f1b", mesh="pp=4", microbatches=32).save(tmp_path / "long.json")
+    shown = cli("simulate", "long.json")
+    assert re.search(r"→ … \d+ more … → rank", shown.out)
+    assert max(map(len, shown.out.splitlines())) < 400
+
+
+def test_compare(cli):
+    shown = cli("compare", "1f1b", "gpipe", "interleaved-1f1b", "--pp", 8, "--microbatches", 30)
+    assert shown.code == 0
+    assert "1f1b      1       111       18.9 %  18.9 %       8\n" in shown.out
+    assert "left out: interleaved-1f1b: microbatches is 30, no multiple of pp=8; the nearest that works" in shown.out
+    data = cli("compare", "1f1b", "interleaved-1f1b", "--pp", 4, "-m", 8, "--chunks", 2, "--json").data
+    assert [(found["schedule"], found["chunks"], found["makespan"]) for found in data["schedules"]] == [
+        ("1f1b", 1, 33),
+        ("interleaved-1f1b", 2, 28.5),
+    ]
+    assert data["refused"] == []
+
+
+def test_compare_where_none_takes_the_shape(refused):
+    message = refused(2, "compare", "interleaved-1f1b", "--pp", 4, "-m", 7)
+    assert "none of these takes the shape" in message
+    assert "the nearest that works: 4 or 8" in message
+
+
+def test_help_names_the_commands_in_order(cli):
+    shown = cli("--help").out
+    names = ["schedules", "compile", "show", "check", "simulate", "compare", "render", "run"]
+    assert re.findall(r"^  ([a-z]+)  +[A-Z]", shown.split("Commands:")[1], re.MULTILINE) == names
+    assert "…" not in shown.split("Commands:")[1]
+    assert "..." not in shown.split("Commands:")[1]
+    for name in names:
+        assert cli(name, "--help").code == 0
+
+
+def test_version(cli):
+    assert re.fullmatch(r"\d+\.\d+.*\n", cli("--version").out)
+
+
+def test_every_report_is_json_only(cli, plan_file):
+    for command in (
+        ("schedules",),
+        ("show", plan_file),
+        ("check", plan_file),
+        ("simulate", plan_file),
+        ("compare", "1f1b", "--pp", 2, "-m", 2),
+    ):
+        done = cli(*command, "--json")
+        assert done.data
+        assert done.err == ""
+
+
+def test_a_plan_from_standard_input(cli, plan_file, monkeypatch):
+    with plan_file.open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert cli("check", "-").code == 0
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[tuple[str, object, Path]]:
+    """Take the place of viz, and return what it was asked to draw."""
+    from quintsched import viz
+
+    calls: list[tuple[str, object, Path]] = []
+    for name in ("render", "compare"):
+        monkeypatch.setattr(viz, name, lambda what, path, name=name: calls.append((name, what, path)), raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    return calls
+
+
+def test_render_asks_viz(cli, plan_file, drawn, tmp_path):
+    assert cli("render", plan_file, "-o", "out.svg").out == "out.svg: 1f1b on dp=2,pp=2,tp=2, 4 microbatches\n"
+    assert cli("render", plan_file, "-o", "out.PNG", "--json").data["makespan"] == 15
+    assert [(name, path) for name, _, path in drawn] == [("render", Path("out.svg")), ("render", Path("out.PNG"))]
+    assert isinstance(drawn[0][1], qs.Simulation)
+
+
+def test_compare_asks_viz(cli, drawn):
+    assert cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2, "-o", "c.png").code == 0
+    ((name, simulations, path),) = drawn
+    assert (name, path) == ("compare", Path("c.png"))
+    assert [simulation.plan.schedule.name for simulation in simulations] == ["1f1b", "gpipe"]
+
+
+def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
+    assert "name it .png or .svg" in refused(2, "render", plan_file, "-o", "out.gif")
+    assert "name it .png or .svg" in refused(2, "compare", "1f1b", "--pp", 2, "-m", 2, "-o", "out")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'quintsched[viz]'" in refused(2, "render", plan_file, "-o", "out.png")
+
+
+def test_a_real_picture(cli, refused, plan_file, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert cli("render", plan_file, "-o", "out.svg").code == 0
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+    assert cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2, "-o", "out.png").code == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot write the picture" in refused(2, "render", plan_file, "-o", "no/such/folder.png")
+
+
+@pytest.mark.parametrize(("text", "span"), [("4", range(4, 5)), ("2..8", range(2, 9)), ("1..1", range(1, 2))])
+def test_spans(text, span):
+    assert read_span(text, "--pp") == span
+
+
+@pytest.mark.parametrize("text", ["", "x", "1..", "..3", "0..3", "3..2", "-1", "1...3", "9" * 5000])
+def test_what_is_no_span(text):
+    with pytest.raises(qs.UsageError, match="--pp: "):
+        read_span(text, "--pp")
+
+
+def test_runs():
+    assert runs([]) == "-"
+    assert runs([3]) == "3"
+    assert runs([1, 2, 3, 5, 7, 8]) == "1..3, 5, 7..8"
+
+
+def test_the_readme_line_of_the_issue(cli, tmp_path):
+    assert (
+        cli("compile", "--schedule", "1f1b", "--mesh", "dp=2,pp=2,tp=2", "--microbatches", 8, "-o", "p.json").code == 0
+    )
+    assert cli("check", "p.json").code == 0
+    assert json.loads(cli("simulate", "p.json", "--json").out)["makespan"] == 27
+    assert cli("show", "p.json", "--rank", 5).code == 0

@@ -1,0 +1,197 @@
+"""A user's own schedule: loaded from a file, proved over shapes, compiled, compared."""
+
+import textwrap
+
+import pytest
+
+import quintsched as qs
+from quintsched.sweep import Status, prove
+from quintsched.userfile import load_object, load_schedule
+
+EXAMPLE = "examples/custom_schedule.py"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a user's file with the usual imports; each test has names of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(text, name="mine.py"):
+        head = "import quintsched as qs\nfrom quintsched.instructions import *\n"
+        (tmp_path / name).write_text(head + textwrap.dedent(text))
+        return f"{name}:mine"
+
+    return save
+
+
+def own(name, body, options=""):
+    return (
+        f"@qs.schedule({name!r}, summary='', bubble='', memory=''{options})\ndef mine(rank, shape):\n"
+        + textwrap.indent(textwrap.dedent(body), "    ")
+    )
+
+
+FORGETS = """
+for m in range(shape.microbatches):
+    yield Fwd(rank, m)
+for m in range(shape.microbatches - (shape.pp == 3 and shape.microbatches > 1)):
+    yield Bwd(rank, m)
+"""
+CROSSES = """
+order = range(shape.microbatches) if rank % 2 else range(shape.microbatches - 1, -1, -1)
+for m in order:
+    yield Fwd(rank, m)
+    yield Bwd(rank, m)
+"""
+
+
+def test_the_example_is_proved(cli, root):
+    target = f"{root / EXAMPLE}:paired_1f1b"
+    done = cli("check", target, "--pp", "1..4", "--microbatches", "1..8")
+    assert done.code == 0
+    assert done.out.startswith("paired-1f1b: of 32 shapes 16 sound, 16 refused, 0 unsound\n")
+    assert "3   1       2, 4, 6, 8             1, 3, 5, 7               -\n" in done.out
+    assert "refused by the schedule itself, such as: paired-1f1b: 1 microbatches make no pairs" in done.out
+    data = cli("check", target, "--pp", "2", "--microbatches", "3..4", "--json").data
+    assert data["sound"] is True
+    assert [(shape["pp"], shape["microbatches"], shape["status"]) for shape in data["shapes"]] == [
+        (2, 3, "refused"),
+        (2, 4, "sound"),
+    ]
+
+
+def test_the_example_is_short_and_says_the_truth(root, monkeypatch, capsys):
+    import runpy
+
+    assert len((root / EXAMPLE).read_text().splitlines()) < 40
+    paired = load_schedule(f"{root / EXAMPLE}:paired_1f1b")
+    for pp in range(1, 6):
+        for microbatches in range(2, 14, 2):
+            found = qs.compile(paired, mesh=qs.Mesh(pp=pp), microbatches=microbatches).simulate()
+            assert found.makespan == 3 * microbatches + 3 * (pp - 1)
+            assert found.peak_activations == tuple(min(2 * (pp - rank), microbatches) for rank in range(pp))
+    slow = qs.Costs(p2p=0.5)
+    plain = qs.compile("1f1b", mesh="pp=4", microbatches=16).simulate(slow)
+    assert qs.compile(paired, mesh="pp=4", microbatches=16).simulate(slow).makespan == 60
+    assert plain.makespan == 71, "messages that nothing hides"
+    monkeypatch.setattr("quintsched.schedules.registry._REGISTRY", {})
+    runpy.run_path(str(root / EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().out.endswith("bubble 27.3%\n")
+
+
+def test_the_example_is_compiled_and_compared(cli, root):
+    name = f"{root / EXAMPLE}:paired_1f1b"
+    assert cli("compile", "--schedule", name, "--mesh", "dp=2,pp=2", "-m", 4, "-o", "plan.json").code == 0
+    assert cli("check", "plan.json").code == 0, "the plan stands without the file"
+    assert cli("compare", name, "1f1b", "--pp", 2, "-m", 4).out.count("\n") == 4
+
+
+def test_the_smallest_shape_that_fails_is_shown(cli, write):
+    target = write(own("forgets", FORGETS))
+    done = cli("check", target, "--pp", "2..4", "--microbatches", "1..5")
+    assert done.code == 1
+    assert done.out.startswith("forgets: of 15 shapes 11 sound, 0 refused, 4 unsound\n")
+    assert "3   1       1                      -                        2..5\n" in done.out
+    assert "the smallest shape that fails: pp=3, 1 chunks, 2 microbatches\nnot sound: forgets on pp=3" in done.out
+    assert "complete: rank 0 runs Bwd(stage=0, microbatch=1) 0 times instead of once" in done.out
+    data = cli("check", target, "--pp", "3", "--microbatches", "2", "--json")
+    assert (data.code, data.data["sound"], data.data["shapes"][0]["status"]) == (1, False, "unsound")
+
+
+def test_an_order_that_cannot_run_says_what_waits_for_what(refused, write):
+    target = write(own("crosses", CROSSES))
+    message = refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
+    assert "deadlock: the order of computation itself cannot run" in message
+    assert (
+        "rank 0 is stuck at 1 Bwd(stage=0, microbatch=1): it needs the output's gradient of stage 0, microbatch 1; "
+        "rank 1 makes it at 3 Bwd(stage=1, microbatch=1)" in message
+    )
+    assert ">0B1<" in message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("yield Fwd(rank, shape.microbatches)", "microbatch 2 is out of range: there are 2"),
+        ("yield Fwd(9, 0)", "stage 9 is out of range"),
+        ("yield Fwd(0, 0)", "rank 1 instruction 0, Fwd(stage=0, microbatch=0): stage 0 is on rank 0, not on rank 1"),
+        ("yield None", "rank 0: the schedule yields None at 0; it may yield computations only"),
+        ("yield OptStep((rank,))", "the schedule yields OptStep(stages=(0,)) at 0"),
+        ("yield 1 // 0", "mine.py:5: ZeroDivisionError"),
+        ("return 7", "TypeError: 'int' object is not iterable"),
+        ("while True: yield Fwd(rank, 0)", "rank 0 runs Fwd(stage=0, microbatch=0) "),
+        ("yield from ()", "runs Fwd(stage=0, microbatch=0) 0 times instead of once"),
+    ],
+)
+def test_what_a_schedule_can_get_wrong(refused, cli, write, body, message):
+    target = write(own(f"wrong {body}", body))
+    assert message in refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
+    done = cli("check", target, "--pp", "2", "--microbatches", "2")
+    assert (done.code, done.err) == (1, "")
+    assert message in done.out
+
+
+def test_a_constraint_that_fails(refused, write):
+    target = write(own("fails", "yield Fwd(rank, 0)", ", constraint=lambda shape: shape.nothing"))
+    assert "mine.py:3: AttributeError: 'Shape' object has no attribute 'nothing'" in refused(
+        1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2
+    )
+
+
+def test_a_schedule_that_takes_none_of_the_shapes(refused, root):
+    message = refused(2, "check", f"{root / EXAMPLE}:paired_1f1b", "--pp", "1..4", "--microbatches", "3")
+    assert "takes none of these 4 shapes; paired-1f1b: 3 microbatches make no pairs" in message
+
+
+def test_too_many_shapes(refused, root):
+    message = refused(2, "check", f"{root / EXAMPLE}:paired_1f1b", "--pp", "1..1000", "--microbatches", "1..1000")
+    assert "1000000 shapes are more than the 100000" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message"),
+    [
+        ("", "other.py:mine", "there is no file 'other.py'; did you mean 'mine.py'?"),
+        ("", "zzzzzzzz.py:mine", "there is no file 'zzzzzzzz.py'\n"),
+        ("", "mine.py", "'mine.py' does not name an object of a file; write it as my_file.py:name"),
+        ("", "mine.py:", "write it as my_file.py:name"),
+        ("mint = 1", "mine.py:mine", "mine.py has no 'mine'; did you mean 'mint'?"),
+        ("def mine(): pass", "mine.py:mine", "is a function, not a schedule; decorate a generator with"),
+        ("mine = 3", "mine.py:mine", "is a int, not a schedule"),
+        ("\nraise RuntimeError('no')", "mine.py:mine", "mine.py:4: the import failed: RuntimeError: no"),
+        ("import nothing_of_this_name", "mine.py:mine", "mine.py:3: the import failed: ModuleNotFoundError"),
+        ("raise SystemExit(0)", "mine.py:mine", "mine.py:3: the import failed: SystemExit: 0"),
+        ("def mine(:", "mine.py:mine", "mine.py:3: the import failed: SyntaxError: "),
+        (own("1f1b", "pass"), "mine.py:mine", "the schedule name '1f1b' is taken by quintsched.schedules"),
+    ],
+)
+def test_files_that_hold_no_schedule(refused, write, text, target, message):
+    write(text)
+    for command in (("check", target), ("compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)):
+        assert message in refused(2, *command)
+
+
+def test_what_a_file_prints_stays_off_standard_output(cli, write):
+    target = write("print('hello')\n" + own("prints", "yield Fwd(rank, 0)\nyield Bwd(rank, 0)"))
+    done = cli("check", target, "--pp", "1", "--microbatches", "1", "--json")
+    assert done.data["sound"] is True
+    assert done.err == "hello\n"
+
+
+def test_a_file_is_imported_once(write):
+    target = write("mine = object()")
+    assert load_object(target) is load_object(target)
+
+
+def test_the_memory_cap_is_proved_over_shapes(root):
+    paired = load_schedule(f"{root / EXAMPLE}:paired_1f1b")
+    outcomes = list(prove(paired, pp=[1, 2, 3], microbatches=[2, 6], memory_cap=4))
+    assert [(o.pp, o.microbatches) for o in outcomes if o.status is Status.UNSOUND] == [(3, 6)]
+    sizes = [o.pp * o.chunks * o.microbatches for o in outcomes]
+    assert sizes == sorted(sizes)
+
+
+def test_the_built_in_schedules_are_proved_over_shapes():
+    for name in ("gpipe", "1f1b", "interleaved-1f1b", "inference"):
+        found = {o.status for o in prove(load_schedule(name), pp=range(1, 4), microbatches=range(1, 5))}
+        assert found == ({Status.SOUND, Status.REFUSED} if name == "interleaved-1f1b" else {Status.SOUND})

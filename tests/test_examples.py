@@ -1,0 +1,118 @@
+"""The examples do what they say."""
+
+import json
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintsched.runtime.job import plan_of
+from quintsched.runtime.jobfile import load_job
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+JOBS = {
+    "baseline": "dp=1",
+    "simple_dp": "dp=2",
+    "simple_pp": "pp=2",
+    "simple_tp": "tp=2",
+    "full_3d": "dp=2,pp=2,tp=2",
+    "mnist": "dp=2,pp=2,tp=2",
+}
+
+
+def test_every_job_file_is_known_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(JOBS)
+
+
+@pytest.mark.parametrize(("name", "mesh"), JOBS.items())
+def test_job_files_give_sound_plans(name: str, mesh: str) -> None:
+    plan = plan_of(load_job(EXAMPLES / f"{name}.yaml"))
+    assert str(plan.mesh) == mesh
+    assert plan.check().sound
+
+
+@pytest.mark.parametrize("name", ["own_loop.py", "custom_schedule.py"])
+def test_what_users_write_is_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) < 40
+
+
+def own_loop(*launcher: str) -> list[list[float]]:
+    """Run the example; return step, loss and gradient norm of each line."""
+    command = [sys.executable, *launcher, str(EXAMPLES / "own_loop.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [[float(number) for number in re.findall(r"[\d.]+", line)] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.processes
+def test_own_loop_learns_the_same_in_one_process_and_in_four() -> None:
+    alone = own_loop()
+    steps, losses, _ = zip(*alone, strict=True)
+    assert steps == (0, 20, 40, 60, 80, 100)
+    assert losses[0] > 2
+    assert losses[-1] < 0.3
+    four = own_loop("-m", "torch.distributed.run", "--nproc-per-node", "4")
+    assert four == [pytest.approx(line, abs=0.01) for line in alone]
+
+
+def test_custom_schedule_prints_its_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "custom_schedule.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("F7") == 4
+
+
+def compare_curves(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:
+    """Run the script and return what it exits with."""
+    monkeypatch.setattr(sys, "argv", ["compare_curves.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "compare_curves.py"), run_name="__main__")
+    return ended.value.code
+
+
+def write_log(path: Path, losses: list[float | None]) -> Path:
+    """Write a log as the trainer does: a line at the start, one per so many steps, one per epoch."""
+    steps = [{"event": "step", "step": 5 * number, "loss": loss} for number, loss in enumerate(losses, start=1)]
+    records = [{"event": "start", "step": 0}, *steps, {"event": "epoch", "epoch": 1, "loss": 1.0}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_curves_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eight = write_log(tmp_path / "eight.jsonl", [2.0, 1.0, 0.50001])
+    one = write_log(tmp_path / "one.jsonl", [2.0, 1.0, 0.5])
+    assert compare_curves(monkeypatch, eight, one) == 0
+    head, *lines, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "eight", "one", "difference"]
+    assert [line.split()[:4] for line in lines] == [
+        ["5", "2.000000", "2.000000", "0.0e+00"],
+        ["10", "1.000000", "1.000000", "0.0e+00"],
+        ["15", "0.500010", "0.500000", "1.0e-05"],
+    ]
+    assert last == "largest difference: 2.0e-05 of the loss, at step 15 (allowed: 0.001)"
+    assert compare_curves(monkeypatch, eight, one, "--tolerance", "1e-5") == 1
+
+
+@pytest.mark.parametrize("losses", [[1.0, 1.1], [1.0, None], [1.0, math.inf], [None, None], [0.0, 0.0]])
+def test_curves_apart_are_an_error(losses: list[float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = write_log(tmp_path / "one.jsonl", [1.0, 1.0])
+    other = write_log(tmp_path / "other.jsonl", losses)
+    assert compare_curves(monkeypatch, one, other) == 1
+    assert compare_curves(monkeypatch, other, one) == 1
+
+
+def test_logs_that_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = write_log(tmp_path / "one.jsonl", [1.0, 1.0])
+    shorter = write_log(tmp_path / "shorter.jsonl", [1.0])
+    empty = write_log(tmp_path / "empty.jsonl", [])
+    assert "same steps: 2 and 1" in str(compare_curves(monkeypatch, one, shorter))
+    assert "same steps: 0 and 0" in str(compare_curves(monkeypatch, empty, empty))
+    assert "is not a log" in str(compare_curves(monkeypatch, one, tmp_path / "none.jsonl"))
+    (tmp_path / "broken.jsonl").write_text("{")
+    assert "is not a log" in str(compare_curves(monkeypatch, tmp_path / "broken.jsonl", one))

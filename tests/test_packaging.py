@@ -1,0 +1,151 @@
+"""What is shipped: the archives' contents, and that an installation from them plans without torch and runs with it.
+
+checkout ─▶ sdist (no symbolic links) ─▶ wheel ─▶ clean virtual environment ─▶ plan, prove, time; with torch: run
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SIZES = ("--schedule", "1f1b", "--mesh", "dp=1,pp=2", "--microbatches", "4")
+JOB = """
+model: {options: {hidden: 16, depth: 2, heads: 2}}
+train: {batch_size: 256}
+log: {path: log.jsonl, every: 1}
+"""
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("packaging")]
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that knows nothing of the checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def succeed(*command: str | Path, cwd: Path) -> str:
+    done = run(*command, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist from the checkout, and the wheel from that sdist."""
+    directory = tmp_path_factory.mktemp("archives")
+    succeed(sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, ROOT, cwd=directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wheel(archives: Path) -> Path:
+    (found,) = archives.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a virtual environment with the wheel and what it requires, without extras."""
+    environment = tmp_path_factory.mktemp("clean")
+    succeed(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    python = environment / "bin" / "python"
+    succeed(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", wheel, cwd=environment)
+    return environment / "bin"
+
+
+def package_files() -> dict[str, bytes]:
+    """Return the package as the checkout has it, through its symbolic links."""
+    return {
+        str(path.relative_to(ROOT)): path.read_bytes()
+        for folder, _, files in os.walk(ROOT / "quintsched", followlinks=True)
+        for path in (Path(folder, file) for file in files)
+        if path.suffix != ".pyc"
+    }
+
+
+def test_the_sdist_holds_every_file_once_and_no_link(archives: Path) -> None:
+    (file,) = archives.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        members = archive.getmembers()
+        assert all(member.isfile() or member.isdir() for member in members)
+        held = {
+            member.name.partition("/")[2]: archive.extractfile(member).read() for member in members if member.isfile()
+        }
+    assert len(held) == sum(member.isfile() for member in members)
+    assert {name: content for name, content in held.items() if name.startswith("quintsched/")} == package_files()
+    assert not [name for name in held if name.startswith(("runtime/", "viz/"))]
+    assert {"README.md", "LICENSE", "pyproject.toml", "examples/full_3d.yaml"} <= set(held)
+
+
+def test_the_wheel_owns_one_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    assert len(held) == len(archive.namelist())
+    assert {name for name in held if ".dist-info/" not in name} == set(package_files())
+    assert {name: held[name] for name in package_files()} == package_files()
+
+
+def test_without_extras_one_can_plan_but_not_run_or_draw(clean: Path, tmp_path: Path) -> None:
+    quintsched = clean / "quintsched"
+    succeed(clean / "python", "-c", "import quintsched.runtime", cwd=tmp_path)
+    assert run(clean / "python", "-c", "import torch", cwd=tmp_path).returncode == 1
+    succeed(quintsched, "compile", *SIZES, "-o", "plan.json", cwd=tmp_path)
+    assert succeed(quintsched, "check", "plan.json", cwd=tmp_path).startswith("sound")
+    assert json.loads(succeed(quintsched, "simulate", "plan.json", "--json", cwd=tmp_path))["makespan"] == 15
+    succeed(quintsched, "show", "plan.json", "--rank", "1", cwd=tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    for extra, command in {
+        "runtime": ("run", "plan.json", "job.yaml"),
+        "viz": ("render", "plan.json", "-o", "a.png"),
+    }.items():
+        refused = run(quintsched, *command, cwd=tmp_path)
+        assert (refused.returncode, f"quintsched[{extra}]" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_help_takes_less_than_half_a_second(clean: Path, tmp_path: Path) -> None:
+    """Of processor time, which other work on the machine does not stretch, at best of three."""
+    taken = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert "compile" in succeed(clean / "quintsched", "--help", cwd=tmp_path)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken) < 0.5
+
+
+def test_an_installation_from_the_archives_runs_a_plan(clean: Path, tmp_path: Path) -> None:
+    """torch is lent by the environment of the tests, at the end of the path: quintsched is the wheel's."""
+    lend_packages(clean)
+    home = succeed(clean / "python", "-c", "import quintsched.viz, torch; print(quintsched.__file__)", cwd=tmp_path)
+    assert Path(home).is_relative_to(clean.parent)
+    (tmp_path / "job.yaml").write_text(JOB)
+    succeed(clean / "quintsched", "compile", *SIZES, "-o", "plan.json", cwd=tmp_path)
+    assert "epoch 1/1" in succeed(clean / "quintsched", "run", "plan.json", "job.yaml", cwd=tmp_path)
+    losses = [record["loss"] for record in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines()[1:])]
+    assert losses[0] > losses[-1]
+    succeed(clean / "quintsched", "render", "plan.json", "-o", "timeline.png", cwd=tmp_path)
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def lend_packages(clean: Path) -> None:
+    """Let an environment import the packages of this one, after its own."""
+    own = succeed(clean / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=clean)
+    folders = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    Path(own.strip(), "lent.pth").write_text("\n".join(folders) + "\n")
