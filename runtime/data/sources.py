@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from quintsched.errors import InputError, UsageError, suggest
+from quintsched.userfile import call_object, names_file
 
 from ..config import DataConfig
-from ..userfile import call_object, is_user_object
 from .dataset import Dataset, Normalization, Split
 from .idx import read_image_label_pair
 from .sampler import BatchSampler
@@ -31,7 +31,7 @@ def load_dataset(config: DataConfig) -> Dataset:
     Raises UsageError for an unknown name, for options nobody reads and for files that are missing, InputError for
     broken files.
     """
-    if is_user_object(config.name):
+    if names_file(config.name):
         return _load_user(config)
     if config.options:
         raise UsageError(f"data.options: {config.name!r} has no options, but there is: {', '.join(config.options)}")

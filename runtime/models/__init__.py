@@ -15,11 +15,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import nn
 
 from quintsched.errors import UsageError, suggest
+from quintsched.userfile import call_object, names_file
 
 from ..config import ModelConfig
 from ..data import DataSpec
 from ..settings import Settings, read_settings
-from ..userfile import call_object, is_user_object
 from .vit import ViTOptions, vit
 
 Builder: TypeAlias = Callable[[], nn.Module]
@@ -48,7 +48,7 @@ def build_model(config: ModelConfig, data: DataSpec) -> list[Builder]:
     modules or of functions that build them.
     Raises UsageError for an unknown name or wrong options, MisfitError where the data does not fit the model.
     """
-    if is_user_object(config.name):
+    if names_file(config.name):
         return _user_blocks(config.name, call_object(config.name, data, **config.options))
     if config.name not in MODELS:
         raise UsageError(f"model.name: there is no model {config.name!r}{suggest(config.name, MODELS)}")

@@ -14,7 +14,7 @@ from quintsched.errors import UsageError
 from quintsched.runtime.config import JobConfig
 from quintsched.runtime.jobfile import load_job
 from quintsched.runtime.settings import Settings, read_settings
-from quintsched.runtime.userfile import call_object, load_object
+from quintsched.userfile import call_object, load_object
 
 Load: TypeAlias = Callable[..., JobConfig]
 Refuse: TypeAlias = Callable[..., str]
