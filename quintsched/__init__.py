@@ -16,20 +16,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quintsched.checker import Finding, Verdict, check
+    from quintsched.checker import Verdict, check
     from quintsched.compiler import compile
     from quintsched.costs import Costs
     from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
+    from quintsched.findings import Finding
     from quintsched.mesh import Mesh
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
     from quintsched.simulator import Simulation, simulate
 
 _HOMES = {
-    "checker": ("Finding", "Verdict", "check"),
+    "checker": ("Verdict", "check"),
     "compiler": ("compile",),
     "costs": ("Costs",),
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
+    "findings": ("Finding",),
     "mesh": ("Mesh",),
     "plan": ("Plan",),
     "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),

@@ -8,53 +8,31 @@ to a cycle. Each finding names a pipeline rank, an index in its program and what
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+import numpy as np
+
+from quintsched.columns import Ints
 from quintsched.costs import Costs
-from quintsched.dataflow import AMBIENT, Flow, Flows, Value, flows_of, message_value
+from quintsched.dataflow import Value
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.events import (
     PROFILES,
-    EventGraph,
+    Channels,
     Events,
-    Place,
     build_graph,
-    channels_of,
     find_profile,
-    merge_events,
 )
+from quintsched.findings import Finding, Point
 from quintsched.grid import excerpt
-from quintsched.instructions import WHOLE_MESH, Bwd, Compute, Fwd, Instruction, Message
+from quintsched.instructions import ALL, WHOLE_MESH, Bwd, Compute, Fwd, Instruction
+from quintsched.lifetimes import broken_flow
 from quintsched.memory import peak_activations, peak_receives
 from quintsched.plan import Plan
 from quintsched.wellformed import malformations
 
 MOST_FINDINGS = 10
-
-
-class Point(Enum):
-    """What a finding offends against (the points of a sound plan)."""
-
-    WELL_FORMED = "well-formed"
-    COMPLETE = "complete"
-    DATA_FLOW = "data flow"
-    CHANNELS = "channels"
-    DEADLOCK = "deadlock"
-    COLLECTIVES = "collectives"
-    MEMORY = "memory"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fault, in words that hold the place; `rank` is a pp rank, `index` counts in its program."""
-
-    point: Point
-    message: str
-    rank: int | None = None
-    index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,15 +82,20 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
     malformed = _malformed(plan)
     if malformed:
         return Verdict(plan, tuple(malformed), {}, (), ())
-    flows = flows_of(plan.programs, plan.layout)
-    findings = [*_incomplete(plan), *_broken_flow(plan, flows), *_broken_channels(plan), *_broken_collectives(plan)]
+    events = Events.merge(plan.columns)
+    findings = [
+        *_incomplete(plan),
+        *broken_flow(plan),
+        *_broken_channels(plan, events.channels),
+        *_broken_collectives(plan),
+    ]
     profiles: dict[str, bool] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
-        profiles, cycles = _deadlocks(plan, flows, any(f.point is Point.DATA_FLOW for f in findings))
+        profiles, cycles = _deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
         findings += cycles.get(profile, [])
-    activations = peak_activations(plan, flows, Costs())
+    activations = peak_activations(plan, Costs())
     findings += _over_cap(activations, memory_cap)
-    return Verdict(plan, tuple(findings), profiles, activations, peak_receives(plan, flows))
+    return Verdict(plan, tuple(findings), profiles, activations, peak_receives(plan))
 
 
 def check_order(plan: Plan) -> Verdict:
@@ -125,99 +108,71 @@ def _malformed(plan: Plan) -> list[Finding]:
     return [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
 
 
-def _at(plan: Plan, rank: int, index: int) -> str:
+def _at(plan: Plan, row: int) -> str:
+    rank, index = plan.columns.place(row)
     return f"rank {rank} instruction {index}, {plan.programs[rank][index]}"
 
 
 def _incomplete(plan: Plan) -> Iterator[Finding]:
     """Point 1: each microbatch exactly once forward (and backward) on each stage of its route."""
     kinds: tuple[type[Compute], ...] = (Fwd, Bwd) if plan.mode == "train" else (Fwd,)
-    for rank, program in enumerate(plan.programs):
-        done = Counter((type(i), i.stage, i.microbatch) for i in program if isinstance(i, Compute))
-        for kind in kinds:
-            for stage in plan.layout.stages_of(rank):
-                for microbatch in plan.layout.microbatches_of(stage):
-                    times = done.pop((kind, stage, microbatch), 0)
-                    if times != 1:
-                        what = kind(stage, microbatch)
-                        yield Finding(Point.COMPLETE, f"rank {rank} runs {what} {times} times instead of once", rank)
-        for extra in done:
-            what = extra[0](extra[1], extra[2])
-            yield Finding(Point.COMPLETE, f"rank {rank} runs {what}, which has no place in a {plan.mode} plan", rank)
-
-
-def _broken_flow(plan: Plan, flows: Flows) -> Iterator[Finding]:
-    """Point 2: whatever is needed was made before, made once, and nothing is left over."""
-    for rank, program_flows in enumerate(flows):
-        yield from _broken_flow_of_rank(plan, rank, program_flows)
-
-
-def _broken_flow_of_rank(plan: Plan, rank: int, flows: Sequence[Flow]) -> Iterator[Finding]:
-    live: dict[Value, int] = {}
-    gone: dict[Value, int] = {}
-    missed: set[Value] = set()
-    for index, flow in enumerate(flows):
-        for value in (*flow.consumes, *flow.reads):
-            if value not in live:
-                yield _missing(plan, rank, index, value, gone, flows)
-        for value in flow.consumes:
-            if value in live:
-                gone[value] = index
-                del live[value]
+    columns, layout = plan.columns, plan.layout
+    num_stages, num_microbatches = len(layout.stage_to_pp), layout.num_microbatches
+    for kind in (kind for kind in ALL if issubclass(kind, Compute)):
+        rows = np.flatnonzero(columns.are(kind))
+        cells = columns.stage[rows] * num_microbatches + columns.unit[rows]
+        times = np.bincount(cells, minlength=num_stages * num_microbatches)
+        owed = layout.visits_all().ravel() if kind in kinds else np.zeros_like(times, dtype=np.bool_)
+        for cell in np.flatnonzero(times != owed).tolist():
+            what = kind(*divmod(cell, num_microbatches))
+            rank = layout.rank_of(what.stage)
+            if kind in kinds:
+                message = f"rank {rank} runs {what} {times[cell]} times instead of once"
             else:
-                missed.add(value)
-        for value in flow.produces:
-            if value in live or value in gone:
-                first = live.get(value, gone.get(value, index))
-                message = f"{_at(plan, rank, index)} makes {value} a second time; see instruction {first}"
-                yield Finding(Point.DATA_FLOW, message, rank, index)
-            if value in missed:
-                missed.remove(value)  # who takes it has been reported: it comes too late
-                gone[value] = index
-            else:
-                live[value] = index
-    for value, index in live.items():
-        if value.kind not in AMBIENT:
-            message = f"{_at(plan, rank, index)} makes {value}, and nothing on rank {rank} takes it"
-            yield Finding(Point.DATA_FLOW, message, rank, index)
+                message = f"rank {rank} runs {what}, which has no place in a {plan.mode} plan"
+            yield Finding(Point.COMPLETE, message, rank)
 
 
-def _missing(plan: Plan, rank: int, index: int, value: Value, gone: dict[Value, int], flows: Sequence[Flow]) -> Finding:
-    if value in gone:
-        why = f"which {_at(plan, rank, gone[value])} has already taken"
-    else:
-        later = next((i for i in range(index, len(flows)) if value in flows[i].produces), None)
-        why = "which nothing on its rank makes" if later is None else f"made only later, by {_at(plan, rank, later)}"
-    return Finding(Point.DATA_FLOW, f"{_at(plan, rank, index)} needs {value}, {why}", rank, index)
-
-
-def _broken_channels(plan: Plan) -> Iterator[Finding]:
+def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
     """Point 3: the k-th send of a channel is what its k-th receive expects."""
-    sends, receives = channels_of(plan)
-    for channel in sorted({*sends, *receives}):
-        sent, received = sends.get(channel, []), receives.get(channel, [])
-        name = f"channel {channel[0]}→{channel[1]}"
-        for k, (source, target) in enumerate(zip(sent, received, strict=False)):
-            if _carried(plan, source) != _carried(plan, target):
-                message = (
-                    f"{name}, message {k}: {_at(plan, source.rank, source.index)} sends {_carried(plan, source)}, but "
-                    f"{_at(plan, target.rank, target.index)} expects {_carried(plan, target)}; order is identity"
-                )
-                yield Finding(Point.CHANNELS, message, target.rank, target.index)
-                break
-        if len(sent) != len(received):
-            lonely = (sent if len(sent) > len(received) else received)[min(len(sent), len(received))]
+    columns, num_ranks = plan.columns, channels.num_ranks
+    sent, received = channels.pairs
+    crossed = carried(plan, sent) != carried(plan, received)
+    seen: set[tuple[int, int]] = set()
+    for source, target in zip(sent[crossed].tolist(), received[crossed].tolist(), strict=True):
+        channel = (int(columns.rank[source]), int(columns.rank[target]))
+        if channel not in seen:
+            seen.add(channel)
+            k = int(channels.numbers[np.searchsorted(channels.rows, source)])
             message = (
-                f"{name}: {len(sent)} sends but {len(received)} receives; no partner for "
-                f"{_at(plan, lonely.rank, lonely.index)}"
+                f"channel {channel[0]}→{channel[1]}, message {k}: {_at(plan, source)} sends {_carried(plan, source)}, "
+                f"but {_at(plan, target)} expects {_carried(plan, target)}; order is identity"
             )
-            yield Finding(Point.CHANNELS, message, lonely.rank, lonely.index)
+            yield Finding(Point.CHANNELS, message, *columns.place(target))
+    names = channels.sources * num_ranks + channels.destinations
+    counts = [np.bincount(names[mask], minlength=num_ranks**2) for mask in (channels.sends, ~channels.sends)]
+    for name in np.flatnonzero(counts[0] != counts[1]).tolist():
+        num_sent, num_received = int(counts[0][name]), int(counts[1][name])
+        wanted = channels.sends if num_sent > num_received else ~channels.sends
+        alone = (names == name) & wanted & (channels.numbers == min(num_sent, num_received))
+        lonely = int(channels.rows[alone][0])
+        message = (
+            f"channel {name // num_ranks}→{name % num_ranks}: {num_sent} sends but {num_received} receives; no partner "
+            f"for {_at(plan, lonely)}"
+        )
+        yield Finding(Point.CHANNELS, message, *columns.place(lonely))
 
 
-def _carried(plan: Plan, place: Place) -> Value:
-    message = plan.programs[place.rank][place.index]
-    assert isinstance(message, Message)
-    return message_value(message, plan.layout)
+def carried(plan: Plan, rows: Ints) -> Ints:
+    """Return the number of the value that each message carries: what a send takes and its receive makes."""
+    key_of = np.full(len(plan.columns), -1)
+    for uses in (plan.flows.produces, plan.flows.consumes):
+        key_of[uses.rows] = uses.keys
+    return key_of[rows]
+
+
+def _carried(plan: Plan, row: int) -> Value:
+    return plan.flows.value(int(carried(plan, np.array([row]))[0]))
 
 
 def _broken_collectives(plan: Plan) -> Iterator[Finding]:
@@ -237,38 +192,31 @@ def _names(kinds: Sequence[type[Instruction]]) -> str:
     return ", ".join(kind.__name__ for kind in kinds) or "nothing"
 
 
-def _deadlocks(plan: Plan, flows: Flows, broken_flow: bool) -> tuple[dict[str, bool], dict[str, list[Finding]]]:
+def _deadlocks(plan: Plan, events: Events, flow_is_broken: bool) -> tuple[dict[str, bool], dict[str, list[Finding]]]:
     """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
 
     Not so with a broken data flow: the later ones wait for a value that comes too late, `blocking` for nothing.
     """
-    events = merge_events(plan)
     free: dict[str, bool] = {}
     found: dict[str, list[Finding]] = {}
     for name, profile in PROFILES.items():
-        graph = build_graph(plan, flows, profile, events)
-        run = graph.run([0.0] * len(events.members))
+        graph = build_graph(events, plan.flows, profile)
+        run = graph.run()
         free[name] = run.finished
-        if run.finished and not broken_flow:
+        if run.finished and not flow_is_broken:
             return dict.fromkeys(PROFILES, True) | free, found
         if not run.finished:
-            found[name] = _describe_cycle(graph, events, graph.cycle(run.waiting), name)
+            found[name] = _describe_cycle(plan, events, graph.cycle(run.waiting), name)
     return free, found
 
 
-def _describe_cycle(graph: EventGraph, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
+def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
     """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
     lines = []
     for event, following, rank in _stretches(cycle):
-        here, there = _member(events, event, rank), _member(events, following, rank)
-        lines.append(
-            Finding(
-                Point.DEADLOCK,
-                f"rank {rank}: {_where(graph.plan, here)} must end before {_where(graph.plan, there)} can begin",
-                rank,
-                there.index,
-            )
-        )
+        here, there = events.member(event, rank), events.member(following, rank)
+        message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
+        lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(there)[1]))
     head = Finding(
         Point.DEADLOCK,
         f"under the transport profile {name!r} {len(lines)} waits close a circle; a message ends only when "
@@ -287,12 +235,9 @@ def _stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _member(events: Events, event: int, rank: int) -> Place:
-    return next((place for place in events.members[event] if place.rank == rank), events.members[event][0])
-
-
-def _where(plan: Plan, place: Place) -> str:
-    return f"{place.index} {plan.programs[place.rank][place.index]}"
+def _where(plan: Plan, row: int) -> str:
+    rank, index = plan.columns.place(row)
+    return f"{index} {plan.programs[rank][index]}"
 
 
 def _over_cap(activations: Sequence[float], cap: float | None) -> Iterator[Finding]:

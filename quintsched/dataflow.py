@@ -7,17 +7,23 @@ value, so two neighbouring stages on one rank hand over in place with no special
     Fwd(0) ──OUTPUT(0)──▶ SendAct(0)  ~~~▶  RecvAct(1) ──OUTPUT(0)──▶ Fwd(1)
        └─SAVED(0)──▶ Bwd(0)                     the input of stage 1 is the output of stage 0
 
-Placing messages, checking, simulating, running and drawing all ask `flow` here.
+The rule is a table of terms: what an instruction takes away, only looks at, or makes, and whose value that is: its own
+stage's, or that of the stage before it on the route. It is read in two ways, for one instruction (`flow`) and for a
+whole plan at once (`flows_of`). Placing messages, checking, simulating, running and drawing all ask here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from quintsched import instructions as ins
+from quintsched.columns import Columns, Flags, Ints
 
 if TYPE_CHECKING:
     from quintsched.layout import Layout
@@ -59,6 +65,10 @@ AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
 """Kinds that may be read any number of times and may stand when the program ends."""
 
 
+TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD)
+"""Kinds that go from rank to rank."""
+
+
 class Value(NamedTuple):
     """Something that stands on a rank between two instructions."""
 
@@ -74,6 +84,120 @@ class Value(NamedTuple):
         return f"the {words} of stage {self.stage}, {which} {self.number}"
 
 
+class Role(IntEnum):
+    """What an instruction does with a value."""
+
+    CONSUMES = 0
+    READS = 1
+    PRODUCES = 2
+
+
+class At(IntEnum):
+    """Whose value it is. A value of the stage before is absent where the route begins."""
+
+    OWN = 0
+    BEFORE = 1
+
+
+class When(IntEnum):
+    """Where a term holds: everywhere, on the last stage of the route, on all others, in a plan that trains."""
+
+    ALWAYS = 0
+    LAST = 1
+    NOT_LAST = 2
+    TRAINING = 3
+
+
+class Term(NamedTuple):
+    """One value that an instruction on (stage, microbatch) takes, reads or makes."""
+
+    role: Role
+    kind: Kind
+    at: At = At.OWN
+    when: When = When.ALWAYS
+
+
+CONSUMES, READS, PRODUCES = Role.CONSUMES, Role.READS, Role.PRODUCES
+
+RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
+    ins.RecvAct: (Term(PRODUCES, Kind.OUTPUT, At.BEFORE),),
+    ins.Fwd: (
+        Term(CONSUMES, Kind.OUTPUT, At.BEFORE),
+        Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
+        Term(PRODUCES, Kind.LOSS, when=When.LAST),
+        Term(PRODUCES, Kind.SAVED, when=When.TRAINING),
+    ),
+    ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
+    ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
+    ins.Bwd: (
+        Term(CONSUMES, Kind.SAVED),
+        Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
+        Term(PRODUCES, Kind.OUTPUT_GRAD, At.BEFORE),
+        Term(PRODUCES, Kind.WEIGHT_GRAD),
+    ),
+    ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, At.BEFORE),),
+}
+"""What is done for one microbatch of one stage."""
+
+
+class Use(NamedTuple):
+    """A value that an instruction takes, reads or makes."""
+
+    role: Role
+    value: Value
+
+
+METRICS = Value(Kind.METRICS, 0, 0)
+NORM = Value(Kind.NORM, 0, 0)
+
+
+def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout, rank: int) -> Iterator[Use]:
+    yield from (Use(READS, value) for value in _weight_grads(i.stage, layout))
+    yield Use(PRODUCES, Value(Kind.REDUCED, i.stage, i.bucket))
+
+
+def _share_metrics(i: ins.ShareMetrics, layout: Layout, rank: int) -> Iterator[Use]:
+    for stage in layout.stages_of(rank):
+        for microbatch in layout.microbatches_of(stage):
+            if layout.after(stage, microbatch) < 0:
+                yield Use(CONSUMES, Value(Kind.LOSS, stage, microbatch))
+    yield Use(PRODUCES, METRICS)
+
+
+def _clip_grad(i: ins.ClipGrad, layout: Layout, rank: int) -> Iterator[Use]:
+    yield Use(READS, METRICS)
+    for stage in layout.stages_of(rank):
+        yield from (Use(READS, value) for value in _gradients(stage, layout))
+    yield Use(PRODUCES, NORM)
+
+
+def _opt_step(i: ins.OptStep, layout: Layout, rank: int) -> Iterator[Use]:
+    for stage in i.stages:
+        yield from (Use(CONSUMES, value) for value in _gradients(stage, layout))
+    yield Use(READS, METRICS)
+    yield Use(READS, NORM)
+
+
+def _weight_grads(stage: int, layout: Layout) -> Iterator[Value]:
+    return (Value(Kind.WEIGHT_GRAD, stage, microbatch) for microbatch in layout.microbatches_of(stage))
+
+
+def _gradients(stage: int, layout: Layout) -> Iterator[Value]:
+    """All gradients of a stage, in the state in which the optimizer wants them."""
+    yield from _weight_grads(stage, layout)
+    for bucket in range(layout.buckets_per_stage if layout.reduces else 0):
+        yield Value(Kind.REDUCED, stage, bucket)
+
+
+BATCH_RULES: dict[type[ins.Instruction], Callable[[Any, Layout, int], Iterator[Use]]] = {
+    ins.AllReduceBucket: _all_reduce_bucket,
+    ins.ShareMetrics: _share_metrics,
+    ins.ClipGrad: _clip_grad,
+    ins.OptStep: _opt_step,
+}
+"""What is done for the whole batch: functions, since they run over all microbatches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
     """What an instruction takes away, what it only looks at, and what it leaves behind."""
@@ -83,101 +207,110 @@ class Flow:
     produces: tuple[Value, ...] = ()
 
 
-METRICS = Value(Kind.METRICS, 0, 0)
-NORM = Value(Kind.NORM, 0, 0)
-
-
-def _recv_act(i: ins.RecvAct, layout: Layout) -> Flow:
-    return Flow(produces=(Value(Kind.OUTPUT, layout.before(i.stage, i.microbatch), i.microbatch),))
-
-
-def _fwd(i: ins.Fwd, layout: Layout) -> Flow:
-    before, after = layout.before(i.stage, i.microbatch), layout.after(i.stage, i.microbatch)
-    taken = (Value(Kind.OUTPUT, before, i.microbatch),) if before >= 0 else ()
-    made = Value(Kind.OUTPUT if after >= 0 else Kind.LOSS, i.stage, i.microbatch)
-    saved = (Value(Kind.SAVED, i.stage, i.microbatch),) if layout.trains else ()
-    return Flow(consumes=taken, produces=(made, *saved))
-
-
-def _send_act(i: ins.SendAct, layout: Layout) -> Flow:
-    return Flow(consumes=(Value(Kind.OUTPUT, i.stage, i.microbatch),))
-
-
-def _recv_grad(i: ins.RecvGrad, layout: Layout) -> Flow:
-    return Flow(produces=(Value(Kind.OUTPUT_GRAD, i.stage, i.microbatch),))
-
-
-def _bwd(i: ins.Bwd, layout: Layout) -> Flow:
-    before, after = layout.before(i.stage, i.microbatch), layout.after(i.stage, i.microbatch)
-    saved = Value(Kind.SAVED, i.stage, i.microbatch)
-    taken = (Value(Kind.OUTPUT_GRAD, i.stage, i.microbatch),) if after >= 0 else ()
-    made = (Value(Kind.OUTPUT_GRAD, before, i.microbatch),) if before >= 0 else ()
-    return Flow(consumes=(saved, *taken), produces=(*made, Value(Kind.WEIGHT_GRAD, i.stage, i.microbatch)))
-
-
-def _send_grad(i: ins.SendGrad, layout: Layout) -> Flow:
-    return Flow(consumes=(Value(Kind.OUTPUT_GRAD, layout.before(i.stage, i.microbatch), i.microbatch),))
-
-
-def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout) -> Flow:
-    return Flow(reads=_weight_grads(i.stage, layout), produces=(Value(Kind.REDUCED, i.stage, i.bucket),))
-
-
-def _share_metrics(i: ins.ShareMetrics, layout: Layout, rank: int) -> Flow:
-    losses = tuple(
-        Value(Kind.LOSS, stage, microbatch)
-        for stage in layout.stages_of(rank)
-        for microbatch in layout.microbatches_of(stage)
-        if layout.after(stage, microbatch) < 0
-    )
-    return Flow(consumes=losses, produces=(METRICS,))
-
-
-def _clip_grad(i: ins.ClipGrad, layout: Layout, rank: int) -> Flow:
-    gradients = tuple(value for stage in layout.stages_of(rank) for value in _gradients(stage, layout))
-    return Flow(reads=(METRICS, *gradients), produces=(NORM,))
-
-
-def _opt_step(i: ins.OptStep, layout: Layout) -> Flow:
-    gradients = (value for stage in i.stages for value in _gradients(stage, layout))
-    return Flow(consumes=tuple(gradients), reads=(METRICS, NORM))
-
-
-def _weight_grads(stage: int, layout: Layout) -> tuple[Value, ...]:
-    return tuple(Value(Kind.WEIGHT_GRAD, stage, microbatch) for microbatch in layout.microbatches_of(stage))
-
-
-def _gradients(stage: int, layout: Layout) -> tuple[Value, ...]:
-    """All gradients of a stage, in the state in which the optimizer wants them."""
-    buckets = range(layout.buckets_per_stage if layout.reduces else 0)
-    return (*_weight_grads(stage, layout), *(Value(Kind.REDUCED, stage, bucket) for bucket in buckets))
-
-
-_Rule = Callable[[Any, "Layout"], Flow]
-_RankRule = Callable[[Any, "Layout", int], Flow]
-
-_RULES: dict[type[ins.Instruction], _Rule] = {
-    ins.RecvAct: _recv_act,
-    ins.Fwd: _fwd,
-    ins.SendAct: _send_act,
-    ins.RecvGrad: _recv_grad,
-    ins.Bwd: _bwd,
-    ins.SendGrad: _send_grad,
-    ins.AllReduceBucket: _all_reduce_bucket,
-    ins.OptStep: _opt_step,
-}
-_RANK_RULES: dict[type[ins.Instruction], _RankRule] = {
-    ins.ShareMetrics: _share_metrics,
-    ins.ClipGrad: _clip_grad,
-}
-
-
 def flow(instruction: ins.Instruction, layout: Layout, rank: int) -> Flow:
-    """Return what `instruction` consumes, reads and produces on pipeline rank `rank`."""
-    rule = _RULES.get(type(instruction))
-    if rule is not None:
-        return rule(instruction, layout)
-    return _RANK_RULES[type(instruction)](instruction, layout, rank)
+    """Return what `instruction` takes, reads and makes on pipeline rank `rank`."""
+    used: tuple[list[Value], list[Value], list[Value]] = ([], [], [])
+    for role, value in _uses(instruction, layout, rank):
+        used[role].append(value)
+    return Flow(*map(tuple, used))
+
+
+def _uses(instruction: Any, layout: Layout, rank: int) -> Iterator[Use]:
+    kind = type(instruction)
+    if kind in BATCH_RULES:
+        yield from BATCH_RULES[kind](instruction, layout, rank)
+        return
+    stage, microbatch = instruction.stage, instruction.microbatch
+    before, after = layout.before(stage, microbatch), layout.after(stage, microbatch)
+    holds = {When.ALWAYS: True, When.LAST: after < 0, When.NOT_LAST: after >= 0, When.TRAINING: layout.trains}
+    for term in RULES[kind]:
+        owner = stage if term.at is At.OWN else before
+        if owner >= 0 and holds[term.when]:
+            yield Use(term.role, Value(term.kind, owner, microbatch))
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Values that instructions take, read or make: entry i says that the instruction in `rows[i]` uses `keys[i]`."""
+
+    rows: Ints
+    keys: Ints
+
+
+@dataclass(frozen=True)
+class Flows:
+    """The flow of all instructions of a plan at once; values are numbered by `key`."""
+
+    num_stages: int
+    num_numbers: int
+    consumes: Uses
+    reads: Uses
+    produces: Uses
+
+    def key(self, value: Value) -> int:
+        """Return the number of a value."""
+        return (value.kind * self.num_stages + value.stage) * self.num_numbers + value.number
+
+    def value(self, key: int) -> Value:
+        """Return the value that a number stands for."""
+        rest, number = divmod(int(key), self.num_numbers)
+        kind, stage = divmod(rest, self.num_stages)
+        return Value(Kind(kind), stage, number)
+
+    def of_kind(self, keys: Ints, *kinds: Kind) -> Flags:
+        """Which of the numbered values are of these kinds."""
+        return np.isin(keys // (self.num_stages * self.num_numbers), kinds)
+
+
+def flows_of(columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout) -> Flows:
+    """Return the flow of every instruction of a well-formed plan; `columns` are those of `programs`."""
+    num_stages = len(layout.stage_to_pp)
+    num_numbers = max(layout.num_microbatches, layout.buckets_per_stage)
+    empty = Uses(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    found = Flows(num_stages, num_numbers, empty, empty, empty)
+    parts: tuple[list[Uses], list[Uses], list[Uses]] = ([empty], [empty], [empty])
+    for role, uses in chain(_unit_uses(columns, layout, found), _batch_uses(columns, programs, layout, found)):
+        parts[role].append(uses)
+    return Flows(num_stages, num_numbers, *map(_joined, parts))
+
+
+def _unit_uses(columns: Columns, layout: Layout, flows: Flows) -> Iterator[tuple[Role, Uses]]:
+    for kind, terms in RULES.items():
+        rows = np.flatnonzero(columns.are(kind))
+        stage, microbatch = columns.stage[rows], columns.unit[rows]
+        before, after = layout.all_before(stage, microbatch), layout.all_after(stage, microbatch)
+        always = np.ones(len(rows), np.bool_)
+        holds = {
+            When.ALWAYS: always,
+            When.LAST: after < 0,
+            When.NOT_LAST: after >= 0,
+            When.TRAINING: always & layout.trains,
+        }
+        for term in terms:
+            owner = stage if term.at is At.OWN else before
+            mask = holds[term.when] & (owner >= 0)
+            keys = (term.kind * flows.num_stages + owner[mask]) * flows.num_numbers + microbatch[mask]
+            yield term.role, Uses(rows[mask], keys)
+
+
+def _batch_uses(
+    columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout, flows: Flows
+) -> Iterator[tuple[Role, Uses]]:
+    for row in np.flatnonzero(columns.are(*BATCH_RULES)).tolist():
+        rank, index = columns.place(row)
+        keys: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for role, value in _uses(programs[rank][index], layout, rank):
+            keys[role].append(flows.key(value))
+        for role, used in zip(Role, keys, strict=True):
+            yield role, Uses(np.full(len(used), row), np.array(used, dtype=np.int64))
+
+
+def _joined(parts: list[Uses]) -> Uses:
+    """Return all uses in the order of rows."""
+    rows = np.concatenate([part.rows for part in parts])
+    keys = np.concatenate([part.keys for part in parts])
+    order = np.argsort(rows, kind="stable")
+    return Uses(rows[order], keys[order])
 
 
 def peer_of(message: ins.Message, layout: Layout) -> int:
@@ -191,14 +324,6 @@ def peer_of(message: ins.Message, layout: Layout) -> int:
 
 
 def message_value(message: ins.Message, layout: Layout) -> Value:
-    """Return the value that a message carries: what a send consumes and its receive produces."""
+    """Return the value that a message carries: what a send takes and its receive makes."""
     found = flow(message, layout, -1)
     return (found.consumes or found.produces)[0]
-
-
-Flows = list[list[Flow]]
-
-
-def flows_of(programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout) -> Flows:
-    """Return the flow of every instruction of every program, in the same places."""
-    return [[flow(i, layout, rank) for i in program] for rank, program in enumerate(programs)]

@@ -12,49 +12,73 @@ cycle. The simulator times the same graph.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from quintsched.dataflow import Flows, Kind, Value
+from quintsched.columns import Columns, Ints
+from quintsched.dataflow import TRAVELS, Flows, Uses
 from quintsched.errors import UsageError, suggest
-from quintsched.instructions import (
-    WHOLE_MESH,
-    AllReduceBucket,
-    Instruction,
-    Message,
-    Send,
-)
-from quintsched.plan import Plan
+from quintsched.instructions import WHOLE_MESH, AllReduceBucket, Recv, Send
+
+if TYPE_CHECKING:
+    pass
+
+COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, MESH_QUEUE, FIRST_MESSAGE_QUEUE = range(5)
+NO_QUEUE = -1
+
+MessageQueues = Callable[[Ints, Ints, int], Ints]
+"""(sources, destinations, number of ranks) → a number per message, equal where messages share a queue."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How a transport serialises what a rank does; `message_queue(source, destination)` None means unordered."""
+    """How a transport serialises what a rank does.
+
+    `one_queue`: everything in one. `one_wire`: all messages and collectives in one. Else collectives have a queue
+    per group, and `message_queues` (None: no order) says which messages share one.
+    """
 
     name: str
     stands_for: str
-    one_queue: bool
-    message_queue: Callable[[int, int], Hashable]
-    collective_queue: Callable[[Hashable], Hashable]
+    one_queue: bool = False
+    one_wire: bool = False
+    message_queues: MessageQueues | None = None
+
+    def queues(self, columns: Columns, channels: Channels) -> Ints:
+        """Return the number of each row's queue on its rank; `NO_QUEUE` where nothing orders it."""
+        queues = np.full(len(columns), COMPUTE_QUEUE)
+        if self.one_queue:
+            return queues
+        queues[columns.are(AllReduceBucket)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
+        queues[columns.are(*WHOLE_MESH)] = WIRE_QUEUE if self.one_wire else MESH_QUEUE
+        queues[channels.rows] = self._message_queues(channels)
+        return queues
+
+    def _message_queues(self, channels: Channels) -> Ints | int:
+        if self.one_wire:
+            return WIRE_QUEUE
+        if self.message_queues is None:
+            return NO_QUEUE
+        return FIRST_MESSAGE_QUEUE + self.message_queues(channels.sources, channels.destinations, channels.num_ranks)
 
 
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        Profile("blocking", "host-blocking calls; gloo's send at any size", True, lambda s, d: 0, lambda group: 0),
-        Profile("single-stream", "one NCCL communicator and stream", False, lambda s, d: "wire", lambda group: "wire"),
+        Profile("blocking", "host-blocking calls; gloo's send at any size", one_queue=True),
+        Profile("single-stream", "one NCCL communicator and stream", one_wire=True),
         Profile(
             "pair-stream",
             "NCCL pair communicators made up front",
-            False,
-            lambda s, d: ("pair", min(s, d), max(s, d)),
-            lambda group: group,
+            message_queues=lambda s, d, n: np.minimum(s, d) * n + np.maximum(s, d),
         ),
-        Profile("channel", "one queue per directed channel", False, lambda s, d: (s, d), lambda group: group),
-        Profile("tagged", "gloo with tags", False, lambda s, d: None, lambda group: group),
+        Profile("channel", "one queue per directed channel", message_queues=lambda s, d, n: s * n + d),
+        Profile("tagged", "gloo with tags"),
     )
 }
 """Strictest first: each profile's waits include those of all that follow it."""
@@ -67,118 +91,119 @@ def find_profile(name: str) -> Profile:
     return PROFILES[name]
 
 
-def collective_group(instruction: Instruction) -> Hashable:
-    """Return the group that takes part in a collective, or None for what is no collective."""
-    if isinstance(instruction, WHOLE_MESH):
-        return "mesh"
-    return instruction.axes if isinstance(instruction, AllReduceBucket) else None
+@dataclass(frozen=True)
+class Channels:
+    """The messages of a plan. `numbers[i]` counts the sends, and likewise the receives, of a channel from 0."""
+
+    num_ranks: int
+    rows: Ints
+    sources: Ints
+    destinations: Ints
+    numbers: Ints
+    sends: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, columns: Columns) -> Channels:
+        """Find source, destination and number of every message."""
+        num_ranks = len(columns.first) - 1
+        rows = np.flatnonzero(columns.are(Send, Recv))
+        sends = columns.are(Send)[rows]
+        rank, peer = columns.rank[rows], columns.peer[rows]
+        sources, destinations = np.where(sends, rank, peer), np.where(sends, peer, rank)
+        numbers = _count_within((sources * num_ranks + destinations) * 2 + sends)
+        return cls(num_ranks, rows, sources, destinations, numbers, sends)
+
+    @cached_property
+    def pairs(self) -> tuple[Ints, Ints]:
+        """The rows of the k-th send and of the k-th receive of a channel, for all k that have both."""
+        identity = (self.sources * self.num_ranks + self.destinations) * (len(self.rows) + 1) + self.numbers
+        _, sent, received = np.intersect1d(
+            identity[self.sends], identity[~self.sends], assume_unique=True, return_indices=True
+        )
+        return self.rows[self.sends][sent], self.rows[~self.sends][received]
+
+
+def _count_within(groups: Ints) -> Ints:
+    """Return, for each entry, how many entries of the same group stand before it."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(groups[order]) != 0]) if len(groups) else np.zeros(0, np.int64)
+    counts = np.arange(len(groups)) - np.repeat(starts, np.diff(np.r_[starts, len(groups)]))
+    numbers = np.empty_like(groups)
+    numbers[order] = counts
+    return numbers
 
 
 @dataclass(frozen=True)
-class Place:
-    """One instruction of a plan."""
-
-    rank: int
-    index: int
-
-
-@dataclass
 class Events:
-    """Which instructions are one event; `of[rank][index]` is the event's number."""
+    """Which rows are one event: `of[row]` is its number; numbers are dense."""
 
-    of: list[list[int]]
-    members: list[tuple[Place, ...]]
+    columns: Columns
+    channels: Channels
+    of: Ints
 
+    @classmethod
+    def merge(cls, columns: Columns) -> Events:
+        """Merge the k-th send of a channel with its k-th receive, and whole-mesh collectives with each other.
 
-def channels_of(plan: Plan) -> tuple[dict[tuple[int, int], list[Place]], dict[tuple[int, int], list[Place]]]:
-    """Return the sends and the receives of each channel (source, destination), in program order."""
-    sends: dict[tuple[int, int], list[Place]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Place]] = defaultdict(list)
-    for rank, program in enumerate(plan.programs):
-        for index, instruction in enumerate(program):
-            if isinstance(instruction, Send):
-                sends[rank, instruction.peer].append(Place(rank, index))
-            elif isinstance(instruction, Message):
-                receives[instruction.peer, rank].append(Place(rank, index))
-    return sends, receives
+        What has no partner stands alone; `check` reports such faults before it asks for this.
+        """
+        channels = Channels.of(columns)
+        leader = np.arange(len(columns))
+        sent, received = channels.pairs
+        leader[received] = sent
+        collectives = np.flatnonzero(columns.are(*WHOLE_MESH))
+        numbers = _count_within(columns.rank[collectives])
+        complete = numbers < min(np.bincount(columns.rank[collectives], minlength=channels.num_ranks), default=0)
+        first = {int(number): row for row, number in zip(collectives[::-1], numbers[::-1], strict=True)}
+        leader[collectives[complete]] = [first[int(number)] for number in numbers[complete]]
+        return cls(columns, channels, np.unique(leader, return_inverse=True)[1])
 
+    @cached_property
+    def num_events(self) -> int:
+        """How many events there are."""
+        return int(self.of.max(initial=-1)) + 1
 
-def merge_events(plan: Plan) -> Events:
-    """Number the events of a plan; the k-th send of a channel is merged with its k-th receive.
+    @cached_property
+    def first_rows(self) -> Ints:
+        """The first row of each event."""
+        return np.unique(self.of, return_index=True)[1]
 
-    What has no partner stands alone. `check` reports such faults before this graph is asked.
-    """
-    events = Events([[-1] * len(program) for program in plan.programs], [])
-    sends, receives = channels_of(plan)
-    for channel, sent in sends.items():
-        for pair in zip(sent, receives.get(channel, ()), strict=False):
-            _add_event(events, pair)
-    whole_mesh = [
-        [Place(rank, index) for index, i in enumerate(program) if isinstance(i, WHOLE_MESH)]
-        for rank, program in enumerate(plan.programs)
-    ]
-    for together in zip(*whole_mesh, strict=False):
-        _add_event(events, together)
-    for rank, numbers in enumerate(events.of):
-        for index, number in enumerate(numbers):
-            if number < 0:
-                _add_event(events, (Place(rank, index),))
-    return events
+    def member(self, event: int, rank: int) -> int:
+        """Return the event's row on `rank`, or its first one."""
+        rows = np.flatnonzero(self.of == event)
+        here = rows[self.columns.rank[rows] == rank]
+        return int(here[0] if len(here) else rows[0])
 
 
-def _add_event(events: Events, members: Sequence[Place]) -> None:
-    for place in members:
-        events.of[place.rank][place.index] = len(events.members)
-    events.members.append(tuple(members))
-
-
-@dataclass
+@dataclass(frozen=True)
 class EventGraph:
     """Edges `sources[i]` → `targets[i]`, each owed to pp rank `ranks[i]`; the target waits for the source."""
 
-    plan: Plan
     events: Events
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    sources: Ints
+    targets: Ints
+    ranks: Ints
 
-    def add(self, source: int, target: int, rank: int) -> None:
-        """Let `target` wait for `source` on `rank`."""
-        self.sources.append(source)
-        self.targets.append(target)
-        self.ranks.append(rank)
-
-    def successors(self) -> tuple[list[int], list[int]]:
-        """Return (first, following): the events after event e are following[first[e]:first[e + 1]]."""
-        sources = np.asarray(self.sources, dtype=np.int64)
-        order = np.argsort(sources, kind="stable")
-        first = np.searchsorted(sources[order], np.arange(len(self.events.members) + 1))
-        return first.tolist(), np.asarray(self.targets, dtype=np.int64)[order].tolist()
-
-    def run(self, durations: Sequence[float]) -> Run:
-        """Run every event as early as its predecessors allow; O(events + edges)."""
-        first, following = self.successors()
-        waiting = np.bincount(self.targets, minlength=len(durations)).tolist() if self.targets else [0] * len(durations)
-        start = [0.0] * len(durations)
-        cause = [-1] * len(durations)
-        order = [event for event, count in enumerate(waiting) if not count]
-        for event in order:
-            end = start[event] + durations[event]
-            for target in following[first[event] : first[event + 1]]:
-                if end > start[target] or cause[target] < 0:
-                    start[target], cause[target] = max(end, start[target]), event
-                waiting[target] -= 1
-                if not waiting[target]:
-                    order.append(target)
-        return Run(order, start, cause, waiting)
+    def run(self, durations: Sequence[float] | None = None) -> Run:
+        """Run every event as early as its predecessors allow; O(events + edges). Without durations, just in order."""
+        num_events = self.events.num_events
+        order = np.argsort(self.sources, kind="stable")
+        first = np.searchsorted(self.sources[order], np.arange(num_events + 1)).tolist()
+        following = self.targets[order].tolist()
+        waiting = np.bincount(self.targets, minlength=num_events).tolist()
+        if durations is None:
+            return _run_in_order(first, following, waiting)
+        return _run_in_time(first, following, waiting, durations)
 
     def cycle(self, waiting: Sequence[int]) -> list[tuple[int, int]]:
         """Return one cycle among the events that still wait, as (event, rank on which the next one waits for it)."""
+        stuck = np.asarray(waiting) > 0
+        edges = np.flatnonzero(stuck[self.sources] & stuck[self.targets])
+        columns = (self.targets[edges].tolist(), self.sources[edges].tolist(), self.ranks[edges].tolist())
         blocker: dict[int, tuple[int, int]] = {}
-        for source, target, rank in zip(self.sources, self.targets, self.ranks, strict=True):
-            if waiting[source] and waiting[target]:
-                blocker.setdefault(target, (source, rank))
-        event = next(event for event in blocker)
+        for target, source, rank in zip(*columns, strict=True):
+            blocker.setdefault(target, (source, rank))
+        event = next(iter(blocker))
         seen: dict[int, int] = {}
         walk: list[tuple[int, int]] = []
         while event not in seen:
@@ -190,68 +215,90 @@ class EventGraph:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of an event graph: `waiting` is not 0 for events that never began."""
+    """A run of an event graph: `waiting` is not 0 for events that never began; `cause` is what an event waited for."""
 
-    order: list[int]
+    num_done: int
+    waiting: list[int]
     start: list[float]
     cause: list[int]
-    waiting: list[int]
 
     @property
     def finished(self) -> bool:
         """Whether every event ran: exactly then the graph has no cycle."""
-        return len(self.order) == len(self.start)
+        return self.num_done == len(self.waiting)
 
 
-def build_graph(plan: Plan, flows: Flows, profile: Profile, events: Events | None = None) -> EventGraph:
+def _run_in_order(first: list[int], following: list[int], waiting: list[int]) -> Run:
+    ready = [event for event, count in enumerate(waiting) if not count]
+    for event in ready:
+        for target in following[first[event] : first[event + 1]]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+    return Run(len(ready), waiting, [], [])
+
+
+def _run_in_time(first: list[int], following: list[int], waiting: list[int], durations: Sequence[float]) -> Run:
+    start = [0.0] * len(waiting)
+    cause = [-1] * len(waiting)
+    ready = [event for event, count in enumerate(waiting) if not count]
+    for event in ready:
+        end = start[event] + durations[event]
+        for target in following[first[event] : first[event + 1]]:
+            if end >= start[target]:
+                start[target], cause[target] = end, event
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+    return Run(len(ready), waiting, start, cause)
+
+
+def build_graph(events: Events, flows: Flows, profile: Profile) -> EventGraph:
     """Return the event graph of a plan under a transport profile.
 
     A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
     without messages, as a schedule yields it, has the right edges too.
     """
-    graph = EventGraph(plan, events or merge_events(plan))
-    for rank, program in enumerate(plan.programs):
-        _add_queues(graph, rank, program, profile)
+    parts = [queue_edges(events, profile)]
     if not profile.one_queue:
-        _add_data_flow(graph, flows)
-    return graph
+        parts.append(data_edges(events, flows))
+    sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return EventGraph(events, sources, targets, ranks)
 
 
-def _add_queues(graph: EventGraph, rank: int, program: Sequence[Instruction], profile: Profile) -> None:
-    last: dict[Hashable, int] = {}
-    for instruction, event in zip(program, graph.events.of[rank], strict=True):
-        queue = _queue(instruction, rank, profile)
-        if queue is None:
-            continue
-        if queue in last:
-            graph.add(last[queue], event, rank)
-        last[queue] = event
+def queue_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
+    """Return (sources, targets, ranks): every event before the next one in its queue on a rank."""
+    columns = events.columns
+    queues = profile.queues(columns, events.channels)
+    rows = np.flatnonzero(queues != NO_QUEUE)
+    lines = columns.rank[rows] * (queues.max(initial=0) + 1) + queues[rows]
+    order = rows[np.argsort(lines, kind="stable")]
+    lines = np.sort(lines, kind="stable")
+    earlier, later = order[:-1][lines[:-1] == lines[1:]], order[1:][lines[:-1] == lines[1:]]
+    return events.of[earlier], events.of[later], columns.rank[earlier]
 
 
-def _queue(instruction: Instruction, rank: int, profile: Profile) -> Hashable:
-    if profile.one_queue:
-        return 0
-    if isinstance(instruction, Message):
-        sends = isinstance(instruction, Send)
-        return profile.message_queue(*((rank, instruction.peer) if sends else (instruction.peer, rank)))
-    group = collective_group(instruction)
-    return "compute" if group is None else profile.collective_queue(("group", group))
+def data_edges(events: Events, flows: Flows) -> tuple[Ints, Ints, Ints]:
+    """Return (sources, targets, ranks): every event that makes a value before every one that consumes or reads it."""
+    columns = events.columns
+    rows = np.concatenate([flows.consumes.rows, flows.reads.rows])
+    keys = np.concatenate([flows.consumes.keys, flows.reads.keys])
+    ranks = columns.rank[rows]
+    here = first_maker(flows.produces, columns.rank, ranks, keys)
+    travels = flows.of_kind(flows.produces.keys, *TRAVELS)
+    travelling = Uses(flows.produces.rows[travels], flows.produces.keys[travels])
+    elsewhere = first_maker(travelling, np.zeros_like(columns.rank), np.zeros_like(ranks), keys)
+    makers = np.where(here >= 0, here, elsewhere)
+    known = makers >= 0
+    return events.of[makers[known]], events.of[rows[known]], ranks[known]
 
 
-def _add_data_flow(graph: EventGraph, flows: Flows) -> None:
-    made: list[dict[Value, int]] = []
-    for numbers, program_flows in zip(graph.events.of, flows, strict=True):
-        here: dict[Value, int] = {}
-        for event, flow in zip(numbers, program_flows, strict=True):
-            for value in flow.produces:
-                here.setdefault(value, event)
-        made.append(here)
-    travels = (Kind.OUTPUT, Kind.OUTPUT_GRAD)
-    anywhere = {value: event for here in made for value, event in here.items() if value.kind in travels}
-    for rank, (numbers, program_flows) in enumerate(zip(graph.events.of, flows, strict=True)):
-        here = made[rank]
-        for event, flow in zip(numbers, program_flows, strict=True):
-            for value in (*flow.consumes, *flow.reads):
-                source = here.get(value, anywhere.get(value, -1))
-                if source >= 0:
-                    graph.add(source, event, rank)
+def first_maker(makes: Uses, rank_of_row: Ints, ranks: Ints, keys: Ints) -> Ints:
+    """Return the first row that makes each of the `keys` on each of the `ranks`; -1 where none does."""
+    span = max(int(makes.keys.max(initial=0)), int(keys.max(initial=0))) + 1
+    made, first = np.unique(rank_of_row[makes.rows] * span + makes.keys, return_index=True)
+    wanted = ranks * span + keys
+    if not len(made):
+        return np.full(len(wanted), -1)
+    found = np.minimum(np.searchsorted(made, wanted), len(made) - 1)
+    return np.where(made[found] == wanted, makes.rows[first[found]], -1)

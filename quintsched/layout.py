@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from quintsched.columns import Flags, Ints
+
 
 @dataclass(frozen=True)
 class Route:
@@ -59,6 +63,39 @@ class Layout:
     def visits(self, stage: int, microbatch: int) -> bool:
         """Whether the route of `microbatch` leads through `stage`."""
         return stage in self._by_microbatch.get(microbatch, {})
+
+    @cached_property
+    def _tables(self) -> tuple[Ints, Ints, Ints]:
+        """The route of each microbatch, and per route and stage the stage before and after."""
+        route_of = np.zeros(self.num_microbatches, np.int64)
+        before, after = np.full((2, len(self.routes), len(self.stage_to_pp)), -1)
+        for number, (route, neighbours) in enumerate(zip(self.routes, self._neighbours, strict=True)):
+            route_of[list(route.microbatches)] = number
+            for stage, (previous, following) in neighbours.items():
+                before[number, stage], after[number, stage] = previous, following
+        return route_of, before, after
+
+    def all_before(self, stages: Ints, microbatches: Ints) -> Ints:
+        """`before`, for many at once."""
+        route_of, before, _ = self._tables
+        return before[route_of[microbatches], stages]
+
+    def all_after(self, stages: Ints, microbatches: Ints) -> Ints:
+        """`after`, for many at once."""
+        route_of, _, after = self._tables
+        return after[route_of[microbatches], stages]
+
+    def visits_all(self) -> Flags:
+        """Return (stages, microbatches): which stages each microbatch visits."""
+        visits = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
+        for route in self.routes:
+            visits[np.ix_(route.stages, route.microbatches)] = True
+        return visits
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches all routes have together."""
+        return sum(len(route.microbatches) for route in self.routes)
 
     def rank_of(self, stage: int) -> int:
         """The pp rank that holds `stage`."""

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from quintsched.columns import Columns
+from quintsched.dataflow import Flows, flows_of
 from quintsched.instructions import Instruction, Message
 from quintsched.layout import Layout, Route
 from quintsched.mesh import Mesh
@@ -69,6 +71,16 @@ class Plan:
             reduces=bool(self.mesh.replica_axes),
             buckets_per_stage=self.buckets_per_stage,
         )
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All instructions as arrays."""
+        return Columns.of(self.programs)
+
+    @cached_property
+    def flows(self) -> Flows:
+        """What every instruction takes, reads and makes; the plan has to be well-formed."""
+        return flows_of(self.columns, self.programs, self.layout)
 
     @property
     def num_instructions(self) -> int:

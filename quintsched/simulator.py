@@ -11,19 +11,35 @@ channel is free, and only who takes the value waits for it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from quintsched.costs import Costs
-from quintsched.dataflow import flows_of
 from quintsched.errors import UnsoundError
-from quintsched.events import PROFILES, Events, Place, Run, build_graph, merge_events
+from quintsched.events import PROFILES, Events, Run, build_graph
 from quintsched.instructions import Bwd, Compute, Fwd, Instruction, Message
 from quintsched.memory import peak_activations
 from quintsched.plan import Plan
 from quintsched.wellformed import malformations
 
+Times: TypeAlias = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True)
+class Place:
+    """One instruction of a plan: `index` counts in the program of pp rank `rank`."""
+
+    rank: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """When one instruction runs, in the costs' unit of time."""
 
@@ -34,16 +50,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run would look like. `timeline[k]` holds the spans of pp rank k in program order."""
+    """What a run would look like. `start` and `end` have a time per row of the plan's columns."""
 
     plan: Plan
     unit: str
-    timeline: tuple[tuple[Span, ...], ...]
+    start: Times
+    end: Times
     makespan: float
     busy: tuple[float, ...]
     spans: tuple[float, ...]
     peak_activations: tuple[float, ...]
     critical_path: tuple[Place, ...]
+
+    @cached_property
+    def timeline(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each pp rank, in program order."""
+        start, end, first = self.start.tolist(), self.end.tolist(), self.plan.columns.first.tolist()
+        return tuple(
+            tuple(map(Span, program, start[row : row + len(program)], end[row : row + len(program)]))
+            for row, program in zip(first[:-1], self.plan.programs, strict=True)
+        )
 
     @property
     def bubble(self) -> float:
@@ -91,66 +117,72 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     costs.check_stages(len(plan.stage_to_pp))
     for malformation in malformations(plan):
         raise UnsoundError(malformation.message)
-    flows = flows_of(plan.programs, plan.layout)
-    events = merge_events(plan)
+    events = Events.merge(plan.columns)
     durations = event_durations(plan, events, costs)
-    run = build_graph(plan, flows, PROFILES["channel"], events).run(durations)
+    run = build_graph(events, plan.flows, PROFILES["channel"]).run(durations.tolist())
     if not run.finished:
         plan.check().raise_if_unsound()
         raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
-    chunks = plan.schedule.chunks
-    timeline = tuple(_spans(plan, rank, events, run, durations) for rank in range(len(plan.programs)))
-    computed = [[span for span in row if isinstance(span.instruction, Compute)] for row in timeline]
+    start = np.array(run.start)[events.of] / plan.schedule.chunks
+    end = (np.array(run.start) + durations)[events.of] / plan.schedule.chunks
     return Simulation(
         plan=plan,
         unit=costs.unit,
-        timeline=timeline,
-        makespan=max((span.end for row in timeline for span in row), default=0.0),
-        busy=tuple(
-            sum(durations[events.of[rank][index]] for index, i in enumerate(program) if isinstance(i, Compute)) / chunks
-            for rank, program in enumerate(plan.programs)
-        ),
-        spans=tuple(row[-1].end - row[0].start if row else 0.0 for row in computed),
-        peak_activations=peak_activations(plan, flows, costs),
+        start=start,
+        end=end,
+        makespan=float(end.max(initial=0.0)),
+        busy=tuple(_busy(plan, durations[events.of])),
+        spans=tuple(_spans(plan, start, end)),
+        peak_activations=peak_activations(plan, costs),
         critical_path=_critical_path(events, run, durations),
     )
 
 
-def event_durations(plan: Plan, events: Events, costs: Costs) -> list[float]:
+def event_durations(plan: Plan, events: Events, costs: Costs) -> Times:
     """Return how long each event takes, times the plan's chunks (so that whole numbers stay exact)."""
-    chunks = plan.schedule.chunks
-    stages = range(len(plan.stage_to_pp))
-    forward = [costs.of_chunk("forward", stage, chunks) for stage in stages]
-    backward = [
-        costs.of_chunk("backward_input", stage, chunks) + costs.of_chunk("backward_weight", stage, chunks)
-        for stage in stages
-    ]
-    message = costs.p2p * chunks
-
-    def duration(instruction: Instruction) -> float:
-        if isinstance(instruction, Fwd):
-            return forward[instruction.stage]
-        if isinstance(instruction, Bwd):
-            return backward[instruction.stage]
-        return message if isinstance(instruction, Message) else 0.0
-
-    return [duration(plan.programs[first.rank][first.index]) for first, *_ in events.members]
+    columns, chunks = plan.columns, plan.schedule.chunks
+    durations = np.zeros(len(columns))
+    durations[columns.are(Message)] = costs.p2p * chunks
+    for kind, names in COSTS_OF.items():
+        of_stage = [sum(costs.of_chunk(n, s, chunks) for n in names) for s in range(len(plan.stage_to_pp))]
+        rows = columns.are(kind)
+        durations[rows] = np.array(of_stage)[columns.stage[rows]]
+    return durations[events.first_rows]
 
 
-def _spans(plan: Plan, rank: int, events: Events, run: Run, durations: list[float]) -> tuple[Span, ...]:
-    chunks = plan.schedule.chunks
-    return tuple(
-        Span(i, run.start[event] / chunks, (run.start[event] + durations[event]) / chunks)
-        for i, event in zip(plan.programs[rank], events.of[rank], strict=True)
-    )
+COSTS_OF: dict[type[Compute], tuple[str, ...]] = {
+    Fwd: ("forward",),
+    Bwd: ("backward_input", "backward_weight"),
+}
+"""Which of the costs add up to each computation's."""
 
 
-def _critical_path(events: Events, run: Run, durations: list[float]) -> tuple[Place, ...]:
+def _busy(plan: Plan, durations: Times) -> Iterator[float]:
+    """Yield how long each rank computes."""
+    columns = plan.columns
+    work = np.where(columns.are(Compute), durations, 0.0)
+    for rank in range(len(plan.programs)):
+        rows = columns.rows_of(rank)
+        yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.chunks
+
+
+def _spans(plan: Plan, start: Times, end: Times) -> Iterator[float]:
+    """Yield each rank's span, from its first computation to its last."""
+    computed = plan.columns.are(Compute)
+    for rank in range(len(plan.programs)):
+        rows = (
+            np.flatnonzero(computed[plan.columns.first[rank] : plan.columns.first[rank + 1]]) + plan.columns.first[rank]
+        )
+        yield float(end[rows[-1]] - start[rows[0]]) if len(rows) else 0.0
+
+
+def _critical_path(events: Events, run: Run, durations: Times) -> tuple[Place, ...]:
     """Walk back from the event that ends last to what it waited for; only events that take time are kept."""
-    event = max(range(len(durations)), key=lambda e: run.start[e] + durations[e], default=-1)
+    ends = np.array(run.start) + durations
+    event = int(ends.argmax()) if len(ends) else -1
     path = []
     while event >= 0:
         if durations[event]:
-            path.append(events.members[event][0])
+            path.append(Place(*events.columns.place(int(events.first_rows[event]))))
         event = run.cause[event]
     return tuple(reversed(path))

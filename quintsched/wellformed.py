@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from quintsched import instructions as ins
+from quintsched.columns import Columns, Flags
 from quintsched.dataflow import peer_of
 from quintsched.plan import Plan
 
@@ -26,11 +29,29 @@ def malformations(plan: Plan) -> Iterator[Malformation]:
     if head:
         yield from (Malformation(fault) for fault in head)
         return
-    for rank, program in enumerate(plan.programs):
-        for index, instruction in enumerate(program):
-            fault = _instruction_fault(instruction, plan, rank)
-            if fault:
-                yield Malformation(f"rank {rank} instruction {index}, {instruction}: {fault}", rank, index)
+    columns = plan.columns
+    for row in np.flatnonzero(_suspicious(columns, plan)).tolist():
+        rank, index = columns.place(row)
+        instruction = plan.programs[rank][index]
+        fault = _instruction_fault(instruction, plan, rank)
+        if fault:
+            yield Malformation(f"rank {rank} instruction {index}, {instruction}: {fault}", rank, index)
+
+
+def _suspicious(columns: Columns, plan: Plan) -> Flags:
+    """Which rows need a closer look: all but the computations and messages whose numbers are plainly right."""
+    units = columns.are(ins.Compute, ins.Message)
+    stages, microbatches = len(plan.stage_to_pp), plan.schedule.microbatches
+    fine = units & (columns.stage >= 0) & (columns.stage < stages) & (columns.unit >= 0) & (columns.unit < microbatches)
+    rows = np.flatnonzero(fine)
+    stage, unit = columns.stage[rows], columns.unit[rows]
+    holders = np.array(plan.stage_to_pp)
+    right = (holders[stage] == columns.rank[rows]) & plan.layout.visits_all()[stage, unit]
+    forward = columns.are(ins.SendAct, ins.RecvGrad)[rows]
+    other = np.where(forward, plan.layout.all_after(stage, unit), plan.layout.all_before(stage, unit))
+    peer_is_right = (other >= 0) & (columns.peer[rows] == holders[other]) & (columns.peer[rows] != columns.rank[rows])
+    fine[rows] = right & (peer_is_right | ~columns.are(ins.Message)[rows])
+    return ~fine
 
 
 def _head_faults(plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintsched.dataflow import Kind, flows_of, message_value
+from quintsched.dataflow import Kind, flow, message_value
 from quintsched.instructions import Compute, Instruction, Message, Send
 from quintsched.simulator import Simulation
 
@@ -108,11 +108,12 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
     """Return what each rank holds over time: from a forward's start to its backward's end; () if nothing is kept."""
     plan = simulation.plan
     changes: list[list[tuple[float, int]]] = []
-    for row, flows in zip(simulation.timeline, flows_of(plan.programs, plan.layout), strict=True):
+    for rank, row in enumerate(simulation.timeline):
         of_rank: list[tuple[float, int]] = []
-        for span, flow in zip(row, flows, strict=True):
-            of_rank += [(span.start, 1) for value in flow.produces if value.kind is Kind.SAVED]
-            of_rank += [(span.end, -1) for value in flow.consumes if value.kind is Kind.SAVED]
+        for span in row:
+            used = flow(span.instruction, plan.layout, rank)
+            of_rank += [(span.start, 1) for value in used.produces if value.kind is Kind.SAVED]
+            of_rank += [(span.end, -1) for value in used.consumes if value.kind is Kind.SAVED]
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
         return ()

@@ -14,120 +14,137 @@ neither that limit nor the channel's order ever makes the run wait.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from itertools import chain, pairwise
 
+import numpy as np
+
+from quintsched.columns import Ints
 from quintsched.costs import Costs
-from quintsched.dataflow import Flows, Kind, Value, flows_of
+from quintsched.dataflow import TRAVELS
 from quintsched.errors import UnsoundError
-from quintsched.events import PROFILES, Run, build_graph, merge_events
+from quintsched.events import PROFILES, Events, build_graph, first_maker
 from quintsched.grid import excerpt
-from quintsched.instructions import Fwd, Instruction, RecvAct, RecvGrad, Send, SendAct, SendGrad
+from quintsched.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
 from quintsched.plan import Plan
-from quintsched.simulator import event_durations
+from quintsched.simulator import Times, event_durations
 
 RECEIVES_OUTSTANDING = 2
 
-Key = tuple[float, int, int, int, int]
-Slot = tuple[Key, Instruction]
 BEFORE, COMPUTE, AFTER = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class _Crossing:
-    """A value that is made on one rank and taken on another."""
-
-    value: Value
-    made_by: int
-    taken_by: int
-    taker: Instruction
+"""At one moment: messages first, then computations, then messages that waited for one of these to begin."""
 
 
 def place_messages(plan: Plan) -> Plan:
     """Add sends and receives to a plan of computations; raises `UnsoundError` if these wait for each other."""
-    flows = flows_of(plan.programs, plan.layout)
-    events = merge_events(plan)
-    graph = build_graph(plan, flows, PROFILES["channel"], events)
+    columns = plan.columns
+    events = Events.merge(columns)
+    graph = build_graph(events, plan.flows, PROFILES["channel"])
     durations = event_durations(plan, events, Costs())
-    run = graph.run(durations)
+    run = graph.run(durations.tolist())
     if not run.finished:
-        raise UnsoundError(_explain_order(plan, flows, events.of, run))
-    slots = _compute_slots(plan, events.of, run)
-    for (source, target), crossings in _crossings(plan, flows, events.of).items():
-        for key, crossing in zip(_order_keys(source, target, crossings, run, durations), crossings, strict=True):
-            send, receive = _ends(crossing, source, target, plan)
-            slots[source].append((key, send))
-            slots[target].append((key, receive))
-    return replace(plan, programs=tuple(_in_order(slots_of_rank) for slots_of_rank in slots))
+        raise UnsoundError(_explain_order(plan, np.array(run.waiting)[events.of]))
+    start = np.array(run.start)[events.of]
+    messages = _Messages.of(plan)
+    times, phases = messages.moments(start, start + durations[events.of])
+    ends = [*messages.instructions(plan), *chain.from_iterable(plan.programs)]
+    rank = np.concatenate([messages.source, messages.target, columns.rank])
+    order = np.lexsort(
+        (
+            np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
+            np.concatenate([phases, phases, np.full(len(columns), COMPUTE)]),
+            np.concatenate([times, times, start]),
+            rank,
+        )
+    )
+    lines = np.split(order, np.searchsorted(rank[order], np.arange(1, len(plan.programs))))
+    return replace(plan, programs=tuple(tuple(ends[i] for i in line.tolist()) for line in lines))
 
 
-def _in_order(slots: list[Slot]) -> tuple[Instruction, ...]:
-    return tuple(instruction for _, instruction in sorted(slots, key=itemgetter(0)))
+@dataclass(frozen=True)
+class _Messages:
+    """What crosses from rank to rank: an entry per message, channel after channel, as the receiver takes them.
+
+    `made` and `taken` are rows of the plan, `number` is the entry's place in this order.
+    """
+
+    source: Ints
+    target: Ints
+    made: Ints
+    taken: Ints
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Messages:
+        """Find every value that is made on one rank and taken on another."""
+        flows, rank = plan.flows, plan.columns.rank
+        nowhere = np.zeros(len(rank), np.int64)
+        taken = flows.consumes.rows
+        made = first_maker(flows.produces, nowhere, nowhere[taken], flows.consumes.keys)
+        crosses = (made >= 0) & (rank[made] != rank[taken]) & flows.of_kind(flows.consumes.keys, *TRAVELS)
+        made, taken = made[crosses], taken[crosses]
+        order = np.lexsort((taken, rank[taken], rank[made]))
+        made, taken = made[order], taken[order]
+        return cls(rank[made], rank[taken], made, taken)
+
+    @property
+    def number(self) -> Ints:
+        """The place of each message in the order of channels."""
+        return np.arange(len(self.made))
+
+    def moments(self, start: Times, end: Times) -> tuple[Times, Ints]:
+        """Return each message's time and phase in the global order; `start` and `end` are those of the rows."""
+        num_ranks = int(max(self.source.max(initial=0), self.target.max(initial=0))) + 1
+        channel = self.source * num_ranks + self.target
+        older = np.maximum(self.number - RECEIVES_OUTSTANDING, 0)
+        has_older = (self.number >= RECEIVES_OUTSTANDING) & (channel[older] == channel) if len(channel) else channel
+        freed = np.where(has_older, start[self.taken[older]], -1.0)
+        times = np.maximum(end[self.made], freed)
+        for first, last in pairwise([0, *(np.flatnonzero(np.diff(channel)) + 1).tolist(), len(channel)]):
+            np.maximum.accumulate(times[first:last], out=times[first:last])
+        return times, np.where(freed == times, AFTER, BEFORE)
+
+    def instructions(self, plan: Plan) -> Iterator[Instruction]:
+        """Yield all sends, then all receives."""
+        columns = plan.columns
+        forward = columns.are(Fwd)[self.taken]
+        stage, unit = columns.stage[self.made].tolist(), columns.unit[self.made].tolist()
+        following = columns.stage[self.taken].tolist()
+        ends = list(
+            zip(forward.tolist(), stage, following, unit, self.source.tolist(), self.target.tolist(), strict=True)
+        )
+        for is_activation, here, _, microbatch, _, target in ends:
+            yield SendAct(here, microbatch, target) if is_activation else SendGrad(here, microbatch, target)
+        for is_activation, _, there, microbatch, source, _ in ends:
+            yield RecvAct(there, microbatch, source) if is_activation else RecvGrad(there, microbatch, source)
 
 
-def _compute_slots(plan: Plan, of: list[list[int]], run: Run) -> list[list[Slot]]:
-    return [
-        [((run.start[of[rank][index]], COMPUTE, index, 0, 0), i) for index, i in enumerate(program)]
-        for rank, program in enumerate(plan.programs)
-    ]
-
-
-def _crossings(plan: Plan, flows: Flows, of: list[list[int]]) -> dict[tuple[int, int], list[_Crossing]]:
-    """Return per channel what crosses it, in the order in which the receiver takes it."""
-    maker: dict[Value, tuple[int, int]] = {}
-    for rank, flows_of_rank in enumerate(flows):
-        for index, flow in enumerate(flows_of_rank):
-            for value in flow.produces:
-                maker[value] = (rank, of[rank][index])
-    found: dict[tuple[int, int], list[_Crossing]] = defaultdict(list)
-    for rank, flows_of_rank in enumerate(flows):
-        for index, flow in enumerate(flows_of_rank):
-            for value in flow.consumes:
-                if value.kind in (Kind.OUTPUT, Kind.OUTPUT_GRAD) and value in maker:
-                    source, event = maker[value]
-                    if source != rank:
-                        taker = plan.programs[rank][index]
-                        found[source, rank].append(_Crossing(value, event, of[rank][index], taker))
-    return found
-
-
-def _order_keys(source: int, target: int, crossings: list[_Crossing], run: Run, durations: list[float]) -> list[Key]:
-    """Return each message's place in the global order."""
-    keys: list[Key] = []
-    sent = 0.0
-    for k, crossing in enumerate(crossings):
-        made = max(sent, run.start[crossing.made_by] + durations[crossing.made_by])
-        older = crossings[k - RECEIVES_OUTSTANDING] if k >= RECEIVES_OUTSTANDING else None
-        freed = run.start[older.taken_by] if older else -1.0
-        sent = max(made, freed)
-        keys.append((sent, AFTER if freed == sent else BEFORE, source, target, k))
-    return keys
-
-
-def _ends(crossing: _Crossing, source: int, target: int, plan: Plan) -> tuple[Send, Instruction]:
-    value, layout = crossing.value, plan.layout
-    after = layout.after(value.stage, value.number)
-    if isinstance(crossing.taker, Fwd):
-        return SendAct(value.stage, value.number, target), RecvAct(after, value.number, source)
-    return SendGrad(after, value.number, target), RecvGrad(value.stage, value.number, source)
-
-
-def _explain_order(plan: Plan, flows: Flows, of: list[list[int]], run: Run) -> str:
+def _explain_order(plan: Plan, waiting: Ints) -> str:
     """Name what each rank is stuck at, the first computation of it that never begins, and what that waits for."""
-    maker = {
-        value: f"rank {rank} makes it at {index} {plan.programs[rank][index]}"
-        for rank, flows_of_rank in enumerate(flows)
-        for index, flow in enumerate(flows_of_rank)
-        if run.waiting[of[rank][index]]
-        for value in flow.produces
-    }
+    columns, flows = plan.columns, plan.flows
     stuck, lines = [], []
-    for rank, numbers in enumerate(of):
-        index = next((index for index, event in enumerate(numbers) if run.waiting[event]), None)
-        if index is not None:
-            stuck.append((rank, index))
-            needed = (f"{value}; {maker[value]}" for value in flows[rank][index].consumes if value in maker)
-            lines.append(f"rank {rank} is stuck at {index} {plan.programs[rank][index]}: it needs {next(needed)}")
+    for rank in range(len(plan.programs)):
+        rows = columns.rows_of(rank)
+        row = next((row for row in rows if waiting[row]), None)
+        if row is None:
+            continue
+        stuck.append(columns.place(row))
+        for key in flows.consumes.keys[flows.consumes.rows == row].tolist():
+            makers = flows.produces.rows[flows.produces.keys == key]
+            late = [int(maker) for maker in makers if waiting[maker]]
+            if late:
+                lines.append(
+                    f"rank {rank} is stuck at {_at(plan, row)}: it needs {flows.value(key)}; {_maker(plan, late[0])}"
+                )
+                break
     head = f"not sound: {plan.title}\ndeadlock: the order of computation itself cannot run"
     return "\n".join([head, *lines, *excerpt(plan, stuck)])
+
+
+def _at(plan: Plan, row: int) -> str:
+    rank, index = plan.columns.place(row)
+    return f"{index} {plan.programs[rank][index]}"
+
+
+def _maker(plan: Plan, row: int) -> str:
+    return f"rank {plan.columns.place(row)[0]} makes it at {_at(plan, row)}"

@@ -58,7 +58,7 @@ class TestEveryInstruction:
 def test_no_table_knows_more():
     assert set(SHORT) == set(ALL)
     assert set(planfile._CODECS) == {kind.__name__ for kind in ALL}
-    assert {*dataflow._RULES, *dataflow._RANK_RULES} == set(ALL)
+    assert {*dataflow.RULES, *dataflow.BATCH_RULES} == set(ALL)
     assert set(dataflow._WORDS) == set(dataflow.Kind)
     assert set(WHOLE_MESH) < set(ALL)
 
