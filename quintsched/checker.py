@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.columns import Ints
+from quintsched.columns import Flags, Ints
 from quintsched.costs import Costs
 from quintsched.dataflow import Value
 from quintsched.errors import UnsoundError, UsageError
@@ -23,10 +23,11 @@ from quintsched.events import (
     Events,
     build_graph,
     find_profile,
+    pipeline_collectives,
 )
 from quintsched.findings import Finding, Point
 from quintsched.grid import excerpt
-from quintsched.instructions import ALL, WHOLE_MESH, Bwd, Compute, Fwd, Instruction
+from quintsched.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.lifetimes import broken_flow
 from quintsched.memory import peak_activations, peak_receives
 from quintsched.plan import Plan
@@ -82,7 +83,7 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
     malformed = _malformed(plan)
     if malformed:
         return Verdict(plan, tuple(malformed), {}, (), ())
-    events = Events.merge(plan.columns)
+    events = Events.merge(plan)
     findings = [
         *_incomplete(plan),
         *broken_flow(plan),
@@ -114,23 +115,33 @@ def _at(plan: Plan, row: int) -> str:
 
 
 def _incomplete(plan: Plan) -> Iterator[Finding]:
-    """Point 1: each microbatch exactly once forward (and backward) on each stage of its route."""
-    kinds: tuple[type[Compute], ...] = (Fwd, Bwd) if plan.mode == "train" else (Fwd,)
-    columns, layout = plan.columns, plan.layout
-    num_stages, num_microbatches = len(layout.stage_to_pp), layout.num_microbatches
-    for kind in (kind for kind in ALL if issubclass(kind, Compute)):
-        rows = np.flatnonzero(columns.are(kind))
-        cells = columns.stage[rows] * num_microbatches + columns.unit[rows]
-        times = np.bincount(cells, minlength=num_stages * num_microbatches)
-        owed = layout.visits_all().ravel() if kind in kinds else np.zeros_like(times, dtype=np.bool_)
-        for cell in np.flatnonzero(times != owed).tolist():
-            what = kind(*divmod(cell, num_microbatches))
-            rank = layout.rank_of(what.stage)
-            if kind in kinds:
-                message = f"rank {rank} runs {what} {times[cell]} times instead of once"
-            else:
-                message = f"rank {rank} runs {what}, which has no place in a {plan.mode} plan"
-            yield Finding(Point.COMPLETE, message, rank)
+    """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route."""
+    layout = plan.layout
+    times = {kind: _times(plan, kind) for kind in ALL if issubclass(kind, Compute)}
+    owed = layout.visits_all().ravel()
+    yield from _miscounted(plan, Fwd, times[Fwd], owed)
+    trains = owed & layout.trains
+    whole = times[Bwd] + np.minimum(times[BwdInput], times[BwdWeight])
+    halves = (times[BwdInput] > 0) | (times[BwdWeight] > 0)
+    yield from _miscounted(plan, Bwd, np.where(halves, whole, times[Bwd]), trains)
+    for half in (BwdInput, BwdWeight):
+        yield from _miscounted(plan, half, times[half], trains & halves)
+
+
+def _times(plan: Plan, kind: type[Compute]) -> Ints:
+    """Return how often each microbatch (and stage) is computed by `kind`: stage x microbatches + microbatch."""
+    columns, microbatches = plan.columns, plan.layout.num_microbatches
+    rows = np.flatnonzero(columns.are(kind))
+    cells = columns.stage[rows] * microbatches + columns.unit[rows]
+    return np.bincount(cells, minlength=len(plan.stage_to_pp) * microbatches)
+
+
+def _miscounted(plan: Plan, kind: type[Compute], times: Ints, owed: Flags) -> Iterator[Finding]:
+    for cell in np.flatnonzero(times != owed).tolist():
+        what = kind(*divmod(cell, plan.layout.num_microbatches))
+        rank = plan.layout.rank_of(what.stage)
+        message = f"rank {rank} runs {what} {times[cell]} times instead of {'once' if owed[cell] else 'never'}"
+        yield Finding(Point.COMPLETE, message, rank)
 
 
 def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
@@ -176,20 +187,22 @@ def _carried(plan: Plan, row: int) -> Value:
 
 
 def _broken_collectives(plan: Plan) -> Iterator[Finding]:
-    """Point 5: all pipeline ranks issue the same whole-mesh collectives in the same order."""
-    orders = [[(index, type(i)) for index, i in enumerate(p) if isinstance(i, WHOLE_MESH)] for p in plan.programs]
-    for rank, order in enumerate(orders):
-        kinds, expected = [kind for _, kind in order], [kind for _, kind in orders[0]]
-        if kinds != expected:
-            message = (
-                f"rank {rank} issues {_names(kinds)} over the whole mesh, but rank 0 issues {_names(expected)}; "
-                "all members must issue the same collectives in the same order"
-            )
-            yield Finding(Point.COLLECTIVES, message, rank, order[0][0] if order else None)
+    """Point 5: all members of a group of pipeline ranks issue the same collectives in the same order."""
+    for members, issued in pipeline_collectives(plan).items():
+        expected = _names(plan, issued.get(members[0], ()))
+        for rank in members[1:]:
+            rows = issued.get(rank, ())
+            if _names(plan, rows) != expected:
+                message = (
+                    f"rank {rank} issues {_names(plan, rows)} over ranks {', '.join(map(str, members))}, but rank "
+                    f"{members[0]} issues {expected}; all members must issue the same collectives in the same order"
+                )
+                yield Finding(Point.COLLECTIVES, message, rank, plan.columns.place(rows[0])[1] if rows else None)
 
 
-def _names(kinds: Sequence[type[Instruction]]) -> str:
-    return ", ".join(kind.__name__ for kind in kinds) or "nothing"
+def _names(plan: Plan, rows: Sequence[int]) -> str:
+    places = map(plan.columns.place, rows)
+    return ", ".join(str(plan.programs[rank][index]) for rank, index in places) or "nothing"
 
 
 def _deadlocks(plan: Plan, events: Events, flow_is_broken: bool) -> tuple[dict[str, bool], dict[str, list[Finding]]]:

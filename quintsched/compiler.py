@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from quintsched.checker import check_order
+from quintsched.costs import Costs
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.instructions import ALL, Compute
 from quintsched.layout import Route
@@ -27,6 +28,9 @@ def compile(
     chunks: int | None = None,
     buckets_per_stage: int = 1,
     stage_to_pp: Sequence[int] | None = None,
+    slices: int = 1,
+    costs: Costs | None = None,
+    memory_cap: float | None = None,
 ) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
 
@@ -37,6 +41,9 @@ def compile(
         chunks: stages per pipeline rank; None takes the fewest that the schedule allows.
         buckets_per_stage: gradient buckets of a stage.
         stage_to_pp: which pipeline rank holds which stage; None takes the schedule's own placement.
+        slices: pieces of a microbatch along the sequence, for schedules that take them.
+        costs: what to plan with, for schedules that search.
+        memory_cap: the most activations that a rank may hold, in microbatches of a whole rank, for the same.
 
     Raises:
         UsageError: an unknown name, or sizes that the schedule does not take (it names the nearest that work).
@@ -47,7 +54,7 @@ def compile(
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     if type(buckets_per_stage) is not int or not 1 <= buckets_per_stage <= MAX_BUCKETS:
         raise UsageError(f"buckets_per_stage is {buckets_per_stage!r}; give a whole number from 1 to {MAX_BUCKETS}")
-    shape = found.shape(mesh.pp, microbatches, chunks)
+    shape = found.shape(mesh.pp, microbatches, chunks, slices, costs, memory_cap)
     if stage_to_pp is not None:
         shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
     plan = order_of_computation(found, shape, mesh, buckets_per_stage)
@@ -61,21 +68,35 @@ def compile(
 def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1) -> Plan:
     """Return the plan that holds only what the schedule says: which computations, in which order."""
     stages = range(len(shape.stage_to_pp))
+    half = len(stages) // 2
     return Plan(
         mode=schedule.mode,
-        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks),
+        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices),
         mesh=mesh,
         stage_to_pp=shape.stage_to_pp,
-        routes=(Route(tuple(stages), tuple(range(shape.microbatches))),),
+        routes=_routes(schedule, shape),
         buckets_per_stage=buckets_per_stage,
         programs=tuple(_program(schedule, rank, shape) for rank in range(shape.pp)),
+        stage_to_part=tuple(stage % half for stage in stages) if schedule.bidirectional else None,
+    )
+
+
+def _routes(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
+    """One route through all stages, or two through half of the stages with half of the microbatches each."""
+    stages, units = range(len(shape.stage_to_pp)), range(shape.num_units)
+    if not schedule.bidirectional:
+        return (Route(tuple(stages), tuple(units)),)
+    half, middle = len(stages) // 2, len(units) // 2
+    return (
+        Route(tuple(stages[:half]), tuple(units[:middle])),
+        Route(tuple(stages[half:]), tuple(units[middle:])),
     )
 
 
 def _program(schedule: Schedule, rank: int, shape: Shape) -> Program:
     """Return one rank's order; raises `UnsoundError` where the schedule's own code fails or yields something else."""
     where = f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches, {shape.chunks} chunks, rank {rank}"
-    most = sum(issubclass(kind, Compute) for kind in ALL) * shape.microbatches * len(shape.stages_of(rank))
+    most = sum(issubclass(kind, Compute) for kind in ALL) * shape.num_units * len(shape.stages_of(rank))
     with own_code(where):
         program = tuple(islice(schedule.order(rank, shape), most + 1))  # one too many is enough to refuse it
     for index, found in enumerate(program):

@@ -41,6 +41,8 @@ class Costs(BaseModel):
     """A message between two pipeline ranks."""
     activation: PerStage = 1.0
     """What a microbatch holds in memory from its forward to the end of its backward."""
+    activation_after_input: PerStage | None = None
+    """What of it still stands between the halves of a backward; None: all of it."""
 
     @classmethod
     def load(cls, path: Path) -> Costs:
@@ -58,12 +60,14 @@ class Costs(BaseModel):
 
     def check_stages(self, num_stages: int) -> None:
         """Raise `InputError` if a list does not have one value per stage."""
-        for name in ("forward", "backward_input", "backward_weight", "activation"):
+        for name in ("forward", "backward_input", "backward_weight", "activation", "activation_after_input"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != num_stages:
                 raise InputError(f"costs: /{name} has {len(value)} values, but the plan has {num_stages} stages")
 
-    def of_chunk(self, name: str, stage: int, chunks: int) -> float:
-        """What `stage` costs, times `chunks`: kept undivided so that whole numbers stay exact."""
+    def of_part(self, name: str, stage: int, parts: int) -> float:
+        """What a computation of `stage` costs, times `parts` (chunks x slices): undivided, whole numbers stay exact."""
         value = getattr(self, name)
-        return float(value[stage]) * chunks if isinstance(value, tuple) else float(value)
+        if value is None:
+            value = self.activation
+        return float(value[stage]) * parts if isinstance(value, tuple) else float(value)

@@ -48,6 +48,14 @@ class Kind(IntEnum):
     """The batch's loss, loss weight and metrics, known on this rank."""
     NORM = 7
     """The global gradient norm."""
+    PENDING = 8
+    """What a backward's input half leaves for its weight half."""
+    TIED = 9
+    """The gradients of a stage, added up with those of its twins."""
+    KEYS = 10
+    """The keys and values of a slice and those before it, which the next slice attends to."""
+    KEYS_GRAD = 11
+    """The gradient of these, from the next slice's backward."""
 
 
 _WORDS = {
@@ -59,6 +67,10 @@ _WORDS = {
     Kind.REDUCED: "reduced gradient",
     Kind.METRICS: "metrics",
     Kind.NORM: "gradient norm",
+    Kind.PENDING: "pending weight half",
+    Kind.TIED: "tied gradient",
+    Kind.KEYS: "keys and values",
+    Kind.KEYS_GRAD: "gradient of the keys and values",
 }
 
 AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
@@ -100,12 +112,15 @@ class At(IntEnum):
 
 
 class When(IntEnum):
-    """Where a term holds: everywhere, on the last stage of the route, on all others, in a plan that trains."""
+    """Where a term holds: everywhere, on the last stage of the route, on all others, in a plan that trains;
+    on slices that have one before, or one after them in their microbatch."""
 
     ALWAYS = 0
     LAST = 1
     NOT_LAST = 2
     TRAINING = 3
+    HAS_EARLIER = 4
+    HAS_LATER = 5
 
 
 class Term(NamedTuple):
@@ -115,9 +130,20 @@ class Term(NamedTuple):
     kind: Kind
     at: At = At.OWN
     when: When = When.ALWAYS
+    shift: int = 0
+    """-1: the value is that of the slice before."""
 
 
 CONSUMES, READS, PRODUCES = Role.CONSUMES, Role.READS, Role.PRODUCES
+
+_BACKWARD = (
+    Term(CONSUMES, Kind.SAVED),
+    Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
+    Term(PRODUCES, Kind.OUTPUT_GRAD, At.BEFORE),
+    Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
+    Term(CONSUMES, Kind.KEYS_GRAD, when=When.HAS_LATER),
+    Term(PRODUCES, Kind.KEYS_GRAD, when=When.HAS_EARLIER, shift=-1),
+)
 
 RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
     ins.RecvAct: (Term(PRODUCES, Kind.OUTPUT, At.BEFORE),),
@@ -126,15 +152,14 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
         Term(PRODUCES, Kind.LOSS, when=When.LAST),
         Term(PRODUCES, Kind.SAVED, when=When.TRAINING),
+        Term(READS, Kind.KEYS, when=When.HAS_EARLIER, shift=-1),
+        Term(PRODUCES, Kind.KEYS, when=When.HAS_LATER),
     ),
     ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
     ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
-    ins.Bwd: (
-        Term(CONSUMES, Kind.SAVED),
-        Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
-        Term(PRODUCES, Kind.OUTPUT_GRAD, At.BEFORE),
-        Term(PRODUCES, Kind.WEIGHT_GRAD),
-    ),
+    ins.Bwd: (*_BACKWARD, Term(PRODUCES, Kind.WEIGHT_GRAD)),
+    ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),
+    ins.BwdWeight: (Term(CONSUMES, Kind.PENDING), Term(PRODUCES, Kind.WEIGHT_GRAD)),
     ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, At.BEFORE),),
 }
 """What is done for one microbatch of one stage."""
@@ -152,8 +177,14 @@ NORM = Value(Kind.NORM, 0, 0)
 
 
 def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout, rank: int) -> Iterator[Use]:
-    yield from (Use(READS, value) for value in _weight_grads(i.stage, layout))
+    yield from (Use(READS, value) for value in _local_grads(i.stage, layout))
     yield Use(PRODUCES, Value(Kind.REDUCED, i.stage, i.bucket))
+
+
+def _sync_tied(i: ins.SyncTied, layout: Layout, rank: int) -> Iterator[Use]:
+    for stage in (stage for stage in i.stages if layout.rank_of(stage) == rank):
+        yield from (Use(READS, value) for value in _weight_grads(stage, layout))
+        yield Use(PRODUCES, Value(Kind.TIED, stage, 0))
 
 
 def _share_metrics(i: ins.ShareMetrics, layout: Layout, rank: int) -> Iterator[Use]:
@@ -182,15 +213,23 @@ def _weight_grads(stage: int, layout: Layout) -> Iterator[Value]:
     return (Value(Kind.WEIGHT_GRAD, stage, microbatch) for microbatch in layout.microbatches_of(stage))
 
 
+def _local_grads(stage: int, layout: Layout) -> Iterator[Value]:
+    """All gradients of a stage of this replica, with those of its twins where it has any."""
+    yield from _weight_grads(stage, layout)
+    if layout.twins(stage):
+        yield Value(Kind.TIED, stage, 0)
+
+
 def _gradients(stage: int, layout: Layout) -> Iterator[Value]:
     """All gradients of a stage, in the state in which the optimizer wants them."""
-    yield from _weight_grads(stage, layout)
+    yield from _local_grads(stage, layout)
     for bucket in range(layout.buckets_per_stage if layout.reduces else 0):
         yield Value(Kind.REDUCED, stage, bucket)
 
 
 BATCH_RULES: dict[type[ins.Instruction], Callable[[Any, Layout, int], Iterator[Use]]] = {
     ins.AllReduceBucket: _all_reduce_bucket,
+    ins.SyncTied: _sync_tied,
     ins.ShareMetrics: _share_metrics,
     ins.ClipGrad: _clip_grad,
     ins.OptStep: _opt_step,
@@ -222,11 +261,19 @@ def _uses(instruction: Any, layout: Layout, rank: int) -> Iterator[Use]:
         return
     stage, microbatch = instruction.stage, instruction.microbatch
     before, after = layout.before(stage, microbatch), layout.after(stage, microbatch)
-    holds = {When.ALWAYS: True, When.LAST: after < 0, When.NOT_LAST: after >= 0, When.TRAINING: layout.trains}
+    slice_number = microbatch % layout.slices
+    holds = {
+        When.ALWAYS: True,
+        When.LAST: after < 0,
+        When.NOT_LAST: after >= 0,
+        When.TRAINING: layout.trains,
+        When.HAS_EARLIER: slice_number > 0,
+        When.HAS_LATER: slice_number < layout.slices - 1,
+    }
     for term in RULES[kind]:
         owner = stage if term.at is At.OWN else before
         if owner >= 0 and holds[term.when]:
-            yield Use(term.role, Value(term.kind, owner, microbatch))
+            yield Use(term.role, Value(term.kind, owner, microbatch + term.shift))
 
 
 @dataclass(frozen=True)
@@ -285,11 +332,13 @@ def _unit_uses(columns: Columns, layout: Layout, flows: Flows) -> Iterator[tuple
             When.LAST: after < 0,
             When.NOT_LAST: after >= 0,
             When.TRAINING: always & layout.trains,
+            When.HAS_EARLIER: microbatch % layout.slices > 0,
+            When.HAS_LATER: microbatch % layout.slices < layout.slices - 1,
         }
         for term in terms:
             owner = stage if term.at is At.OWN else before
             mask = holds[term.when] & (owner >= 0)
-            keys = (term.kind * flows.num_stages + owner[mask]) * flows.num_numbers + microbatch[mask]
+            keys = (term.kind * flows.num_stages + owner[mask]) * flows.num_numbers + microbatch[mask] + term.shift
             yield term.role, Uses(rows[mask], keys)
 
 

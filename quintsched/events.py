@@ -23,13 +23,13 @@ import numpy.typing as npt
 from quintsched.columns import Columns, Ints
 from quintsched.dataflow import TRAVELS, Flows, Uses
 from quintsched.errors import UsageError, suggest
-from quintsched.instructions import WHOLE_MESH, AllReduceBucket, Recv, Send
+from quintsched.instructions import WHOLE_MESH, AllReduceBucket, Recv, Send, SyncTied
 
 if TYPE_CHECKING:
-    pass
+    from quintsched.plan import Plan
 
-COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, MESH_QUEUE, FIRST_MESSAGE_QUEUE = range(5)
-NO_QUEUE = -1
+NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_GROUP_QUEUE = range(-1, 4)
+NO_GROUP = -1
 
 MessageQueues = Callable[[Ints, Ints, int], Ints]
 """(sources, destinations, number of ranks) → a number per message, equal where messages share a queue."""
@@ -49,22 +49,24 @@ class Profile:
     one_wire: bool = False
     message_queues: MessageQueues | None = None
 
-    def queues(self, columns: Columns, channels: Channels) -> Ints:
+    def queues(self, events: Events) -> Ints:
         """Return the number of each row's queue on its rank; `NO_QUEUE` where nothing orders it."""
+        columns, channels, groups = events.columns, events.channels, events.groups
         queues = np.full(len(columns), COMPUTE_QUEUE)
         if self.one_queue:
             return queues
         queues[columns.are(AllReduceBucket)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
-        queues[columns.are(*WHOLE_MESH)] = WIRE_QUEUE if self.one_wire else MESH_QUEUE
-        queues[channels.rows] = self._message_queues(channels)
+        collective = groups != NO_GROUP
+        queues[collective] = WIRE_QUEUE if self.one_wire else FIRST_GROUP_QUEUE + groups[collective]
+        queues[channels.rows] = self._message_queues(channels, FIRST_GROUP_QUEUE + int(groups.max(initial=0)) + 1)
         return queues
 
-    def _message_queues(self, channels: Channels) -> Ints | int:
+    def _message_queues(self, channels: Channels, first: int) -> Ints | int:
         if self.one_wire:
             return WIRE_QUEUE
         if self.message_queues is None:
             return NO_QUEUE
-        return FIRST_MESSAGE_QUEUE + self.message_queues(channels.sources, channels.destinations, channels.num_ranks)
+        return first + self.message_queues(channels.sources, channels.destinations, channels.num_ranks)
 
 
 PROFILES: dict[str, Profile] = {
@@ -133,30 +135,49 @@ def _count_within(groups: Ints) -> Ints:
     return numbers
 
 
+def pipeline_collectives(plan: Plan) -> dict[tuple[int, ...], dict[int, list[int]]]:
+    """Return per group of pipeline ranks, and per rank, the rows of its collectives in program order."""
+    found: dict[tuple[int, ...], dict[int, list[int]]] = {tuple(range(len(plan.programs))): {}}
+    for row in np.flatnonzero(plan.columns.are(*WHOLE_MESH, SyncTied)).tolist():
+        rank, index = plan.columns.place(row)
+        instruction = plan.programs[rank][index]
+        members = set(range(len(plan.programs)))
+        if isinstance(instruction, SyncTied):
+            members = {plan.stage_to_pp[stage] for stage in instruction.stages}
+        found.setdefault(tuple(sorted(members)), {}).setdefault(rank, []).append(row)
+    return found
+
+
 @dataclass(frozen=True)
 class Events:
-    """Which rows are one event: `of[row]` is its number; numbers are dense."""
+    """Which rows are one event: `of[row]` is its number; numbers are dense.
+
+    `groups[row]` numbers the group of pipeline ranks of a collective; `NO_GROUP` for everything else.
+    """
 
     columns: Columns
     channels: Channels
+    groups: Ints
     of: Ints
 
     @classmethod
-    def merge(cls, columns: Columns) -> Events:
-        """Merge the k-th send of a channel with its k-th receive, and whole-mesh collectives with each other.
+    def merge(cls, plan: Plan) -> Events:
+        """Merge the k-th send of a channel with its k-th receive, and the k-th collectives of a group.
 
         What has no partner stands alone; `check` reports such faults before it asks for this.
         """
+        columns = plan.columns
         channels = Channels.of(columns)
         leader = np.arange(len(columns))
         sent, received = channels.pairs
         leader[received] = sent
-        collectives = np.flatnonzero(columns.are(*WHOLE_MESH))
-        numbers = _count_within(columns.rank[collectives])
-        complete = numbers < min(np.bincount(columns.rank[collectives], minlength=channels.num_ranks), default=0)
-        first = {int(number): row for row, number in zip(collectives[::-1], numbers[::-1], strict=True)}
-        leader[collectives[complete]] = [first[int(number)] for number in numbers[complete]]
-        return cls(columns, channels, np.unique(leader, return_inverse=True)[1])
+        groups = np.full(len(columns), NO_GROUP)
+        for number, (members, issued) in enumerate(pipeline_collectives(plan).items()):
+            for together in zip(*(issued.get(rank, ()) for rank in members), strict=False):
+                leader[list(together)] = together[0]
+            for rows in issued.values():
+                groups[rows] = number
+        return cls(columns, channels, groups, np.unique(leader, return_inverse=True)[1])
 
     @cached_property
     def num_events(self) -> int:
@@ -269,7 +290,7 @@ def build_graph(events: Events, flows: Flows, profile: Profile) -> EventGraph:
 def queue_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
     """Return (sources, targets, ranks): every event before the next one in its queue on a rank."""
     columns = events.columns
-    queues = profile.queues(columns, events.channels)
+    queues = profile.queues(events)
     rows = np.flatnonzero(queues != NO_QUEUE)
     lines = columns.rank[rows] * (queues.max(initial=0) + 1) + queues[rows]
     order = rows[np.argsort(lines, kind="stable")]

@@ -21,7 +21,8 @@ def to_networkx(plan: Plan) -> networkx.DiGraph[int]:
     for row in range(len(columns)):
         rank, index = columns.place(row)
         graph.add_node(row, rank=rank, index=index, instruction=plan.programs[rank][index])
-    alone = Events(columns, Events.merge(columns).channels, np.arange(len(columns)))
+    merged = Events.merge(plan)
+    alone = Events(columns, merged.channels, merged.groups, np.arange(len(columns)))
     graph.add_edges_from(_pairs(EventGraph(alone, *data_edges(alone, plan.flows))), kind="data")
     graph.add_edges_from(_pairs(EventGraph(alone, *queue_edges(alone, PROFILES["channel"]))), kind="program")
     graph.add_edges_from(zip(*(rows.tolist() for rows in alone.channels.pairs), strict=True), kind="message")

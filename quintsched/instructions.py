@@ -1,6 +1,7 @@
 """The instructions of a program: one small frozen class each, with only its own fields.
 
     RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
+                                              BwdInput → BwdWeight
 
 What an instruction needs and makes is said in `quintsched.dataflow`, and only there; what it does, in the
 handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule there, a handler there.
@@ -82,6 +83,16 @@ class Bwd(Compute):
 
 
 @dataclass(frozen=True, slots=True)
+class BwdInput(Compute):
+    """The half of a backward that makes the gradient of the input."""
+
+
+@dataclass(frozen=True, slots=True)
+class BwdWeight(Compute):
+    """The half of a backward that makes the gradient of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendGrad(Send):
     """Send the gradient of `stage`'s input."""
 
@@ -93,6 +104,14 @@ class AllReduceBucket(Instruction):
     stage: int
     bucket: int
     axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTied(Instruction):
+    """Add up the gradients of what several stages hold: `params` is "stage" for twins, which hold the same piece."""
+
+    params: str
+    stages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +137,22 @@ ALL: tuple[type[Instruction], ...] = (
     SendAct,
     RecvGrad,
     Bwd,
+    BwdInput,
+    BwdWeight,
     SendGrad,
+    SyncTied,
     AllReduceBucket,
     ShareMetrics,
     ClipGrad,
     OptStep,
 )
 """Every instruction there is."""
+
+BACKWARDS: tuple[type[Compute], ...] = (Bwd, BwdInput, BwdWeight)
+"""A backward, whole and in halves."""
+
+ENDS_BACKWARD: tuple[type[Compute], ...] = (Bwd, BwdWeight)
+"""What completes the weight gradient of a microbatch."""
 
 WHOLE_MESH: tuple[type[Instruction], ...] = (ShareMetrics, ClipGrad)
 """The collectives in which all pipeline ranks take part."""
@@ -135,7 +163,10 @@ SHORT: dict[type[Instruction], str] = {
     SendAct: "SA",
     RecvGrad: "RG",
     Bwd: "B",
+    BwdInput: "I",
+    BwdWeight: "W",
     SendGrad: "SG",
+    SyncTied: "tied",
     AllReduceBucket: "AR",
     ShareMetrics: "metrics",
     ClipGrad: "clip",

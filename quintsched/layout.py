@@ -22,7 +22,9 @@ class Route:
 class Layout:
     """Stages on ranks, routes of microbatches, and what happens to gradients.
 
-    `before` and `after` answer -1 where a route begins or ends.
+    `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
+    "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
+    holds; stages with the same piece are twins.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -30,6 +32,8 @@ class Layout:
     trains: bool
     reduces: bool
     buckets_per_stage: int
+    slices: int
+    stage_to_part: tuple[int, ...]
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -96,6 +100,16 @@ class Layout:
     def num_microbatches(self) -> int:
         """How many microbatches all routes have together."""
         return sum(len(route.microbatches) for route in self.routes)
+
+    @cached_property
+    def _holders(self) -> dict[int, tuple[int, ...]]:
+        parts = set(self.stage_to_part)
+        return {part: tuple(s for s, p in enumerate(self.stage_to_part) if p == part) for part in parts}
+
+    def twins(self, stage: int) -> tuple[int, ...]:
+        """All stages that hold the same piece of the model as `stage`, itself included; () where it is the only one."""
+        holders = self._holders[self.stage_to_part[stage]]
+        return holders if len(holders) > 1 else ()
 
     def rank_of(self, stage: int) -> int:
         """The pp rank that holds `stage`."""

@@ -5,30 +5,32 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from quintsched.columns import Columns, Ints
+from quintsched.columns import Columns
 from quintsched.costs import Costs
 from quintsched.dataflow import Kind
 from quintsched.events import first_maker
 from quintsched.instructions import Recv
 from quintsched.plan import Plan
 
+HELD = {Kind.SAVED: "activation", Kind.PENDING: "activation_after_input"}
+"""The values that count as activations, and which of the costs says how much each holds."""
+
 
 def peak_activations(plan: Plan, costs: Costs) -> tuple[float, ...]:
     """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs.
 
-    An activation is held from its forward to the end of its backward.
+    An activation is held from its forward to the end of its backward; between the halves of a backward, what
+    `activation_after_input` says still stands of it.
     """
-    columns, flows, chunks = plan.columns, plan.flows, plan.schedule.chunks
-    held = np.array([costs.of_chunk("activation", stage, chunks) for stage in range(len(plan.stage_to_pp))])
-
-    def change(rows: Ints, keys: Ints) -> npt.NDArray[np.float64]:
-        saved = flows.of_kind(keys, Kind.SAVED)
-        stages = keys[saved] // flows.num_numbers % flows.num_stages
-        return np.bincount(rows[saved], weights=held[stages], minlength=len(columns)).astype(np.float64)
-
-    made = change(flows.produces.rows, flows.produces.keys)
-    taken = change(flows.consumes.rows, flows.consumes.keys)
-    return tuple(peak / chunks for peak in _peaks(columns, made, taken))
+    columns, flows, parts = plan.columns, plan.flows, plan.schedule.parts
+    change = np.zeros(len(columns))
+    for kind, name in HELD.items():
+        held = np.array([costs.of_part(name, stage, parts) for stage in range(len(plan.stage_to_pp))])
+        for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
+            of_kind = flows.of_kind(uses.keys, kind)
+            stages = uses.keys[of_kind] // flows.num_numbers % flows.num_stages
+            change += sign * np.bincount(uses.rows[of_kind], weights=held[stages], minlength=len(columns))
+    return tuple(peak / parts for peak in _peaks(columns, change))
 
 
 def peak_receives(plan: Plan) -> tuple[int, ...]:
@@ -38,15 +40,12 @@ def peak_receives(plan: Plan) -> tuple[int, ...]:
     makers = first_maker(flows.produces, columns.rank, columns.rank[flows.consumes.rows], flows.consumes.keys)
     of_message = (makers >= 0) & received[makers]
     taken = np.bincount(flows.consumes.rows[of_message], minlength=len(columns))
-    return tuple(int(peak) for peak in _peaks(columns, received.astype(float), taken.astype(float)))
+    return tuple(int(peak) for peak in _peaks(columns, received.astype(float) - taken))
 
 
-def _peaks(columns: Columns, made: npt.NDArray[np.float64], taken: npt.NDArray[np.float64]) -> list[float]:
-    """Return each rank's peak of what is made in a row and taken after it."""
-    peaks = []
-    for rank in range(len(columns.first) - 1):
-        rows = columns.rows_of(rank)
-        here = slice(rows.start, rows.stop)
-        standing = np.cumsum(made[here]) - np.cumsum(np.r_[0.0, taken[here]])[:-1]
-        peaks.append(float(standing.max(initial=0.0)))
-    return peaks
+def _peaks(columns: Columns, change: npt.NDArray[np.float64]) -> list[float]:
+    """Return the peak on each rank of what `change` adds up to, row by row."""
+    return [
+        float(np.cumsum(change[rows.start : rows.stop]).max(initial=0.0))
+        for rows in map(columns.rows_of, range(len(columns.first) - 1))
+    ]

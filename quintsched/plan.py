@@ -44,6 +44,16 @@ class ScheduleSpec:
     slices: int = 1
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
+    @property
+    def num_units(self) -> int:
+        """What instructions count as microbatches: microbatches x slices."""
+        return self.microbatches * self.slices
+
+    @property
+    def parts(self) -> int:
+        """How many pieces the work of a rank on a microbatch is cut into: chunks x slices."""
+        return self.chunks * self.slices
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -60,6 +70,7 @@ class Plan:
     routes: tuple[Route, ...]
     buckets_per_stage: int
     programs: tuple[Program, ...]
+    stage_to_part: tuple[int, ...] | None = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -70,6 +81,8 @@ class Plan:
             trains=self.mode == "train",
             reduces=bool(self.mesh.replica_axes),
             buckets_per_stage=self.buckets_per_stage,
+            slices=self.schedule.slices,
+            stage_to_part=self.stage_to_part or tuple(range(len(self.stage_to_pp))),
         )
 
     @cached_property

@@ -40,7 +40,7 @@ class _ScheduleFile(_Strict):
     name: str = Field(min_length=1, max_length=200, pattern=r"^\P{C}*$")
     microbatches: Size
     chunks: Size
-    slices: Annotated[int, Field(ge=1, le=1)]
+    slices: Size
     options: dict[str, int | float | str | bool]
 
 
@@ -56,6 +56,7 @@ class _PlanFile(_Strict):
     schedule: _ScheduleFile
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
     stage_to_pp: list[Index] = Field(min_length=1)
+    stage_to_part: list[Index] | None = None
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
@@ -77,6 +78,7 @@ def dumps(plan: Plan) -> str:
         },
         "mesh": [list(axis) for axis in plan.mesh.axes],
         "stage_to_pp": list(plan.stage_to_pp),
+        **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
         "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
         "buckets_per_stage": plan.buckets_per_stage,
         "program_axes": ["pp"],
@@ -130,15 +132,18 @@ def _plan_of(file: _PlanFile) -> Plan:
     _refuse_absurd(file)
     routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
-        routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches)))]
+        routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches * schedule.slices)))]
     return Plan(
         mode=mode,
-        schedule=ScheduleSpec(schedule.name, schedule.microbatches, schedule.chunks, options=schedule.options),
+        schedule=ScheduleSpec(
+            schedule.name, schedule.microbatches, schedule.chunks, schedule.slices, options=schedule.options
+        ),
         mesh=mesh,
         stage_to_pp=tuple(file.stage_to_pp),
         routes=tuple(routes),
         buckets_per_stage=file.buckets_per_stage,
         programs=tuple(tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)),
+        stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
     )
 
 
@@ -147,9 +152,9 @@ def _refuse_absurd(file: _PlanFile) -> None:
     num_instructions = sum(map(len, file.programs))
     visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
-        visits = [(len(file.stage_to_pp), file.schedule.microbatches)]
+        visits = [(len(file.stage_to_pp), file.schedule.microbatches * file.schedule.slices)]
     forwards = sum(stages * microbatches for stages, microbatches in visits)
-    if max(forwards, file.schedule.microbatches) > num_instructions:
+    if max(forwards, file.schedule.microbatches * file.schedule.slices) > num_instructions:
         raise InputError(
             f"/programs: they hold {num_instructions} instructions, too few for {file.schedule.microbatches} "
             f"microbatches on {len(file.stage_to_pp)} stages"
@@ -196,8 +201,15 @@ def _read_axes(value: object, name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _read_name(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 200:
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a name of 1 to 200 printable letters")
+    return value
+
+
 _READERS: dict[str, Callable[[object, str], Any]] = {
     "int": _read_index,
+    "str": _read_name,
     "tuple[int, ...]": _read_indices,
     "tuple[str, ...]": _read_axes,
 }

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from quintsched.costs import Costs
 from quintsched.errors import UnsoundError
 from quintsched.events import PROFILES, Events, Run, build_graph
-from quintsched.instructions import Bwd, Compute, Fwd, Instruction, Message
+from quintsched.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd, Instruction, Message
 from quintsched.memory import peak_activations
 from quintsched.plan import Plan
 from quintsched.wellformed import malformations
@@ -117,14 +117,14 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     costs.check_stages(len(plan.stage_to_pp))
     for malformation in malformations(plan):
         raise UnsoundError(malformation.message)
-    events = Events.merge(plan.columns)
+    events = Events.merge(plan)
     durations = event_durations(plan, events, costs)
     run = build_graph(events, plan.flows, PROFILES["channel"]).run(durations.tolist())
     if not run.finished:
         plan.check().raise_if_unsound()
         raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
-    start = np.array(run.start)[events.of] / plan.schedule.chunks
-    end = (np.array(run.start) + durations)[events.of] / plan.schedule.chunks
+    start = np.array(run.start)[events.of] / plan.schedule.parts
+    end = (np.array(run.start) + durations)[events.of] / plan.schedule.parts
     return Simulation(
         plan=plan,
         unit=costs.unit,
@@ -139,12 +139,12 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
 
 
 def event_durations(plan: Plan, events: Events, costs: Costs) -> Times:
-    """Return how long each event takes, times the plan's chunks (so that whole numbers stay exact)."""
-    columns, chunks = plan.columns, plan.schedule.chunks
+    """Return how long each event takes, times the plan's chunks and slices (so that whole numbers stay exact)."""
+    columns, parts = plan.columns, plan.schedule.parts
     durations = np.zeros(len(columns))
-    durations[columns.are(Message)] = costs.p2p * chunks
+    durations[columns.are(Message)] = costs.p2p * parts
     for kind, names in COSTS_OF.items():
-        of_stage = [sum(costs.of_chunk(n, s, chunks) for n in names) for s in range(len(plan.stage_to_pp))]
+        of_stage = [sum(costs.of_part(n, s, parts) for n in names) for s in range(len(plan.stage_to_pp))]
         rows = columns.are(kind)
         durations[rows] = np.array(of_stage)[columns.stage[rows]]
     return durations[events.first_rows]
@@ -153,6 +153,8 @@ def event_durations(plan: Plan, events: Events, costs: Costs) -> Times:
 COSTS_OF: dict[type[Compute], tuple[str, ...]] = {
     Fwd: ("forward",),
     Bwd: ("backward_input", "backward_weight"),
+    BwdInput: ("backward_input",),
+    BwdWeight: ("backward_weight",),
 }
 """Which of the costs add up to each computation's."""
 
@@ -163,7 +165,7 @@ def _busy(plan: Plan, durations: Times) -> Iterator[float]:
     work = np.where(columns.are(Compute), durations, 0.0)
     for rank in range(len(plan.programs)):
         rows = columns.rows_of(rank)
-        yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.chunks
+        yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.parts
 
 
 def _spans(plan: Plan, start: Times, end: Times) -> Iterator[float]:

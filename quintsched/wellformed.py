@@ -41,7 +41,7 @@ def malformations(plan: Plan) -> Iterator[Malformation]:
 def _suspicious(columns: Columns, plan: Plan) -> Flags:
     """Which rows need a closer look: all but the computations and messages whose numbers are plainly right."""
     units = columns.are(ins.Compute, ins.Message)
-    stages, microbatches = len(plan.stage_to_pp), plan.schedule.microbatches
+    stages, microbatches = len(plan.stage_to_pp), plan.schedule.num_units
     fine = units & (columns.stage >= 0) & (columns.stage < stages) & (columns.unit >= 0) & (columns.unit < microbatches)
     rows = np.flatnonzero(fine)
     stage, unit = columns.stage[rows], columns.unit[rows]
@@ -70,8 +70,10 @@ def _head_faults(plan: Plan) -> Iterator[str]:
     if unvisited:
         yield f"no route visits stage {unvisited[0]}"
     routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
-    if routed != list(range(plan.schedule.microbatches)):
-        yield f"the routes must hold each of the {plan.schedule.microbatches} microbatches once"
+    if routed != list(range(plan.schedule.num_units)):
+        yield f"the routes must hold each of the {plan.schedule.num_units} microbatches once"
+    if plan.stage_to_part is not None and len(plan.stage_to_part) != len(plan.stage_to_pp):
+        yield f"stage_to_part names {len(plan.stage_to_part)} stages, but there are {len(plan.stage_to_pp)}"
 
 
 def _instruction_fault(instruction: ins.Instruction, plan: Plan, rank: int) -> str | None:
@@ -92,8 +94,8 @@ def _stage_fault(stage: int, plan: Plan, rank: int) -> str | None:
 def _unit_fault(i: ins.Compute | ins.Message, plan: Plan, rank: int) -> str | None:
     if fault := _stage_fault(i.stage, plan, rank):
         return fault
-    if not 0 <= i.microbatch < plan.schedule.microbatches:
-        return f"microbatch {i.microbatch} is out of range: there are {plan.schedule.microbatches}"
+    if not 0 <= i.microbatch < plan.schedule.num_units:
+        return f"microbatch {i.microbatch} is out of range: there are {plan.schedule.num_units}"
     if not plan.layout.visits(i.stage, i.microbatch):
         return f"the route of microbatch {i.microbatch} does not visit stage {i.stage}"
     return None
@@ -129,9 +131,19 @@ def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
     return next(filter(None, faults), None)
 
 
+def _tied_fault(i: ins.SyncTied, plan: Plan, rank: int) -> str | None:
+    known = all(0 <= stage < len(plan.stage_to_pp) for stage in i.stages)
+    if not known or i.params != "stage" or not i.stages or plan.layout.twins(i.stages[0]) != i.stages:
+        return 'it must name all twins of a stage in rising order, and params "stage"'
+    if rank not in {plan.stage_to_pp[stage] for stage in i.stages}:
+        return f"rank {rank} holds none of these stages"
+    return None
+
+
 _FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, Plan, int], str | None]], ...] = (
     (ins.Compute, _unit_fault),
     (ins.Message, _message_fault),
     (ins.AllReduceBucket, _bucket_fault),
+    (ins.SyncTied, _tied_fault),
     (ins.OptStep, _step_fault),
 )

@@ -1,6 +1,7 @@
 """The passes that turn a schedule's compute order into a whole plan, read from top to bottom.
 
-    order of computation ─▶ place_messages ─▶ reduce_buckets ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
+    order of computation ─▶ place_messages ─▶ sync_twins ─▶ reduce_buckets
+                         ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
 Each is a pure function Plan → Plan. `Pass.establishes` names the points of a sound plan that hold from then on.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from quintsched.passes.finish import clip_gradients, share_metrics, step_optimizer
 from quintsched.passes.messages import place_messages
-from quintsched.passes.reductions import reduce_buckets
+from quintsched.passes.reductions import reduce_buckets, sync_twins
 from quintsched.plan import Plan
 
 
@@ -27,6 +28,7 @@ class Pass:
 
 TRAIN_PASSES = (
     Pass("place-messages", place_messages, ("complete", "channels", "deadlock")),
+    Pass("sync-twins", sync_twins, ()),
     Pass("reduce-buckets", reduce_buckets, ()),
     Pass("share-metrics", share_metrics, ("collectives",)),
     Pass("clip-gradients", clip_gradients, ()),

@@ -39,7 +39,7 @@ BEFORE, COMPUTE, AFTER = 0, 1, 2
 def place_messages(plan: Plan) -> Plan:
     """Add sends and receives to a plan of computations; raises `UnsoundError` if these wait for each other."""
     columns = plan.columns
-    events = Events.merge(columns)
+    events = Events.merge(plan)
     graph = build_graph(events, plan.flows, PROFILES["channel"])
     durations = event_durations(plan, events, Costs())
     run = graph.run(durations.tolist())

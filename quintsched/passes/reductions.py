@@ -1,8 +1,9 @@
-"""Reduce gradients as early as the data allows: right after the stage's last backward.
+"""Add up gradients as early as the data allows: right after the stage's last backward.
 
     … Bwd(s, 7)  SendGrad(s, 7)  AllReduceBucket(s, 0) …
 
-The gradient for the previous stage goes first where it follows at once: another rank waits for it.
+The gradient for the previous stage goes first where it follows at once: another rank waits for it. The gradients of
+twins are added up first, at the end of the programs, in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quintsched.instructions import AllReduceBucket, Bwd, Instruction, SendGrad
+from quintsched.instructions import ENDS_BACKWARD, AllReduceBucket, Compute, Instruction, SendGrad, SyncTied
 from quintsched.plan import Plan, Program
+
+
+def sync_twins(plan: Plan) -> Plan:
+    """End every program with a `SyncTied` for each of its stages that has twins."""
+    layout = plan.layout
+    twins = sorted({layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()})
+    syncs = [SyncTied("stage", stages) for stages in twins]
+    return replace(
+        plan,
+        programs=tuple(
+            (*program, *(sync for sync in syncs if {*sync.stages} & {*layout.stages_of(rank)}))
+            for rank, program in enumerate(plan.programs)
+        ),
+    )
 
 
 def reduce_buckets(plan: Plan) -> Plan:
@@ -19,17 +34,33 @@ def reduce_buckets(plan: Plan) -> Plan:
     axes = plan.mesh.replica_axes
     if not axes:
         return plan
-    return replace(plan, programs=tuple(tuple(_with_reductions(p, plan, axes)) for p in plan.programs))
+    return replace(
+        plan, programs=tuple(tuple(_with_reductions(rank, p, plan, axes)) for rank, p in enumerate(plan.programs))
+    )
 
 
-def _with_reductions(program: Program, plan: Plan, axes: tuple[str, ...]) -> Iterator[Instruction]:
-    last = {i.stage: index for index, i in enumerate(program) if isinstance(i, Bwd)}
+def _with_reductions(rank: int, program: Program, plan: Plan, axes: tuple[str, ...]) -> Iterator[Instruction]:
+    complete = _completions(rank, program, plan)
     due: list[AllReduceBucket] = []
     for index, instruction in enumerate(program):
         if not isinstance(instruction, SendGrad):
             yield from due
             due = []
         yield instruction
-        if isinstance(instruction, Bwd) and last[instruction.stage] == index:
-            due += [AllReduceBucket(instruction.stage, b, axes) for b in range(plan.buckets_per_stage)]
+        for stage in complete.get(index, ()):
+            due += [AllReduceBucket(stage, bucket, axes) for bucket in range(plan.buckets_per_stage)]
     yield from due
+
+
+def _completions(rank: int, program: Program, plan: Plan) -> dict[int, list[int]]:
+    """Return which stages' gradients are complete after which instruction."""
+    last: dict[int, int] = {}
+    for index, i in enumerate(program):
+        if isinstance(i, ENDS_BACKWARD) and isinstance(i, Compute):
+            last[i.stage] = index
+        elif isinstance(i, SyncTied):
+            last |= {stage: index for stage in i.stages if plan.layout.rank_of(stage) == rank}
+    found: dict[int, list[int]] = {}
+    for stage, index in sorted(last.items()):
+        found.setdefault(index, []).append(stage)
+    return found

@@ -13,6 +13,7 @@ from quintsched.schedules.registry import (
     own_code,
     schedule,
 )
+from quintsched.schedules.zb_h1 import zb_h1
 
 __all__ = [
     "Order",
@@ -26,4 +27,5 @@ __all__ = [
     "one_f_one_b",
     "own_code",
     "schedule",
+    "zb_h1",
 ]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from quintsched.costs import Costs
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
 from quintsched.instructions import Compute
 from quintsched.placement import linear
@@ -24,6 +25,7 @@ Placement = Callable[[int, int], tuple[int, ...]]
 
 MAX_MICROBATCHES = 2**20
 MAX_CHUNKS = 2**12
+MAX_SLICES = 2**12
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class Shape:
     microbatches: int
     chunks: int
     stage_to_pp: tuple[int, ...]
+    slices: int = 1
+    """Pieces of a microbatch along the sequence; instructions then count slices."""
+    costs: Costs = field(default_factory=Costs)
+    """What to plan with, for schedules that search."""
+    memory_cap: float | None = None
+    """The most activations a rank may hold, in microbatches of a whole rank, for schedules that search."""
+
+    @property
+    def num_units(self) -> int:
+        """What instructions count: microbatches x slices."""
+        return self.microbatches * self.slices
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on `rank`, in rising order."""
@@ -58,6 +71,11 @@ class Schedule:
     placement: Placement = linear
     min_chunks: int = 1
     max_chunks: int = 1
+    max_slices: int = 1
+    searches: bool = False
+    """Whether the order depends on costs and a memory cap."""
+    bidirectional: bool = False
+    """Whether half of the microbatches go the other way: each piece of the model is then held twice."""
     constraint: Callable[[Shape], str | None] = lambda _shape: None
 
     @property
@@ -67,7 +85,15 @@ class Schedule:
             return str(self.min_chunks)
         return f"{self.min_chunks} or more"
 
-    def shape(self, pp: int, microbatches: int, chunks: int | None) -> Shape:
+    def shape(
+        self,
+        pp: int,
+        microbatches: int,
+        chunks: int | None,
+        slices: int = 1,
+        costs: Costs | None = None,
+        memory_cap: float | None = None,
+    ) -> Shape:
         """Return the checked shape for these sizes; `chunks` None takes the fewest.
 
         Raises `UsageError` for sizes that the schedule does not take, `UnsoundError` where its own code fails.
@@ -75,8 +101,12 @@ class Schedule:
         chunks = self.min_chunks if chunks is None else chunks
         _check_range(self.name, "microbatches", microbatches, 1, MAX_MICROBATCHES)
         _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
+        _check_range(self.name, "slices", slices, 1, self.max_slices)
+        if not self.searches and (costs is not None or memory_cap is not None):
+            raise UsageError(f"{self.name}: its order does not depend on costs or a memory cap; leave them out")
         with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
-            shape = Shape(pp, microbatches, chunks, self.placement(pp, chunks))
+            placed = self.placement(pp, chunks)
+            shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap)
             fault = self.constraint(shape)
         if fault:
             raise UsageError(f"{self.name}: {fault}")
@@ -118,6 +148,9 @@ def schedule(
     placement: Placement = linear,
     min_chunks: int = 1,
     max_chunks: int = 1,
+    max_slices: int = 1,
+    searches: bool = False,
+    bidirectional: bool = False,
     constraint: Callable[[Shape], str | None] = lambda _shape: None,
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
     """Register the decorated generator as a schedule; the fields are those of `Schedule`.
@@ -127,7 +160,20 @@ def schedule(
 
     def register(order: Callable[[int, Shape], Order]) -> Schedule:
         made = Schedule(
-            name, order, summary, bubble, memory, aliases, mode, placement, min_chunks, max_chunks, constraint
+            name=name,
+            order=order,
+            summary=summary,
+            bubble=bubble,
+            memory=memory,
+            aliases=aliases,
+            mode=mode,
+            placement=placement,
+            min_chunks=min_chunks,
+            max_chunks=max_chunks,
+            max_slices=max_slices,
+            searches=searches,
+            bidirectional=bidirectional,
+            constraint=constraint,
         )
         for taken in (name, *aliases):
             _refuse_second(taken, order)

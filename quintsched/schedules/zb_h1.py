@@ -1,0 +1,30 @@
+"""ZB-H1 (Qi et al. 2023, arXiv:2401.10241): 1F1B whose weight halves fill the bubble, in the memory of 1F1B.
+
+rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 …
+rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 …      weight halves come `rank` microbatches late
+"""
+
+from quintsched.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.schedules.registry import Order, Shape, schedule
+
+
+@schedule(
+    "zb-h1",
+    aliases=("zb-1p",),
+    summary="1F1B with split backwards; weight halves fill the bubble",
+    bubble="(P-1)(F+I-W)",
+    memory="min(P, M)",
+)
+def zb_h1(rank: int, shape: Shape) -> Order:
+    """Yield 1F1B with each weight half `rank` microbatches after its input half, so that P activations stand."""
+    warmup, late, microbatches = min(shape.pp - rank - 1, shape.microbatches), rank, shape.microbatches
+    for microbatch in range(warmup):
+        yield Fwd(rank, microbatch)
+    for k in range(microbatches):
+        if warmup + k < microbatches:
+            yield Fwd(rank, warmup + k)
+        yield BwdInput(rank, k)
+        if k >= late:
+            yield BwdWeight(rank, k - late)
+    for microbatch in range(max(microbatches - late, 0), microbatches):
+        yield BwdWeight(rank, microbatch)
