@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -40,8 +40,8 @@ class Manifest(BaseModel):
     """What a checkpoint says of itself; `progress` is where the training stood."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    format: str = "quintsched.checkpoint"
-    version: int = 1
+    format: Literal["quintsched.checkpoint"] = "quintsched.checkpoint"
+    version: Literal[1] = 1
     step: int
     plan_sha256: str
     mesh: str
@@ -115,7 +115,8 @@ class Checkpoints:
         return self.directory / f"step-{step:08d}"
 
     def _complete_steps(self) -> list[int]:
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.directory.glob(f"step-*/{MANIFEST}"))
+        names = (path.parent.name.removeprefix("step-") for path in self.directory.glob(f"step-*/{MANIFEST}"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _file_name(rank: int) -> str:

@@ -29,7 +29,7 @@ from .interpreter import Interpreter
 from .job import require_world
 from .machine import Batch, Clock, LossFn, Machine, MetricFn
 from .shapes import agree, find_shapes, tell_spec
-from .stages import build_stages, cut
+from .stages import build_stages, cut, require_separate
 from .state import full_weights, load_state, state_of
 from .transport import LocalTransport, LocalWorld, Transport, Work, connect
 
@@ -136,7 +136,10 @@ class Engine:
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
         self._blocks = blocks
-        self._cuts = cut(block_costs or estimate_costs(blocks), plan.layout)
+        if block_costs is not None and len(block_costs) != len(blocks):
+            raise UsageError(f"there are {len(block_costs)} block_costs for {len(blocks)} blocks")
+        self._cuts = cut(estimate_costs(blocks) if block_costs is None else block_costs, plan.layout)
+        require_separate(blocks, self._cuts, self._groups.tensor)
         self._dtype = dtype
         device = self.transport.device
         self.stages = build_stages(
@@ -264,7 +267,7 @@ class Engine:
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
         inputs = tell_spec(own, source, self._groups.pipeline, device)
-        specs = find_shapes(self._blocks, inputs, batch.extras[0], self._groups.world, device)
+        specs = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
         machine = Machine(
             plan=plan,
             pp_rank=self._pp_rank,

@@ -22,7 +22,7 @@ from .groups import MeshGroups
 from .stages import Stage
 from .transport import Transport, Work
 
-LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Tensor, Tensor], Tensor]
 
 SENDS_KEPT = 4
@@ -51,34 +51,47 @@ class Clock:
     """Adds up the time a rank computes. On a GPU, where the host runs ahead, it measures by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = [] if device.type == "cuda" else None
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] | None = (
+            deque() if device.type == "cuda" else None
+        )
         self._seconds = 0.0
         self._since = 0.0
+        self._began: torch.cuda.Event | None = None
 
     def start(self) -> None:
         """Begin a stretch of computation."""
         if self._events is None:
             self._since = time.perf_counter()
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        self._events.append((begin, end))
+        else:
+            self._began = _event_now()
 
     def stop(self) -> None:
         """End the stretch that `start` began."""
         if self._events is None:
             self._seconds += time.perf_counter() - self._since
-        else:
-            self._events[-1][1].record()
+        elif self._began is not None:
+            self._events.append((self._began, _event_now()))
+            while self._events and self._events[0][1].query():
+                self._add_oldest(self._events)
 
     def read_s(self) -> float:
         """Return the seconds since the last reading; on a GPU this waits for the work to end."""
         if self._events:
             self._events[-1][1].synchronize()
-            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
-            self._events.clear()
+            while self._events:
+                self._add_oldest(self._events)
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _add_oldest(self, events: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
+        begin, end = events.popleft()
+        self._seconds += begin.elapsed_time(end) / 1000
+
+
+def _event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass
@@ -154,6 +167,8 @@ class Machine:
         self.tally = torch.zeros_like(self.tally)
         self.shared = self.norm = None
         self.skipped = False
+        if self.trains and self.gradients is not None:
+            self.gradients.attach()
 
     def weight(self) -> Tensor:
         """Return the batch's total loss weight, waiting until it is known."""

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from quintsched.errors import MisfitError
 from quintsched.layout import Layout
 from quintsched.partition import partition
 
 from .blocks import Block, Blocks, accepted_extras, build_block, split_output
 from .groups import MeshGroups
 from .tensor_parallel import apply_tensor_parallel
+from .transport import Group
 
 BlockBuilder = Callable[[Block, int], nn.Module]
 
@@ -73,6 +75,24 @@ def build_stages(
     return {
         stage: Stage(stage, {number: build(number) for number in cuts[stage]}) for stage in layout.stages_of(pp_rank)
     }
+
+
+def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> None:
+    """Raise `MisfitError` for a weight that modules of several stages hold, or several modules that are cut.
+
+    Each stage trains what it holds, and each block is cut by itself: the copies would part silently.
+    """
+    homes: dict[int, tuple[int, int]] = {}
+    for stage, numbers in enumerate(cuts):
+        for number in numbers:
+            block = blocks[number]
+            for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+                first_stage, first = homes.setdefault(id(parameter), (stage, number))
+                if first != number and (first_stage != stage or tensor.size > 1):
+                    raise MisfitError(
+                        f"blocks {first} and {number} share the weight {name!r}; a weight may be shared by blocks of "
+                        f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage})"
+                    )
 
 
 def _same_everywhere(tensor: Tensor, groups: MeshGroups) -> None:

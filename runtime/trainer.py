@@ -13,13 +13,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, MisfitError
 from quintsched.plan import Plan
+from quintsched.strictjson import describe_faults
 
 from .blocks import Blocks, estimate_costs, measure_costs
 from .checkpoint import Checkpoints
@@ -35,18 +38,27 @@ from .transport import Group, Transport
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-@dataclass
+def _nan_for_null(value: object) -> object:
+    """JSON has no NaN: a sum that was not finite comes back from a checkpoint as null."""
+    return math.nan if value is None else value
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
     """Where a training stands; all that a checkpoint needs besides the engine's state."""
 
+    epoch_batches: int
     step: int = 0
     epoch: int = 0
     batch: int = 0
     best: float | None = None
     epochs_without_gain: int = 0
     stopped: bool = False
-    totals: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
     history: list[Record] = field(default_factory=list)
+
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 class Trainer:
@@ -92,7 +104,7 @@ class Trainer:
         self._checkpoints = (
             Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
         )
-        self.progress = Progress()
+        self.progress = Progress(self._train_batches.num_batches)
 
     def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float]:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all."""
@@ -126,6 +138,7 @@ class Trainer:
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
         window = _Window(self.job.log.every)
+        self.engine.clock.read_s()  # what validation computed is none of the window's
         began, first_batch = time.perf_counter(), progress.batch
         totals = _Sums(progress.totals)
         for result in self._steps():
@@ -133,7 +146,7 @@ class Trainer:
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
-            if self.job.checkpoint.every and progress.step % self.job.checkpoint.every == 0:
+            if self._is_due() and progress.batch < self._train_batches.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
         steps = progress.batch - first_batch
@@ -207,8 +220,13 @@ class Trainer:
             f"{validation['accuracy']:.2%}  {record['samples_per_s']:.0f} samples/s"
         )
         self._watch_for_gain(validation["loss"])
-        if self.job.checkpoint.every == 0 or progress.stopped or progress.epoch == self.job.train.epochs:
+        if self._is_due() or progress.stopped or progress.epoch == self.job.train.epochs:
             self._save()
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint is due after this step, or at this end of an epoch."""
+        every, progress = self.job.checkpoint.every, self.progress
+        return progress.step % every == 0 if every else progress.batch == 0
 
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over the whole validation split, the same on every rank."""
@@ -221,7 +239,7 @@ class Trainer:
     def _watch_for_gain(self, loss: float) -> None:
         """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
         progress, patience = self.progress, self.job.train.patience
-        if progress.best is None or loss < progress.best:
+        if math.isfinite(loss) and (progress.best is None or loss < progress.best):
             progress.best, progress.epochs_without_gain = loss, 0
         else:
             progress.epochs_without_gain += 1
@@ -241,13 +259,17 @@ class Trainer:
         if step < 0 or self._checkpoints is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
             return
-        progress = self._checkpoints.load(self.engine, step)
+        saved, where = self._checkpoints.load(self.engine, step), self._checkpoints.directory
         try:
-            self.progress = Progress(**progress)
-        except TypeError as error:
-            raise InputError(
-                f"{self._checkpoints.directory}: the checkpoint's progress cannot be read: {error}"
-            ) from error
+            progress = _PROGRESS.validate_python(saved)
+        except ValidationError as error:
+            raise InputError(f"{where}: the checkpoint's progress: {describe_faults(error)}") from error
+        if progress.epoch_batches != self.progress.epoch_batches:
+            raise MisfitError(
+                f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
+                f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
+            )
+        self.progress = progress
         self._reporter.say(f"resumed after step {step}")
 
 
