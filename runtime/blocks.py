@@ -70,12 +70,11 @@ def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None)
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
 
 
-def accepted_extras(block: nn.Module, extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of the `extras` that the block's `forward` takes by name."""
+def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
+    """Return which of a step's extras the block's `forward` takes by name, as a function of the name."""
     parameters = inspect.signature(block.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return dict(extras)
-    return {name: extras[name] for name in extras if name in parameters}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return lambda name: takes_all or name in parameters
 
 
 def split_output(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -138,8 +137,10 @@ def trace_shapes(
     specs = []
     for number, block in enumerate(blocks):
         module = _on_meta(block)
+        accepts = accepted_extras(module)
+        taken = {name: extra for name, extra in beside.items() if accepts(name)}
         try:
-            given, _ = split_output(_call_on_meta(module, given, accepted_extras(module, beside), dtype))
+            given, _ = split_output(_call_on_meta(module, given, taken, dtype))
         except Exception as error:
             raise MisfitError(
                 f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "

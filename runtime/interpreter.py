@@ -73,11 +73,9 @@ def _loss(machine: Machine, unit: int, output: Tensor) -> Tensor:
     targets = machine.batch.targets[unit]
     found = machine.loss_fn(output, targets)
     loss, weight = found if isinstance(found, tuple) else (found, 1.0)
-    machine.tally[0] += loss.detach()
-    machine.tally[1] += weight.detach() if isinstance(weight, Tensor) else weight
     with torch.no_grad():
-        for number, metric in enumerate(machine.metrics.values(), start=2):
-            machine.tally[number] += metric(output, targets)
+        figures = [loss, weight, *(metric(output, targets) for metric in machine.metrics.values())]
+        machine.tally += torch.stack([torch.as_tensor(f, device=loss.device).to(torch.float64) for f in figures])
     return loss
 
 

@@ -26,7 +26,10 @@ LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Tensor, Tensor], Tensor]
 
 SENDS_KEPT = 4
-"""How many sends of a channel may be under way; the next one first waits for the oldest of them."""
+"""How many sends of a channel may be under way; the next one first waits for the oldest of them.
+
+That wait is free of deadlock only for plans that are so under the `blocking` profile; for others nothing is awaited.
+"""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Machine:
     gradients: Gradients | None = None
     optimizers: Mapping[tuple[int, ...], Optimizer] = field(default_factory=dict)
     clip: float | None = None
+    sends_kept: int | None = SENDS_KEPT
     batch: Batch = field(default_factory=lambda: Batch((), (), ()))
     values: dict[Value, Tensor] = field(default_factory=dict)
     arrivals: dict[Value, Work] = field(default_factory=dict)
@@ -149,7 +153,7 @@ class Machine:
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Send without blocking; of older sends of the channel only the last few may still be under way."""
         channel = self.sent.setdefault(peer, deque())
-        if len(channel) >= SENDS_KEPT:
+        if self.sends_kept is not None and len(channel) >= self.sends_kept:
             channel.popleft()[0].wait()
         channel.append((self.transport.send(tensor, peer, tag), tensor))
 
@@ -162,7 +166,10 @@ class Machine:
             )
 
     def begin(self, batch: Batch) -> None:
-        """Start a step on `batch`."""
+        """Start a step on `batch`. What was sent in the step before has been received by now: let go of it."""
+        for channel in self.sent.values():
+            while channel:
+                channel.popleft()[0].wait()
         self.batch = batch
         self.tally = torch.zeros_like(self.tally)
         self.shared = self.norm = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,10 +25,11 @@ from quintsched.plan import Plan
 from quintsched.strictjson import describe_faults
 
 from .blocks import Blocks, estimate_costs, measure_costs
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, remembered
 from .config import JobConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from .engine import Engine, StepResult
+from .figures import Sums, Window
 from .history import Record, Reporter
 from .losses import correct_sum, cross_entropy_sum
 from .models import build_model
@@ -114,9 +115,16 @@ class Trainer:
         if transport.rank == 0:
             samples = self.job.train.batch_size // self.plan.schedule.microbatches
             example = torch.zeros(max(samples, 1), *spec.input_shape, dtype=DTYPES[self.job.runtime.precision])
-            costs += torch.tensor(measure_costs(blocks, example.to(transport.device)), device=transport.device)
+            measured = self._remembered_costs(lambda: measure_costs(blocks, example.to(transport.device)))
+            costs += torch.tensor(measured, device=transport.device)
         _world(self.plan, transport).broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
+
+    def _remembered_costs(self, measure: Callable[[], list[float]]) -> list[float]:
+        """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+        if self.job.checkpoint.dir is None:
+            return measure()
+        return remembered(Path(self.job.checkpoint.dir) / "block_costs.json", measure)
 
     @property
     def total_steps(self) -> int:
@@ -137,10 +145,10 @@ class Trainer:
         progress, reporter = self.progress, self._reporter
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
-        window = _Window(self.job.log.every)
+        window = Window(self.job.log.every)
         self.engine.clock.read_s()  # what validation computed is none of the window's
         began, first_batch = time.perf_counter(), progress.batch
-        totals = _Sums(progress.totals)
+        totals = Sums(progress.totals)
         for result in self._steps():
             totals.add(result)
             reporter.advance()
@@ -179,7 +187,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-    def _step_record(self, window: _Window, result: StepResult) -> Record:
+    def _step_record(self, window: Window, result: StepResult) -> Record:
         """Return the figures of the last steps; collective, for the bubble."""
         seconds, sums = window.take()
         busy = self.engine.busy_share(seconds)
@@ -230,7 +238,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over the whole validation split, the same on every rank."""
-        totals = _Sums({})
+        totals = Sums({})
         for indices in self._validation_batches.batches(0):
             totals.add(self.engine.evaluate(*self._share(self._validation_split, indices)))
         sums = totals.read()
@@ -271,47 +279,6 @@ class Trainer:
             )
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
-
-
-class _Sums:
-    """Sums of results over batches; they stay tensors until they are read."""
-
-    def __init__(self, start: dict[str, float]) -> None:
-        self._start = start
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, result: StepResult) -> None:
-        """Add a batch's sums."""
-        for name, value in result.sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def read(self) -> dict[str, float]:
-        """Return the sums as numbers."""
-        return {name: self._start.get(name, 0.0) + value.item() for name, value in self._sums.items()}
-
-
-class _Window:
-    """The last `every` steps: their sums and how long they took."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._restart()
-
-    def _restart(self) -> None:
-        self._steps, self._began, self._sums = 0, time.perf_counter(), _Sums({})
-
-    def add(self, result: StepResult) -> bool:
-        """Add a step; whether the window is full."""
-        self._sums.add(result)
-        self._steps += 1
-        return self._steps == self.every
-
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Return (seconds, sums) and begin anew."""
-        sums = self._sums.read()
-        seconds = time.perf_counter() - self._began
-        self._restart()
-        return seconds, sums
 
 
 def _needs_data(plan: Plan, rank: int) -> bool:
