@@ -378,7 +378,7 @@ def test_evaluation_leaves_frozen_blocks_in_evaluation_mode() -> None:
 
 
 def fill_then_drain(units: int) -> qs.Plan:
-    """Stages on ranks 0, 1, 2, 0: rank 0 sends all activations before it takes any. Free of deadlock, not `blocking`."""
+    """Stages on ranks 0, 1, 2, 0; rank 0 sends all activations before it takes any: not free under `blocking`."""
     first: list[Instruction] = [i for u in range(units) for i in (Fwd(0, u), SendAct(0, u, 1))]
     second: list[Instruction] = []
     third: list[Instruction] = []
