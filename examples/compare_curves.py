@@ -38,11 +38,11 @@ def main() -> None:
 
     names = [log.stem for log in arguments.logs]
     width = max(10, *map(len, names))
-    height = max((loss for loss in first.values() if loss > 0), default=1.0)
+    height = max((loss for loss in first.values() if 0 < loss < math.inf), default=1.0)
     print(f"{'step':>6}  {names[0]:>{width}}  {names[1]:>{width}}  {'difference':>10}")
     for step in steps:
         a, b = first[step], second[step]
-        bar = "█" * round(BAR * a / height) if a > 0 else ""
+        bar = "█" * round(BAR * a / height) if 0 < a < math.inf else ""
         print(f"{step:>6}  {a:>{width}.6f}  {b:>{width}.6f}  {abs(a - b):>10.1e}  {bar}")
 
     worst = max(steps, key=lambda step: relative(first[step], second[step]))
@@ -55,7 +55,8 @@ def relative(a: float, b: float) -> float:
     """Return |a - b| / |b|; infinite where that is not a number."""
     if a == b:
         return 0.0
-    return math.inf if b == 0 or math.isnan(a - b) else abs(a - b) / abs(b)
+    ratio = abs(a - b) / abs(b) if b else math.inf
+    return math.inf if math.isnan(ratio) else ratio
 
 
 if __name__ == "__main__":

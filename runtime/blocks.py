@@ -70,12 +70,11 @@ def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None)
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
 
 
-def accepted_extras(block: nn.Module, extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of the `extras` that the block's `forward` takes by name."""
+def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
+    """Return which of a step's extras the block's `forward` takes by name, as a function of the name."""
     parameters = inspect.signature(block.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return dict(extras)
-    return {name: extras[name] for name in extras if name in parameters}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return lambda name: takes_all or name in parameters
 
 
 def split_output(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -125,18 +124,23 @@ def _now_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def trace_shapes(blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec]) -> list[TensorSpec]:
+def trace_shapes(
+    blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec], dtype: torch.dtype | None = None
+) -> list[TensorSpec]:
     """Return the spec of every block's output for one microbatch, found on the meta device: no data, no memory.
 
+    `dtype` is that of the weights; None leaves them as they are built.
     Raises `MisfitError` that names the block that cannot take what the one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
     specs = []
     for number, block in enumerate(blocks):
-        module = _on_meta(block, inputs.dtype if inputs.dtype.is_floating_point else None)
+        module = _on_meta(block)
+        accepts = accepted_extras(module)
+        taken = {name: extra for name, extra in beside.items() if accepts(name)}
         try:
-            given, _ = split_output(_call_on_meta(module, given, accepted_extras(module, beside)))
+            given, _ = split_output(_call_on_meta(module, given, taken, dtype))
         except Exception as error:
             raise MisfitError(
                 f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "
@@ -146,16 +150,20 @@ def trace_shapes(blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, Tensor
     return specs
 
 
-def _on_meta(block: Block, dtype: torch.dtype | None = None) -> nn.Module:
+def _on_meta(block: Block) -> nn.Module:
     if isinstance(block, nn.Module):
         return block
     with seeded(0, 0), torch.device("meta"):
-        built = block()
-    return built.to(dtype) if dtype else built
+        return block()
 
 
-def _call_on_meta(module: nn.Module, given: Tensor, extras: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-    weights = {name: t.to("meta") for name, t in (*module.named_parameters(), *module.named_buffers())}
+def _call_on_meta(
+    module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    weights = {
+        name: t.to("meta", dtype if t.is_floating_point() else None)
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    }
     with torch.no_grad():
         output: Tensor | tuple[Tensor, Tensor] = torch.func.functional_call(module, weights, (given,), extras)
     return output

@@ -10,13 +10,14 @@ file's SHA-256, and nothing in a checkpoint is ever resolved to code.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -40,8 +41,8 @@ class Manifest(BaseModel):
     """What a checkpoint says of itself; `progress` is where the training stood."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    format: str = "quintsched.checkpoint"
-    version: int = 1
+    format: Literal["quintsched.checkpoint"] = "quintsched.checkpoint"
+    version: Literal[1] = 1
     step: int
     plan_sha256: str
     mesh: str
@@ -81,8 +82,10 @@ class Checkpoints:
             progress=dict(progress),
         )
         _write(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        for old in self._complete_steps()[: -self.keep]:
-            shutil.rmtree(self._folder(old))
+        kept = self._complete_steps()[-self.keep :]
+        for other in self._steps():
+            if other not in kept and other < step:
+                shutil.rmtree(self._folder(other))
 
     def latest(self) -> int | None:
         """Return the step of the latest complete checkpoint, or None."""
@@ -114,8 +117,27 @@ class Checkpoints:
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
+    def _steps(self) -> list[int]:
+        """The steps of all checkpoints, interrupted ones included, in rising order."""
+        names = (path.name.removeprefix("step-") for path in self.directory.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
     def _complete_steps(self) -> list[int]:
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.directory.glob(f"step-*/{MANIFEST}"))
+        return [step for step in self._steps() if (self._folder(step) / MANIFEST).exists()]
+
+
+def remembered(path: Path, measure: Callable[[], list[float]]) -> list[float]:
+    """Return the numbers in the file at `path`; where there is none, those of `measure`, and write them there."""
+    if path.exists():
+        found = parse_strict(_read(path))
+        if not isinstance(found, list) or not all(isinstance(number, float) for number in found):
+            raise InputError(f"{path}: it must hold a list of numbers; remove it to measure anew")
+        return found
+    numbers = measure()
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, json.dumps(numbers).encode())
+    return numbers
 
 
 def _file_name(rank: int) -> str:

@@ -119,7 +119,7 @@ class TrainConfig(Settings):
     clip: float | None = Field(default=None, gt=0)
     """The largest global norm of the gradient; longer ones are scaled down to it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Fixes the initial weights, the order of the samples and the random masks."""
+    """Fixes the initial weights and the order of the samples."""
     patience: int | None = Field(default=None, ge=1)
     """Epochs without a better validation loss after which training stops."""
 

@@ -27,9 +27,9 @@ from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
 from .job import require_world
-from .machine import Batch, Clock, LossFn, Machine, MetricFn
+from .machine import SENDS_KEPT, Batch, Clock, LossFn, Machine, MetricFn
 from .shapes import agree, find_shapes, tell_spec
-from .stages import build_stages, cut
+from .stages import build_stages, cut, require_separate
 from .state import full_weights, load_state, state_of
 from .transport import LocalTransport, LocalWorld, Transport, Work, connect
 
@@ -129,14 +129,21 @@ class Engine:
         )
         self.transport = transport or connect_for(plan, timeout_s)
         require_world(plan, self.transport.world_size)
-        plan.check(profile=self.transport.profile).raise_if_unsound()
+        if plan.mesh.axis_size("cp") > 1:
+            raise UsageError(f"mesh {plan.mesh}: plans with cp can be compiled and simulated, but not run yet")
+        verdict = plan.check(profile=self.transport.profile)
+        verdict.raise_if_unsound()
+        self._sends_kept = SENDS_KEPT if verdict.profiles["blocking"] else None
         self._rank = self.transport.rank
         self._groups = make_groups(plan.mesh, self.transport)
         open_channels([plan, self._evaluation_plan], self.transport)
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
         self._blocks = blocks
-        self._cuts = cut(block_costs or estimate_costs(blocks), plan.layout)
+        if block_costs is not None and len(block_costs) != len(blocks):
+            raise UsageError(f"there are {len(block_costs)} block_costs for {len(blocks)} blocks")
+        self._cuts = cut(estimate_costs(blocks) if block_costs is None else block_costs, plan.layout)
+        require_separate(blocks, self._cuts, self._groups.tensor)
         self._dtype = dtype
         device = self.transport.device
         self.stages = build_stages(
@@ -146,6 +153,7 @@ class Engine:
         self._loss_fn, self._metrics, self._clip = loss_fn, dict(metrics or {}), clip
         self._gradients = self._make_gradients(bucket_mb)
         self.optimizers = self._make_optimizers(optimizer)
+        self._broken = False
         self._training: Interpreter | None = None
         self._evaluation: Interpreter | None = None
 
@@ -219,22 +227,25 @@ class Engine:
         batch = self._batch(inputs, targets, extras)
         if self._evaluation is None:
             self._evaluation = self._resolve(self._evaluation_plan, batch)
-        self._train_mode(False)
+        trained = [module for stage in self.stages.values() for module in stage.modules() if module.training]
         try:
+            for stage in self.stages.values():
+                stage.eval()
             with torch.no_grad():
                 return self._run(self._evaluation, batch)
         finally:
-            self._train_mode(True)
-
-    def _train_mode(self, on: bool) -> None:
-        for stage in self.stages.values():
-            stage.train(on)
+            for module in trained:
+                module.training = True
 
     def _run(self, interpreter: Interpreter, batch: Batch) -> StepResult:
         machine = interpreter.machine
+        if self._broken:
+            raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         for microbatch in batch.inputs[:1]:
             machine.require_input(microbatch)
+        self._broken = True
         interpreter.run(batch)
+        self._broken = False
         assert machine.shared is not None
         return StepResult(machine.tally, machine.shared, tuple(self._metrics), machine.norm, machine.skipped)
 
@@ -255,7 +266,7 @@ class Engine:
         if tensor.dim() == 0 or tensor.shape[0] % count or not tensor.shape[0]:
             raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
         dtype = self._dtype if name == "inputs" and tensor.is_floating_point() else None
-        moved = tensor.to(self.transport.device, dtype, non_blocking=True)
+        moved = tensor.to(self.transport.device, dtype, non_blocking=tensor.device.type == "cpu")
         return list(moved.split(tensor.shape[0] // count))
 
     def _resolve(self, plan: Plan, batch: Batch) -> Interpreter:
@@ -264,7 +275,7 @@ class Engine:
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
         inputs = tell_spec(own, source, self._groups.pipeline, device)
-        specs = find_shapes(self._blocks, inputs, batch.extras[0], self._groups.world, device)
+        specs = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
         machine = Machine(
             plan=plan,
             pp_rank=self._pp_rank,
@@ -280,6 +291,7 @@ class Engine:
             gradients=self._gradients,
             optimizers=self.optimizers,
             clip=self._clip,
+            sends_kept=self._sends_kept,
         )
         return Interpreter(machine, self._rank)
 

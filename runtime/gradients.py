@@ -34,8 +34,15 @@ class Piece:
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         self.missing = len(parameters)
         self.ready = False
-        for parameter, view in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = view.view_as(parameter)
+        views = self.flat.split([p.numel() for p in parameters])
+        self.views = [view.view_as(parameter) for parameter, view in zip(parameters, views, strict=True)]
+        self.attach()
+
+    def attach(self) -> None:
+        """Let every parameter's gradient be its view, also where `zero_grad` took it away."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
 
 
 class Gradients:
@@ -62,7 +69,12 @@ class Gradients:
         self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
         self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ())]
         self._launched: list[Work] = []
-        self._counted = [p.grad for piece in self._pieces for p in piece.parameters if self._counts(p)]
+        self._counted = [
+            view
+            for piece in self._pieces
+            for parameter, view in zip(piece.parameters, piece.views, strict=True)
+            if self._counts(parameter)
+        ]
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter in the global norm: of tensor-parallel copies, one does."""
@@ -78,6 +90,11 @@ class Gradients:
 
         for parameter in piece.parameters:
             parameter.register_post_accumulate_grad_hook(arrived)
+
+    def attach(self) -> None:
+        """See to it that backwards add to the pieces, whatever was done to the parameters between steps."""
+        for piece in self._pieces:
+            piece.attach()
 
     def start_last_backward(self, stage: int) -> None:
         """Let the pieces of `stage` be launched as soon as the backward that follows has filled them."""
@@ -109,7 +126,7 @@ class Gradients:
 
     def global_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient: 0-dimensional, float64, the same on every rank."""
-        total = get_total_norm([grad for grad in self._counted if grad is not None])
+        total = get_total_norm(self._counted)
         square = total.to(self._device, torch.float64).square()
         self._groups.model.all_reduce(square).wait()
         return square.sqrt()

@@ -37,10 +37,14 @@ class Reporter:
                 raise UsageError(f"{path}: cannot write the log: {error.strerror}") from error
 
     def record(self, record: Mapping[str, object]) -> None:
-        """Write one record to the log."""
-        if self._file is not None:
+        """Write one record to the log; raises `UsageError` if that fails."""
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n")
             self._file.flush()
+        except OSError as error:
+            raise UsageError(f"{self._file.name}: cannot write the log: {error.strerror}") from error
 
     def say(self, line: str) -> None:
         """Tell people something."""

@@ -51,7 +51,7 @@ def bind_fwd(machine: Machine, instruction: ins.Fwd) -> Call:
         output, auxiliary = stage(given, machine.batch.extras[unit])
         if auxiliary is not None:
             machine.tally[0] += auxiliary.detach()
-        output = finish(output)
+        output = finish(output if saved is not None else _apart(output, given))
         if saved is not None:
             machine.saved[saved] = Saved(given, output, auxiliary)
         machine.clock.stop()
@@ -72,12 +72,10 @@ def _loss(machine: Machine, unit: int, output: Tensor) -> Tensor:
     """Return the summed loss of a microbatch, and add loss, weight and metrics to the tally."""
     targets = machine.batch.targets[unit]
     found = machine.loss_fn(output, targets)
-    loss, weight = found if isinstance(found, tuple) else (found, torch.ones((), device=found.device))
-    machine.tally[0] += loss.detach()
-    machine.tally[1] += weight.detach()
+    loss, weight = found if isinstance(found, tuple) else (found, 1.0)
     with torch.no_grad():
-        for number, metric in enumerate(machine.metrics.values(), start=2):
-            machine.tally[number] += metric(output, targets)
+        figures = [loss, weight, *(metric(output, targets) for metric in machine.metrics.values())]
+        machine.tally += torch.stack([torch.as_tensor(f, device=loss.device).to(torch.float64) for f in figures])
     return loss
 
 
@@ -111,10 +109,19 @@ def bind_bwd(machine: Machine, instruction: ins.Bwd) -> Call:
         _backward(kept, gradient)
         gradients.end_last_backward()
         if made is not None:
-            machine.values[made] = kept.given.grad if kept.given.grad is not None else torch.zeros_like(kept.given)
+            found = kept.given.grad if kept.given.grad is not None else torch.zeros_like(kept.given)
+            machine.values[made] = found if gradient is None else _apart(found, gradient)
         machine.clock.stop()
 
     return run
+
+
+def _apart(made: Tensor, taken: Tensor) -> Tensor:
+    """Return what was made, copied where it lies in the memory of what was taken (a stage that only reshapes).
+
+    That memory may be a receive buffer, which serves again while what was made is still being sent.
+    """
+    return made.clone() if made.untyped_storage().data_ptr() == taken.untyped_storage().data_ptr() else made
 
 
 def _backward(kept: Saved, gradient: Tensor | None) -> None:

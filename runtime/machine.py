@@ -22,11 +22,14 @@ from .groups import MeshGroups
 from .stages import Stage
 from .transport import Transport, Work
 
-LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Tensor, Tensor], Tensor]
 
 SENDS_KEPT = 4
-"""How many sends of a channel may be under way; the next one first waits for the oldest of them."""
+"""How many sends of a channel may be under way; the next one first waits for the oldest of them.
+
+That wait is free of deadlock only for plans that are so under the `blocking` profile; for others nothing is awaited.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,34 +54,47 @@ class Clock:
     """Adds up the time a rank computes. On a GPU, where the host runs ahead, it measures by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = [] if device.type == "cuda" else None
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] | None = (
+            deque() if device.type == "cuda" else None
+        )
         self._seconds = 0.0
         self._since = 0.0
+        self._began: torch.cuda.Event | None = None
 
     def start(self) -> None:
         """Begin a stretch of computation."""
         if self._events is None:
             self._since = time.perf_counter()
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        self._events.append((begin, end))
+        else:
+            self._began = _event_now()
 
     def stop(self) -> None:
         """End the stretch that `start` began."""
         if self._events is None:
             self._seconds += time.perf_counter() - self._since
-        else:
-            self._events[-1][1].record()
+        elif self._began is not None:
+            self._events.append((self._began, _event_now()))
+            while self._events and self._events[0][1].query():
+                self._add_oldest(self._events)
 
     def read_s(self) -> float:
         """Return the seconds since the last reading; on a GPU this waits for the work to end."""
         if self._events:
             self._events[-1][1].synchronize()
-            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
-            self._events.clear()
+            while self._events:
+                self._add_oldest(self._events)
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _add_oldest(self, events: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
+        begin, end = events.popleft()
+        self._seconds += begin.elapsed_time(end) / 1000
+
+
+def _event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass
@@ -103,6 +119,7 @@ class Machine:
     gradients: Gradients | None = None
     optimizers: Mapping[tuple[int, ...], Optimizer] = field(default_factory=dict)
     clip: float | None = None
+    sends_kept: int | None = SENDS_KEPT
     batch: Batch = field(default_factory=lambda: Batch((), (), ()))
     values: dict[Value, Tensor] = field(default_factory=dict)
     arrivals: dict[Value, Work] = field(default_factory=dict)
@@ -136,7 +153,7 @@ class Machine:
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Send without blocking; of older sends of the channel only the last few may still be under way."""
         channel = self.sent.setdefault(peer, deque())
-        if len(channel) >= SENDS_KEPT:
+        if self.sends_kept is not None and len(channel) >= self.sends_kept:
             channel.popleft()[0].wait()
         channel.append((self.transport.send(tensor, peer, tag), tensor))
 
@@ -149,11 +166,16 @@ class Machine:
             )
 
     def begin(self, batch: Batch) -> None:
-        """Start a step on `batch`."""
+        """Start a step on `batch`. What was sent in the step before has been received by now: let go of it."""
+        for channel in self.sent.values():
+            while channel:
+                channel.popleft()[0].wait()
         self.batch = batch
         self.tally = torch.zeros_like(self.tally)
         self.shared = self.norm = None
         self.skipped = False
+        if self.trains and self.gradients is not None:
+            self.gradients.attach()
 
     def weight(self) -> Tensor:
         """Return the batch's total loss weight, waiting until it is known."""

@@ -57,9 +57,14 @@ def agree(what: str, fingerprint: str, group: Group, device: torch.device) -> No
 
 
 def find_shapes(
-    blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, Tensor], world: Group, device: torch.device
+    blocks: Blocks,
+    inputs: TensorSpec,
+    extras: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    world: Group,
+    device: torch.device,
 ) -> list[TensorSpec]:
     """Return the spec of every block's output for one microbatch; raises `MisfitError` where ranks disagree."""
-    specs = trace_shapes(blocks, inputs, {name: TensorSpec.of(tensor) for name, tensor in extras.items()})
+    specs = trace_shapes(blocks, inputs, {name: TensorSpec.of(tensor) for name, tensor in extras.items()}, dtype)
     agree("the shapes of what travels", " ".join(map(str, [inputs, *specs])), world, device)
     return specs

@@ -66,6 +66,9 @@ _FAMILIES = (
 )
 _HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_heads")
+HEAD_COUNTS = (*_HEADS, *_KV_HEADS)
+"""The attributes in which attention modules keep how many heads they have."""
+
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from quintsched.errors import MisfitError
 from quintsched.layout import Layout
 from quintsched.partition import partition
 
 from .blocks import Block, Blocks, accepted_extras, build_block, split_output
 from .groups import MeshGroups
 from .tensor_parallel import apply_tensor_parallel
+from .transport import Group
 
 BlockBuilder = Callable[[Block, int], nn.Module]
 
@@ -28,12 +31,14 @@ class Stage(nn.Module):
         super().__init__()
         self.index = index
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
+        self._extras_of = [accepted_extras(block) for block in blocks.values()]
 
     def forward(self, given: Tensor, extras: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the output activation and the sum of the auxiliary losses (None where no block has one)."""
         total: Tensor | None = None
-        for block in self.blocks.values():
-            given, auxiliary = split_output(block(given, **accepted_extras(block, extras) if extras else {}))
+        for block, accepts in zip(self.blocks.values(), self._extras_of, strict=True):
+            taken = {name: extra for name, extra in extras.items() if accepts(name)} if extras else {}
+            given, auxiliary = split_output(block(given, **taken))
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
         return given, total
@@ -68,11 +73,40 @@ def build_stages(
         module = build_block(blocks[number], number, seed, dtype).to(device)
         for tensor in (*module.parameters(), *module.buffers()):
             _same_everywhere(tensor, groups)
+        _require_no_dropout(module, number, groups.tensor)
         return apply_tensor_parallel(module, groups.tensor)
 
     return {
         stage: Stage(stage, {number: build(number) for number in cuts[stage]}) for stage in layout.stages_of(pp_rank)
     }
+
+
+def _require_no_dropout(module: nn.Module, number: int, tensor: Group) -> None:
+    """Raise `MisfitError` for dropout under tensor parallelism: each rank would draw a mask of its own."""
+    active = [name for name, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p > 0]
+    if active and tensor.size > 1:
+        raise MisfitError(
+            f"block {number} drops out ({active[0] or 'itself'}), and masks do not agree over tp={tensor.size} yet; "
+            "set its p to 0 or use a mesh without tp"
+        )
+
+
+def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> None:
+    """Raise `MisfitError` for a weight that modules of several stages hold, or several modules that are cut.
+
+    Each stage trains what it holds, and each block is cut by itself: the copies would part silently.
+    """
+    homes: dict[int, tuple[int, int]] = {}
+    for stage, numbers in enumerate(cuts):
+        for number in numbers:
+            block = blocks[number]
+            for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+                first_stage, first = homes.setdefault(id(parameter), (stage, number))
+                if first != number and (first_stage != stage or tensor.size > 1):
+                    raise MisfitError(
+                        f"blocks {first} and {number} share the weight {name!r}; a weight may be shared by blocks of "
+                        f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage})"
+                    )
 
 
 def _same_everywhere(tensor: Tensor, groups: MeshGroups) -> None:

@@ -30,17 +30,17 @@ def _weights(stages: Stages) -> dict[str, Tensor]:
     }
 
 
-def _optimizer_state(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, dict[str, object]]]:
+def _optimizer_state(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, Tensor, dict[str, object]]]:
     for step, optimizer in optimizers.items():
         for stage in step:
             for name, parameter in stages[stage].named_weights().items():
-                yield name, optimizer.state[parameter]
+                yield name, parameter, optimizer.state[parameter]
 
 
 def state_of(stages: Stages, optimizers: Optimizers) -> dict[str, Tensor]:
     """Return weights, buffers and optimizer state; a plain number becomes a 0-dimensional tensor."""
     state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages).items()}
-    for name, kept in _optimizer_state(stages, optimizers):
+    for name, _, kept in _optimizer_state(stages, optimizers):
         for key, value in kept.items():
             if value is not None:
                 state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
@@ -59,9 +59,16 @@ def load_state(stages: Stages, optimizers: Optimizers, state: Mapping[str, Tenso
         if found.shape != weight.shape or found.dtype != weight.dtype:
             raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
         weight.detach().copy_(found)
-    for name, kept in _optimizer_state(stages, optimizers):
+    for name, parameter, kept in _optimizer_state(stages, optimizers):
         prefix = f"optimizer.{name}."
-        kept.update({key.removeprefix(prefix): t.clone() for key, t in state.items() if key.startswith(prefix)})
+        brought = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+        kept.clear()
+        kept.update({key: tensor.to(_home(key, tensor, parameter), copy=True) for key, tensor in brought.items()})
+
+
+def _home(key: str, tensor: Tensor, parameter: Tensor) -> torch.device:
+    """Return where an optimizer keeps what a file brought: beside the parameter, but the step count where it was."""
+    return tensor.device if key == "step" else parameter.device
 
 
 def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError
 from .parallel_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .replicas import require_same, watch_gradient
 from .shards import Shard, gather_full, shard_of, take_shard
-from .split_rules import Cut, Split, find_cuts
+from .split_rules import HEAD_COUNTS, Cut, Split, find_cuts
 from .transport import Group, as_group
 
 __all__ = [
@@ -44,8 +44,8 @@ def apply_tensor_parallel(
     """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
 
     By default the column/row pairs of attention blocks and MLPs are found by name (see split_rules); all else stays
-    replicated, which is correct, just not split. Attention modules must take the number of their heads from the width
-    of their projections, not from an attribute.
+    replicated, which is correct, just not split. An attention module's own count of heads (`num_heads`, …) becomes that
+    of this rank; one that keeps it elsewhere must take it from the width of its projections.
 
     Args:
         module: the full module, with the same parameters on all ranks; may be on the meta device.
@@ -68,8 +68,17 @@ def apply_tensor_parallel(
         if cut.parent is None:
             return layer
         setattr(cut.parent, cut.name, layer)
+    for parent in {cut.parent for cut in cuts if cut.is_paired and cut.parent is not None}:
+        _share_heads(parent, group.size)
     _watch_replicated(module, cuts, group)
     return module
+
+
+def _share_heads(parent: nn.Module, size: int) -> None:
+    for name in HEAD_COUNTS:
+        count = getattr(parent, name, None)
+        if isinstance(count, int):
+            setattr(parent, name, count // size)
 
 
 def _cut_layer(cut: Cut, group: Group) -> nn.Module:

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, MisfitError
 from quintsched.plan import Plan
+from quintsched.strictjson import describe_faults
 
 from .blocks import Blocks, estimate_costs, measure_costs
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, remembered
 from .config import JobConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from .engine import Engine, StepResult
+from .figures import Sums, Window
 from .history import Record, Reporter
 from .losses import correct_sum, cross_entropy_sum
 from .models import build_model
@@ -35,18 +39,27 @@ from .transport import Group, Transport
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-@dataclass
+def _nan_for_null(value: object) -> object:
+    """JSON has no NaN: a sum that was not finite comes back from a checkpoint as null."""
+    return math.nan if value is None else value
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
     """Where a training stands; all that a checkpoint needs besides the engine's state."""
 
+    epoch_batches: int
     step: int = 0
     epoch: int = 0
     batch: int = 0
     best: float | None = None
     epochs_without_gain: int = 0
     stopped: bool = False
-    totals: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
     history: list[Record] = field(default_factory=list)
+
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 class Trainer:
@@ -92,7 +105,7 @@ class Trainer:
         self._checkpoints = (
             Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
         )
-        self.progress = Progress()
+        self.progress = Progress(self._train_batches.num_batches)
 
     def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float]:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all."""
@@ -102,9 +115,16 @@ class Trainer:
         if transport.rank == 0:
             samples = self.job.train.batch_size // self.plan.schedule.microbatches
             example = torch.zeros(max(samples, 1), *spec.input_shape, dtype=DTYPES[self.job.runtime.precision])
-            costs += torch.tensor(measure_costs(blocks, example.to(transport.device)), device=transport.device)
+            measured = self._remembered_costs(lambda: measure_costs(blocks, example.to(transport.device)))
+            costs += torch.tensor(measured, device=transport.device)
         _world(self.plan, transport).broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
+
+    def _remembered_costs(self, measure: Callable[[], list[float]]) -> list[float]:
+        """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+        if self.job.checkpoint.dir is None:
+            return measure()
+        return remembered(Path(self.job.checkpoint.dir) / "block_costs.json", measure)
 
     @property
     def total_steps(self) -> int:
@@ -125,15 +145,16 @@ class Trainer:
         progress, reporter = self.progress, self._reporter
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
-        window = _Window(self.job.log.every)
+        window = Window(self.job.log.every)
+        self.engine.clock.read_s()  # what validation computed is none of the window's
         began, first_batch = time.perf_counter(), progress.batch
-        totals = _Sums(progress.totals)
+        totals = Sums(progress.totals)
         for result in self._steps():
             totals.add(result)
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
-            if self.job.checkpoint.every and progress.step % self.job.checkpoint.every == 0:
+            if self._is_due() and progress.batch < self._train_batches.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
         steps = progress.batch - first_batch
@@ -166,7 +187,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-    def _step_record(self, window: _Window, result: StepResult) -> Record:
+    def _step_record(self, window: Window, result: StepResult) -> Record:
         """Return the figures of the last steps; collective, for the bubble."""
         seconds, sums = window.take()
         busy = self.engine.busy_share(seconds)
@@ -207,12 +228,17 @@ class Trainer:
             f"{validation['accuracy']:.2%}  {record['samples_per_s']:.0f} samples/s"
         )
         self._watch_for_gain(validation["loss"])
-        if self.job.checkpoint.every == 0 or progress.stopped or progress.epoch == self.job.train.epochs:
+        if self._is_due() or progress.stopped or progress.epoch == self.job.train.epochs:
             self._save()
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint is due after this step, or at this end of an epoch."""
+        every, progress = self.job.checkpoint.every, self.progress
+        return progress.step % every == 0 if every else progress.batch == 0
 
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over the whole validation split, the same on every rank."""
-        totals = _Sums({})
+        totals = Sums({})
         for indices in self._validation_batches.batches(0):
             totals.add(self.engine.evaluate(*self._share(self._validation_split, indices)))
         sums = totals.read()
@@ -221,7 +247,7 @@ class Trainer:
     def _watch_for_gain(self, loss: float) -> None:
         """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
         progress, patience = self.progress, self.job.train.patience
-        if progress.best is None or loss < progress.best:
+        if math.isfinite(loss) and (progress.best is None or loss < progress.best):
             progress.best, progress.epochs_without_gain = loss, 0
         else:
             progress.epochs_without_gain += 1
@@ -241,55 +267,18 @@ class Trainer:
         if step < 0 or self._checkpoints is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
             return
-        progress = self._checkpoints.load(self.engine, step)
+        saved, where = self._checkpoints.load(self.engine, step), self._checkpoints.directory
         try:
-            self.progress = Progress(**progress)
-        except TypeError as error:
-            raise InputError(
-                f"{self._checkpoints.directory}: the checkpoint's progress cannot be read: {error}"
-            ) from error
+            progress = _PROGRESS.validate_python(saved)
+        except ValidationError as error:
+            raise InputError(f"{where}: the checkpoint's progress: {describe_faults(error)}") from error
+        if progress.epoch_batches != self.progress.epoch_batches:
+            raise MisfitError(
+                f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
+                f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
+            )
+        self.progress = progress
         self._reporter.say(f"resumed after step {step}")
-
-
-class _Sums:
-    """Sums of results over batches; they stay tensors until they are read."""
-
-    def __init__(self, start: dict[str, float]) -> None:
-        self._start = start
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, result: StepResult) -> None:
-        """Add a batch's sums."""
-        for name, value in result.sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def read(self) -> dict[str, float]:
-        """Return the sums as numbers."""
-        return {name: self._start.get(name, 0.0) + value.item() for name, value in self._sums.items()}
-
-
-class _Window:
-    """The last `every` steps: their sums and how long they took."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._restart()
-
-    def _restart(self) -> None:
-        self._steps, self._began, self._sums = 0, time.perf_counter(), _Sums({})
-
-    def add(self, result: StepResult) -> bool:
-        """Add a step; whether the window is full."""
-        self._sums.add(result)
-        self._steps += 1
-        return self._steps == self.every
-
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Return (seconds, sums) and begin anew."""
-        sums = self._sums.read()
-        seconds = time.perf_counter() - self._began
-        self._restart()
-        return seconds, sums
 
 
 def _needs_data(plan: Plan, rank: int) -> bool:

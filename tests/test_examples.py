@@ -1,12 +1,14 @@
-"""The examples do what they say."""
+"""The examples, and the commands of the README, do what they say."""
 
 import json
 import math
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ import pytest
 from quintsched.runtime.job import plan_of
 from quintsched.runtime.jobfile import load_job
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 JOBS = {
     "baseline": "dp=1",
     "simple_dp": "dp=2",
@@ -36,34 +39,33 @@ def test_job_files_give_sound_plans(name: str, mesh: str) -> None:
     assert plan.check().sound
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "custom_schedule.py"])
-def test_what_users_write_is_short(name: str) -> None:
-    assert len((EXAMPLES / name).read_text().splitlines()) < 40
+def test_own_loop_is_short() -> None:
+    assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) < 40
 
 
-def own_loop(*launcher: str) -> list[list[float]]:
-    """Run the example; return step, loss and gradient norm of each line."""
-    command = [sys.executable, *launcher, str(EXAMPLES / "own_loop.py")]
+def run(example: str, *launcher: str) -> str:
+    """Run an example in a process of its own, and return what it prints."""
+    command = [sys.executable, *launcher, str(EXAMPLES / example)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return [[float(number) for number in re.findall(r"[\d.]+", line)] for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def figures(printed: str) -> list[list[float]]:
+    """Return step, loss and gradient norm of each line."""
+    return [[float(number) for number in re.findall(r"[\d.]+", line)] for line in printed.splitlines()]
 
 
 @pytest.mark.processes
 def test_own_loop_learns_the_same_in_one_process_and_in_four() -> None:
-    alone = own_loop()
+    alone = figures(run("own_loop.py"))
     steps, losses, _ = zip(*alone, strict=True)
     assert steps == (0, 20, 40, 60, 80, 100)
     assert losses[0] > 2
     assert losses[-1] < 0.3
-    four = own_loop("-m", "torch.distributed.run", "--nproc-per-node", "4")
+    four = figures(run("own_loop.py", "-m", "torch.distributed.run", "--nproc-per-node", "4"))
     assert four == [pytest.approx(line, abs=0.01) for line in alone]
-
-
-def test_custom_schedule_prints_its_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "custom_schedule.py"), run_name="__main__")
-    assert capsys.readouterr().out.count("F7") == 4
 
 
 def compare_curves(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | str | None:
@@ -116,3 +118,33 @@ def test_logs_that_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "is not a log" in str(compare_curves(monkeypatch, one, tmp_path / "none.jsonl"))
     (tmp_path / "broken.jsonl").write_text("{")
     assert "is not a log" in str(compare_curves(monkeypatch, tmp_path / "broken.jsonl", one))
+
+
+def sessions() -> list[str]:
+    """Return what the README shows of a terminal: "$ command" lines, each followed by what it prints."""
+    blocks = re.findall(
+        r"^```\n(\$ .*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return [block for block in blocks if "torchrun" not in block]
+
+
+@pytest.mark.processes
+def test_the_readme_shows_what_its_commands_print(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    environment = os.environ | {"PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
+    assert len(sessions()) >= 5
+    for session in sessions():
+        script = ["code=0"]
+        for command in re.findall(r"^\$ (.*)$", session, re.MULTILINE):
+            script += [f"printf '$ %s\\n' {shlex.quote(command)}", "(exit $code)", command, "code=$?"]
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(script)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.stdout == session

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -17,6 +16,7 @@ from torch import nn
 from quintsched.errors import UsageError, suggest
 from quintsched.userfile import call_object, names_file
 
+from ..blocks import Blocks
 from ..config import ModelConfig
 from ..data import DataSpec
 from ..settings import Settings, read_settings
@@ -41,8 +41,8 @@ class ModelKind(Generic[Options]):
 MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType({"vit": ModelKind(ViTOptions, vit)})
 
 
-def build_model(config: ModelConfig, data: DataSpec) -> list[Builder]:
-    """Return one builder per block of a job's model.
+def build_model(config: ModelConfig, data: DataSpec) -> Blocks:
+    """Return the blocks of a job's model.
 
     A user's function ("my_file.py:build") is called with `data` and the options by name; it returns a list of
     modules or of functions that build them.
@@ -55,11 +55,7 @@ def build_model(config: ModelConfig, data: DataSpec) -> list[Builder]:
     return MODELS[config.name].blocks(data, config.options)
 
 
-def _user_blocks(name: str, blocks: object) -> list[Builder]:
+def _user_blocks(name: str, blocks: object) -> Blocks:
     if not isinstance(blocks, (list, tuple, nn.Sequential)) or not all(callable(block) for block in blocks):
         raise UsageError(f"model.name: {name} did not return a list of modules or of functions that build them")
-    return [partial(_itself, block) if isinstance(block, nn.Module) else block for block in blocks]
-
-
-def _itself(module: nn.Module) -> nn.Module:
-    return module
+    return list(blocks)

@@ -12,9 +12,24 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.instructions import (
+    Bwd,
+    ClipGrad,
+    Fwd,
+    Instruction,
+    OptStep,
+    RecvAct,
+    RecvGrad,
+    SendAct,
+    SendGrad,
+    ShareMetrics,
+)
+from quintsched.layout import Route
+from quintsched.plan import ScheduleSpec
 from quintsched.runtime.blocks import Blocks, build_model, estimate_costs, measure_costs
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.machine import SENDS_KEPT
 from quintsched.runtime.transport import Transport, run_local
 
 from .toys import Task, difference, sgd, share, tiny_vit
@@ -286,3 +301,119 @@ def test_busy_share_is_a_share() -> None:
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
     assert 0 < engine.busy_share(10.0) < 1
     assert engine.busy_share(10.0) == 0
+
+
+class FixedHeads(nn.Module):
+    """Attention that trusts its count of heads, and takes the width of a head from what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0))
+        return x + self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_attention_that_keeps_its_number_of_heads_is_cut_rightly() -> None:
+    x, y = torch.randn(4, 5, 16, dtype=torch.float64), torch.randn(4, 5, 16, dtype=torch.float64)
+
+    def loss_on(mesh: str) -> list[float]:
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+        def run(transport: Transport) -> float:
+            engine = Engine(
+                plan, [FixedHeads] * 2, nn.functional.mse_loss, sgd, transport=transport, dtype=torch.float64
+            )
+            engine.step(x, y)
+            return engine.step(x, y).loss.item()
+
+        return run_local(plan.mesh.size, run)
+
+    assert loss_on("tp=2,pp=2") == pytest.approx(loss_on("dp=1") * 4, rel=1e-12)
+
+
+def test_dropout_under_tensor_parallelism_is_refused() -> None:
+    def run(transport: Transport) -> None:
+        blocks = [lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))]
+        Engine(
+            qs.compile("1f1b", mesh="tp=2", microbatches=1), blocks, nn.functional.mse_loss, sgd, transport=transport
+        )
+
+    with pytest.raises(qs.MisfitError, match=r"block 0 drops out \(1\), and masks do not agree over tp=2 yet"):
+        run_local(2, run)
+
+
+def test_context_parallelism_is_refused() -> None:
+    def run(transport: Transport) -> None:
+        engine_on(transport, qs.compile("1f1b", mesh="cp=2", microbatches=2), tiny_vit())
+
+    with pytest.raises(qs.UsageError, match="cp can be compiled and simulated, but not run yet"):
+        run_local(2, run)
+
+
+def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
+    def explode(output: Tensor, targets: Tensor) -> Tensor:
+        if targets.sum() > 0:
+            raise ValueError("no such target")
+        return nn.functional.mse_loss(output, targets)
+
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), [lambda: nn.Linear(2, 2)], explode, sgd)
+    engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="no such target"):
+        engine.step(torch.zeros(2, 2), torch.ones(2, 2))
+    with pytest.raises(qs.UsageError, match="an earlier step failed half-way"):
+        engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
+
+
+def test_evaluation_leaves_frozen_blocks_in_evaluation_mode() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    first, second, *_ = engine.stages[0].blocks.values()
+    second.eval()
+    engine.evaluate(TASK.inputs[0].float(), TASK.targets[0])
+    assert first.training
+    assert not second.training
+
+
+def fill_then_drain(units: int) -> qs.Plan:
+    """Stages on ranks 0, 1, 2, 0; rank 0 sends all activations before it takes any: not free under `blocking`."""
+    first: list[Instruction] = [i for u in range(units) for i in (Fwd(0, u), SendAct(0, u, 1))]
+    second: list[Instruction] = []
+    third: list[Instruction] = []
+    for u in range(units):
+        second += [RecvAct(1, u, 0), Fwd(1, u), SendAct(1, u, 2), RecvGrad(1, u, 2), Bwd(1, u), SendGrad(1, u, 0)]
+        third += [RecvAct(2, u, 1), Fwd(2, u), SendAct(2, u, 0), RecvGrad(2, u, 0), Bwd(2, u), SendGrad(2, u, 1)]
+        first += [RecvAct(3, u, 2), Fwd(3, u), Bwd(3, u), SendGrad(3, u, 2), RecvGrad(0, u, 1), Bwd(0, u)]
+    ends = (((0, 3), first), ((1,), second), ((2,), third))
+    return qs.Plan(
+        mode="train",
+        schedule=ScheduleSpec("fill-then-drain", units),
+        mesh=qs.Mesh(pp=3),
+        stage_to_pp=(0, 1, 2, 0),
+        routes=(Route((0, 1, 2, 3), tuple(range(units))),),
+        buckets_per_stage=1,
+        programs=tuple((*order, ShareMetrics(), ClipGrad(), OptStep(stages)) for stages, order in ends),
+    )
+
+
+def test_sends_are_awaited_only_where_the_plan_is_proved_for_it() -> None:
+    plan = fill_then_drain(8)
+    verdict = plan.check(profile="tagged")
+    assert verdict.sound
+    assert not verdict.profiles["blocking"]
+
+    def run(transport: Transport) -> tuple[int | None, float]:
+        engine = engine_on(transport, plan, tiny_vit())
+        loss = engine.step(TASK.inputs[0], TASK.targets[0]).loss.item()
+        assert engine._training is not None
+        return engine._training.machine.sends_kept, loss
+
+    expected = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=8), tiny_vit(), cross_entropy_sum, sgd)
+    loss = expected.step(TASK.inputs[0].float(), TASK.targets[0]).loss.item()
+    assert expected._training is not None
+    assert expected._training.machine.sends_kept == SENDS_KEPT
+    for kept, found in run_local(3, run):
+        assert kept is None
+        assert found == pytest.approx(loss, rel=1e-5)

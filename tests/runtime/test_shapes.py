@@ -13,7 +13,7 @@ from .toys import tiny_vit
 
 
 def test_shapes_are_found_without_data_or_memory() -> None:
-    specs = trace_shapes(tiny_vit(), TensorSpec((2, 1, 8, 8), torch.float64), {})
+    specs = trace_shapes(tiny_vit(), TensorSpec((2, 1, 8, 8), torch.float64), {}, torch.float64)
     assert [spec.shape for spec in specs] == [(2, 17, 16)] * 5 + [(2, 10)]
     assert {spec.dtype for spec in specs} == {torch.float64}
     huge = [lambda: nn.Linear(10**6, 10**6, bias=False)]

@@ -164,6 +164,31 @@ def test_only_the_latest_checkpoints_stay_and_half_written_ones_are_not_loaded(d
     assert "resumed after step 15" in fit(config, resume=True)[0][2]
 
 
+def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file: Path, tmp_path: Path) -> None:
+    config = job(
+        data_file,
+        model={"options": {"hidden": 8, "depth": 4, "heads": 2}},
+        parallel={"balance": "measured"},
+        train={"epochs": 1},
+        checkpoint={"dir": str(tmp_path / "c")},
+    )
+    fit(config)
+    costs = tmp_path / "c" / "block_costs.json"
+    measured = json.loads(costs.read_text())
+    assert len(measured) == 6
+    fit(config, resume=True)
+    assert json.loads(costs.read_text()) == measured
+    costs.write_text("{}")
+    with pytest.raises(qs.InputError, match=r"block_costs\.json: it must hold a list of numbers"):
+        fit(config, resume=True)
+
+
+def test_interrupted_checkpoints_are_cleared_away_by_later_ones(data_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "c" / "step-00000001").mkdir(parents=True)
+    fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")}))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000006"]
+
+
 def test_without_a_checkpoint_a_resumed_run_starts_at_the_beginning(data_file: Path, tmp_path: Path) -> None:
     said = fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "none")}), resume=True)[0][2]
     assert said[0] == "no checkpoint to resume from: starting at the beginning"

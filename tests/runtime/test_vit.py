@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.blocks import build_block
 from quintsched.runtime.config import ModelConfig
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model
@@ -162,8 +163,8 @@ def test_a_users_model(tmp_path: Path) -> None:
         "def wrong(data):\n"
         "    return 3\n"
     )
-    builders = build_model(ModelConfig(name=f"{file}:build", options={"width": 4}), DIGITS)
-    model = nn.Sequential(*(builder() for builder in builders))
+    blocks = build_model(ModelConfig(name=f"{file}:build", options={"width": 4}), DIGITS)
+    model = nn.Sequential(*(build_block(block, number) for number, block in enumerate(blocks)))
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
     with pytest.raises(UsageError, match="unexpected keyword argument 'widht'"):
         build_model(ModelConfig(name=f"{file}:build", options={"widht": 4}), DIGITS)
