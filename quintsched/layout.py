@@ -24,7 +24,7 @@ class Layout:
 
     `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds; stages with the same piece are twins.
+    holds (none given: each its own); stages with the same piece are twins.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -32,8 +32,8 @@ class Layout:
     trains: bool
     reduces: bool
     buckets_per_stage: int
-    slices: int
-    stage_to_part: tuple[int, ...]
+    slices: int = 1
+    stage_to_part: tuple[int, ...] = ()
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -106,9 +106,13 @@ class Layout:
         parts = set(self.stage_to_part)
         return {part: tuple(s for s, p in enumerate(self.stage_to_part) if p == part) for part in parts}
 
+    def part_of(self, stage: int) -> int:
+        """Which piece of the model `stage` holds."""
+        return self.stage_to_part[stage] if self.stage_to_part else stage
+
     def twins(self, stage: int) -> tuple[int, ...]:
         """All stages that hold the same piece of the model as `stage`, itself included; () where it is the only one."""
-        holders = self._holders[self.stage_to_part[stage]]
+        holders = self._holders[self.stage_to_part[stage]] if self.stage_to_part else ()
         return holders if len(holders) > 1 else ()
 
     def rank_of(self, stage: int) -> int:

@@ -82,7 +82,7 @@ class Plan:
             reduces=bool(self.mesh.replica_axes),
             buckets_per_stage=self.buckets_per_stage,
             slices=self.schedule.slices,
-            stage_to_part=self.stage_to_part or tuple(range(len(self.stage_to_pp))),
+            stage_to_part=self.stage_to_part or (),
         )
 
     @cached_property
