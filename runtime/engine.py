@@ -125,17 +125,19 @@ class Engine:
             mesh=plan.mesh,
             microbatches=plan.schedule.microbatches,
             chunks=plan.schedule.chunks,
-            stage_to_pp=plan.stage_to_pp,
+            stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
         )
         self.transport = transport or connect_for(plan, timeout_s)
         require_world(plan, self.transport.world_size)
         if plan.mesh.axis_size("cp") > 1:
             raise UsageError(f"mesh {plan.mesh}: plans with cp can be compiled and simulated, but not run yet")
+        if plan.schedule.slices > 1:
+            raise UsageError(f"{plan.schedule.name}: plans with slices can be compiled and simulated, but not run yet")
         verdict = plan.check(profile=self.transport.profile)
         verdict.raise_if_unsound()
         self._sends_kept = SENDS_KEPT if verdict.profiles["blocking"] else None
         self._rank = self.transport.rank
-        self._groups = make_groups(plan.mesh, self.transport)
+        self._groups = make_groups(plan, self.transport)
         open_channels([plan, self._evaluation_plan], self.transport)
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
@@ -166,6 +168,7 @@ class Engine:
             buckets_per_stage=self.plan.buckets_per_stage,
             piece_bytes=int(bucket_mb * 1e6),
             device=self.transport.device,
+            twin_stages=[s for s in self.stages if self.plan.layout.twins(s)[:1] not in ((), (s,))],
         )
 
     def _make_optimizers(self, build: OptimizerFn) -> dict[tuple[int, ...], Optimizer]:

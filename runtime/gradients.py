@@ -10,7 +10,8 @@ before it. The plan's `AllReduceBucket` launches what is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from .groups import MeshGroups
 from .stages import Stage
 from .tensor_parallel import shard_of
-from .transport import Work
+from .transport import Group, Work
 
 Bucket = tuple[int, int]
 
@@ -46,7 +47,10 @@ class Piece:
 
 
 class Gradients:
-    """All gradients of a rank's stages, and their sums over the replicas."""
+    """All gradients of a rank's stages, and their sums over the replicas.
+
+    `twin_stages` are stages that another rank's stage counts for in the global norm, since it holds the same piece.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Gradients:
         buckets_per_stage: int,
         piece_bytes: int,
         device: torch.device,
+        twin_stages: Collection[int] = (),
     ) -> None:
         self._groups = groups
         self._device = device
@@ -73,7 +78,7 @@ class Gradients:
             view
             for piece in self._pieces
             for parameter, view in zip(piece.parameters, piece.views, strict=True)
-            if self._counts(parameter)
+            if self._counts(parameter) and piece.bucket[0] not in twin_stages
         ]
 
     def _counts(self, parameter: nn.Parameter) -> bool:
@@ -96,13 +101,17 @@ class Gradients:
         for piece in self._pieces:
             piece.attach()
 
-    def start_last_backward(self, stage: int) -> None:
-        """Let the pieces of `stage` be launched as soon as the backward that follows has filled them."""
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
+        """A context in which pieces of `stage` are launched as soon as the backward in it has filled them."""
         self._last_backward_of = stage
-
-    def end_last_backward(self) -> None:
-        """End what `start_last_backward` began."""
+        yield
         self._last_backward_of = None
+
+    def add_up(self, stage: int, group: Group) -> None:
+        """Sum the gradients of a stage over the ranks that hold the same piece of the model."""
+        for work in [group.all_reduce(piece.flat) for piece in self._pieces if piece.bucket[0] == stage]:
+            work.wait()
 
     def reduce(self, bucket: Bucket) -> None:
         """Launch what is left of a bucket; parameters that no backward reached bring their zeros."""

@@ -11,7 +11,7 @@ mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forwar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quintsched.instructions import Message, Send
@@ -32,12 +32,30 @@ class MeshGroups:
     model: Group
     holders: Group
     world: Group
+    twins: Mapping[tuple[int, ...], Group]
+    """Per set of stages that hold the same piece of the model: the ranks that hold one of them, in each replica."""
 
 
-def make_groups(mesh: Mesh, transport: Transport) -> MeshGroups:
-    """Make all groups of `mesh`, in the order of the fields; every rank calls this at the same point."""
+def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
+    """Make all groups of a plan, in the order of the fields; every rank calls this at the same point."""
+    mesh = plan.mesh
     along = (("tp",), REPLICA_AXES, ("pp",), ("pp", *REPLICA_AXES), ("pp", "tp"), ("tp", *REPLICA_AXES))
-    return MeshGroups(*(transport.make_group(mesh.groups(*axes)) for axes in (*along, ("pp", "tp", *REPLICA_AXES))))
+    tensor, replicas, pipeline, metrics, model, holders, world = (
+        transport.make_group(mesh.groups(*axes)) for axes in (*along, ("pp", "tp", *REPLICA_AXES))
+    )
+    sets = sorted({plan.layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()})
+    twins = {stages: transport.make_group(_twin_partition(mesh, plan, stages)) for stages in sets}
+    return MeshGroups(tensor, replicas, pipeline, metrics, model, holders, world, twins)
+
+
+def _twin_partition(mesh: Mesh, plan: Plan, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the ranks that hold these stages, together in each replica; all others are alone."""
+    holders = {plan.stage_to_pp[stage] for stage in stages}
+    partition: list[tuple[int, ...]] = []
+    for line in mesh.groups("pp"):
+        partition.append(tuple(sorted(line[k] for k in holders)))
+        partition += [(rank,) for k, rank in enumerate(line) if k not in holders]
+    return partition
 
 
 def open_channels(plans: Iterable[Plan], transport: Transport) -> None:

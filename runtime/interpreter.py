@@ -11,6 +11,8 @@ everything that can be known beforehand is worked out when it is bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,28 +94,85 @@ def bind_send(machine: Machine, instruction: ins.Send) -> Call:
 
 def bind_bwd(machine: Machine, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
-    flow = machine.flow(instruction)
-    saved = next(value for value in flow.consumes if value.kind is Kind.SAVED)
-    taken = next((value for value in flow.consumes if value.kind is Kind.OUTPUT_GRAD), None)
-    made = next((value for value in flow.produces if value.kind is Kind.OUTPUT_GRAD), None)
-    gradients = machine.gradients
-    assert gradients is not None
-    is_last = machine.is_last_backward(instruction)
+    saved, taken, made = _backward_values(machine, instruction)
+    reducing = _reducing(machine, instruction)
 
     def run() -> None:
         gradient = None if taken is None else machine.take(taken)
         machine.clock.start()
         kept = machine.saved.pop(saved)
-        if is_last:
-            gradients.start_last_backward(instruction.stage)
-        _backward(kept, gradient)
-        gradients.end_last_backward()
+        with reducing():
+            roots, gradients = kept.roots(gradient)
+            if roots:
+                torch.autograd.backward(roots, gradients)
         if made is not None:
-            found = kept.given.grad if kept.given.grad is not None else torch.zeros_like(kept.given)
-            machine.values[made] = found if gradient is None else _apart(found, gradient)
+            _leave_gradient(machine, made, kept.given.grad, kept.given, gradient)
         machine.clock.stop()
 
     return run
+
+
+def bind_bwd_input(machine: Machine, instruction: ins.BwdInput) -> Call:
+    """Find the gradient of the input only; the graph stays for the weight half."""
+    saved, taken, made = _backward_values(machine, instruction)
+    pending = next(value for value in machine.flow(instruction).produces if value.kind is Kind.PENDING)
+
+    def run() -> None:
+        gradient = None if taken is None else machine.take(taken)
+        machine.clock.start()
+        kept = machine.saved.pop(saved)
+        if made is not None:
+            roots, gradients = kept.roots(gradient)
+            given = kept.given
+            found: Sequence[Tensor | None] = [None]
+            if roots:
+                found = torch.autograd.grad(roots, [given], gradients, retain_graph=True, allow_unused=True)
+            _leave_gradient(machine, made, found[0], given, gradient)
+        machine.saved[pending] = replace(kept, gradient=gradient)
+        machine.clock.stop()
+
+    return run
+
+
+def bind_bwd_weight(machine: Machine, instruction: ins.BwdWeight) -> Call:
+    """Find the gradients of the weights only, and add them up."""
+    pending = machine.flow(instruction).consumes[0]
+    weights = list(machine.stages[instruction.stage].named_weights().values())
+    reducing = _reducing(machine, instruction)
+
+    def run() -> None:
+        machine.clock.start()
+        kept = machine.saved.pop(pending)
+        with reducing():
+            roots, gradients = kept.roots(kept.gradient)
+            if roots and weights:
+                torch.autograd.backward(roots, gradients, inputs=weights)
+        machine.clock.stop()
+
+    return run
+
+
+def _backward_values(machine: Machine, instruction: ins.Compute) -> tuple[Value, Value | None, Value | None]:
+    """Return what a backward starts from: what was saved, the output's gradient, and the input's that it makes."""
+    flow = machine.flow(instruction)
+    saved = next(value for value in flow.consumes if value.kind is Kind.SAVED)
+    taken = next((value for value in flow.consumes if value.kind is Kind.OUTPUT_GRAD), None)
+    made = next((value for value in flow.produces if value.kind is Kind.OUTPUT_GRAD), None)
+    return saved, taken, made
+
+
+def _reducing(machine: Machine, instruction: ins.Compute) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which gradients are reduced as they become ready, if they are complete afterwards."""
+    gradients = machine.gradients
+    if gradients is None or not machine.is_last_backward(instruction):
+        return nullcontext
+    return partial(gradients.last_backward, instruction.stage)
+
+
+def _leave_gradient(machine: Machine, made: Value, found: Tensor | None, given: Tensor, taken: Tensor | None) -> None:
+    """Leave the gradient of a stage's input (zeros where it does not depend on it) for the stage before."""
+    gradient = torch.zeros_like(given) if found is None else found
+    machine.values[made] = gradient if taken is None else _apart(gradient, taken)
 
 
 def _apart(made: Tensor, taken: Tensor) -> Tensor:
@@ -124,12 +183,18 @@ def _apart(made: Tensor, taken: Tensor) -> Tensor:
     return made.clone() if made.untyped_storage().data_ptr() == taken.untyped_storage().data_ptr() else made
 
 
-def _backward(kept: Saved, gradient: Tensor | None) -> None:
-    """Go back from the output (with the gradient that came for it) and from the auxiliary loss."""
-    roots = [(kept.output, gradient), (kept.auxiliary, None)]
-    used = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
-    if used:
-        torch.autograd.backward([root for root, _ in used], [grad for _, grad in used])
+def bind_sync_tied(machine: Machine, instruction: ins.SyncTied) -> Call:
+    """Add up the gradients of a stage and its twin."""
+    gradients = machine.gradients
+    own = [stage for stage in instruction.stages if stage in machine.stages]
+    group = machine.groups.twins[instruction.stages]
+    assert gradients is not None
+
+    def run() -> None:
+        for stage in own:
+            gradients.add_up(stage, group)
+
+    return run
 
 
 def bind_all_reduce_bucket(machine: Machine, instruction: ins.AllReduceBucket) -> Call:
@@ -182,7 +247,10 @@ HANDLERS: dict[type[Instruction], Callable[[Machine, Any], Call | None]] = {
     ins.SendAct: bind_send,
     ins.RecvGrad: bind_recv,
     ins.Bwd: bind_bwd,
+    ins.BwdInput: bind_bwd_input,
+    ins.BwdWeight: bind_bwd_weight,
     ins.SendGrad: bind_send,
+    ins.SyncTied: bind_sync_tied,
     ins.AllReduceBucket: bind_all_reduce_bucket,
     ins.ShareMetrics: bind_share_metrics,
     ins.ClipGrad: bind_clip_grad,

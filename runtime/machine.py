@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from quintsched.dataflow import Flow, Kind, Value, flow
 from quintsched.errors import MisfitError
-from quintsched.instructions import Bwd, Instruction
+from quintsched.instructions import ENDS_BACKWARD, Compute, Instruction
 from quintsched.plan import Plan
 
 from .blocks import TensorSpec
@@ -43,11 +43,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a forward keeps for its backward: the input, and the outputs that the backward starts from."""
+    """What a forward keeps for its backward: the input, and the outputs that the backward starts from.
+
+    `gradient` is that of the output, kept by the input half of a backward for the weight half.
+    """
 
     given: Tensor
     output: Tensor
     auxiliary: Tensor | None
+    gradient: Tensor | None = None
+
+    def roots(self, gradient: Tensor | None) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return where a backward starts, and with which gradients: the output, and the auxiliary loss."""
+        roots = [(self.output, gradient), (self.auxiliary, None)]
+        used = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
+        return [root for root, _ in used], [grad for _, grad in used]
 
 
 class Clock:
@@ -138,10 +148,10 @@ class Machine:
         """Return what an instruction takes and makes on this rank."""
         return flow(instruction, self.plan.layout, self.pp_rank)
 
-    def is_last_backward(self, instruction: Bwd) -> bool:
-        """Whether no other backward of the instruction's stage comes after it."""
-        own = (i for i in reversed(self.plan.programs[self.pp_rank]) if isinstance(i, Bwd))
-        return next(i for i in own if i.stage == instruction.stage) == instruction
+    def is_last_backward(self, instruction: Compute) -> bool:
+        """Whether it completes the weight gradients of its stage."""
+        ends = (i for i in reversed(self.plan.programs[self.pp_rank]) if isinstance(i, ENDS_BACKWARD))
+        return next((i for i in ends if i.stage == instruction.stage), None) == instruction
 
     def take(self, value: Value) -> Tensor:
         """Return a value and forget it; one that comes from another rank is waited for first."""

@@ -6,7 +6,8 @@ message lands while the rank still computes. Two receives per channel are under 
     program      Fwd 0   RecvGrad 0   Bwd 0   RecvGrad 1   Bwd 1   RecvGrad 2  Bwd 2
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
 
-A buffer serves again when what it held is done with: an activation after its backward, a gradient after its use.
+A buffer serves again when what it held is done with: an activation after its backward, a gradient after its use, both
+after the weight half where a backward runs in halves.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from quintsched.dataflow import Flow, Kind, Value
 from quintsched.instructions import Instruction, Recv
 
 AHEAD = 2
+
+KEEPS = (Kind.SAVED, Kind.PENDING)
+"""What holds on to the memory of what an instruction took."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,13 @@ def plan_receives(program: Sequence[Instruction], flows: Sequence[Flow], *, ahea
 
 
 def _releases(flows: Sequence[Flow], taken: dict[Value, int]) -> dict[Value, int]:
-    """Return after which instruction the memory of each received value is free."""
-    free = {}
-    for value, index in taken.items():
-        if value.kind is Kind.OUTPUT:
-            kept = [saved for saved in flows[index].produces if saved.kind is Kind.SAVED]
-            free[value] = taken[kept[0]] if kept else index
-        else:
-            free[value] = index
-    return free
+    """Return after which instruction the memory of each value is free: when nothing that keeps it stands any more."""
+
+    def release(index: int) -> int:
+        kept = [value for value in flows[index].produces if value.kind in KEEPS]
+        return release(taken[kept[0]]) if kept else index
+
+    return {value: release(index) for value, index in taken.items()}
 
 
 def _assign_slots(posted: Sequence[tuple[int, int, Value, int]], release: dict[Value, int]) -> list[Posting]:

@@ -50,7 +50,9 @@ class Stage(nn.Module):
 
 def cut(costs: Sequence[float], layout: Layout) -> list[range]:
     """Return each stage's blocks: contiguous, with the exact minimum of the slowest stage."""
-    return partition(costs, len(layout.stage_to_pp))
+    stages = range(len(layout.stage_to_pp))
+    parts = partition(costs, 1 + max(map(layout.part_of, stages)))
+    return [parts[layout.part_of(stage)] for stage in stages]
 
 
 def build_stages(
@@ -69,15 +71,18 @@ def build_stages(
     All ranks that hold a block start from the same weights: those of the first of them.
     """
 
-    def build(number: int) -> nn.Module:
+    def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
         for tensor in (*module.parameters(), *module.buffers()):
-            _same_everywhere(tensor, groups)
+            _same_everywhere(tensor, groups.holders)
+            if layout.twins(stage):
+                _same_everywhere(tensor, groups.twins[layout.twins(stage)])
         _require_no_dropout(module, number, groups.tensor)
         return apply_tensor_parallel(module, groups.tensor)
 
     return {
-        stage: Stage(stage, {number: build(number) for number in cuts[stage]}) for stage in layout.stages_of(pp_rank)
+        stage: Stage(stage, {number: build(number, stage) for number in cuts[stage]})
+        for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)
     }
 
 
@@ -97,7 +102,7 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
     Each stage trains what it holds, and each block is cut by itself: the copies would part silently.
     """
     homes: dict[int, tuple[int, int]] = {}
-    for stage, numbers in enumerate(cuts):
+    for stage, numbers in enumerate(dict.fromkeys(cuts)):
         for number in numbers:
             block = blocks[number]
             for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
@@ -109,8 +114,8 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
                     )
 
 
-def _same_everywhere(tensor: Tensor, groups: MeshGroups) -> None:
-    if groups.holders.size > 1:
+def _same_everywhere(tensor: Tensor, group: Group) -> None:
+    if group.size > 1:
         sent = tensor.detach().contiguous()
-        groups.holders.broadcast(sent, 0).wait()
+        group.broadcast(sent, 0).wait()
         tensor.data.copy_(sent)
