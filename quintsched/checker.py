@@ -229,7 +229,7 @@ def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]]
     for event, following, rank in _stretches(cycle):
         here, there = events.member(event, rank), events.member(following, rank)
         message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
-        lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(there)[1]))
+        lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
     head = Finding(
         Point.DEADLOCK,
         f"under the transport profile {name!r} {len(lines)} waits close a circle; a message ends only when "

@@ -217,21 +217,28 @@ class EventGraph:
         return _run_in_time(first, following, waiting, durations)
 
     def cycle(self, waiting: Sequence[int]) -> list[tuple[int, int]]:
-        """Return one cycle among the events that still wait, as (event, rank on which the next one waits for it)."""
+        """Return one cycle among the events that still wait, as (event, rank on which the next one waits for it).
+
+        The way back from an event stays on a rank as long as it can: so it comes to where that rank stands, and only
+        there goes over to the rank that is waited for.
+        """
         stuck = np.asarray(waiting) > 0
         edges = np.flatnonzero(stuck[self.sources] & stuck[self.targets])
-        columns = (self.targets[edges].tolist(), self.sources[edges].tolist(), self.ranks[edges].tolist())
-        blocker: dict[int, tuple[int, int]] = {}
-        for target, source, rank in zip(*columns, strict=True):
-            blocker.setdefault(target, (source, rank))
-        event = next(iter(blocker))
-        seen: dict[int, int] = {}
+        columns = (self.targets[edges].tolist(), self.ranks[edges].tolist(), self.sources[edges].tolist())
+        blockers: dict[int, dict[int, int]] = {}
+        for target, rank, source in zip(*columns, strict=True):
+            blockers.setdefault(target, {}).setdefault(rank, source)
+        event, ranks = next(iter(blockers.items()))
+        rank = next(iter(ranks))
+        seen: dict[tuple[int, int], int] = {}
         walk: list[tuple[int, int]] = []
-        while event not in seen:
-            seen[event] = len(walk)
-            walk.append(blocker[event])
-            event = blocker[event][0]
-        return walk[seen[event] :][::-1]
+        while True:
+            rank = rank if rank in blockers[event] else next(iter(blockers[event]))
+            if (event, rank) in seen:
+                return walk[seen[event, rank] :][::-1]
+            seen[event, rank] = len(walk)
+            event = blockers[event][rank]
+            walk.append((event, rank))
 
 
 @dataclass(frozen=True)

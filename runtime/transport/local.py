@@ -51,15 +51,24 @@ class LocalTransport(Transport):
         message = tensor.clone()
         with self._world.changed:
             box = self._world.mailboxes[self.rank, peer, tag]
-            box.messages[box.sent] = message
-            box.sent += 1
+            number, box.sent = box.sent, box.sent + 1
+            box.messages[number] = message
             self._world.changed.notify_all()
-        return DoneWork()
+        if not self._world.rendezvous:
+            return DoneWork()
+        what = f"rank {peer} to receive message {number} with tag {tag}, {describe(tensor)}"
+
+        def meet() -> None:
+            with self._world.changed:
+                self._world.wait_until(self.rank, lambda: number < box.expected, what)
+
+        return _LocalWork(meet)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         with self._world.changed:
             box = self._world.mailboxes[peer, self.rank, tag]
             number, box.expected = box.expected, box.expected + 1
+            self._world.changed.notify_all()
         what = f"message {number} from rank {peer} with tag {tag}, {describe(buffer)}"
 
         def deliver() -> None:
@@ -154,13 +163,17 @@ class _LocalWork:
             self._finish = None
 
 
-def run_local(world_size: int, fn: Callable[[Transport], Result], timeout_s: float = 60.0) -> list[Result]:
+def run_local(
+    world_size: int, fn: Callable[[Transport], Result], timeout_s: float = 60.0, *, rendezvous: bool = False
+) -> list[Result]:
     """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
+
+    With `rendezvous`, a send is done only when its receive is there: for finding out what deadlocks on such a wire.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
     The threads take over the caller's grad mode; torch's global random generator is shared between them.
     """
-    world = LocalWorld(world_size, timeout_s=timeout_s)
+    world = LocalWorld(world_size, timeout_s=timeout_s, rendezvous=rendezvous)
     results: dict[int, Result] = {}
     grad_enabled = torch.is_grad_enabled()
 

@@ -76,9 +76,17 @@ class LocalWorld:
         world_size: number of ranks.
         device: where their tensors live.
         timeout_s: longest that one wait may take, in seconds.
+        rendezvous: whether a send is done only when its receive is there, as on a wire that holds nothing.
     """
 
-    def __init__(self, world_size: int, device: torch.device | str = "cpu", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 60.0,
+        rendezvous: bool = False,
+    ) -> None:
+        self.rendezvous = rendezvous
         self.world_size = world_size
         self.device = torch.device(device)
         self.timeout_s = timeout_s

@@ -153,7 +153,7 @@ def test_two_instructions_swapped_so_that_it_deadlocks(cli, broken):
     assert "2 waits close a circle" in done.out
     assert "rank 1: 2 RecvAct(stage=1, microbatch=1, peer=0) must end before 4 SendGrad(" in done.out
     assert "rank 0: 3 RecvGrad(stage=0, microbatch=0, peer=1) must end before 4 SendAct(" in done.out
-    assert "  rank 0 from 0: 0F0 0SA0 0F1 0RG0 >0SA1< 0B0" in done.out
+    assert "  rank 0 from 0: 0F0 0SA0 0F1 >0RG0< 0SA1 0B0" in done.out
     free = cli("check", path, "--json")
     assert free.code == 0, "channels of their own each way do not wait for each other"
     assert free.data["profiles"] == {

@@ -264,7 +264,7 @@ def assert_cycle(plan: Plan) -> None:
         assert first < last
         assert found[3] == str(plan.programs[rank][first])
         assert found[5] == str(plan.programs[rank][last])
-        assert (line.rank, line.index) == (rank, last)
+        assert (line.rank, line.index) == (rank, first), "where the rank stands is marked"
         steps.append((event[rank, first], event[rank, last]))
     for (_, end), (begin, _) in zip(steps, [*steps[1:], steps[0]], strict=True):
         assert end == begin
