@@ -104,7 +104,8 @@ class Plan:
     def title(self) -> str:
         """One line that names the plan: schedule, mesh and microbatches."""
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
-        return f"{self.schedule.name} on {self.mesh}, {self.schedule.microbatches} microbatches{chunks}"
+        slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
+        return f"{self.schedule.name} on {self.mesh}, {self.schedule.microbatches} microbatches{chunks}{slices}"
 
     def program(self, rank: int) -> Program:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""

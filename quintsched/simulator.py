@@ -98,6 +98,7 @@ class Simulation:
             "mesh": dict(self.plan.mesh.axes),
             "microbatches": self.plan.schedule.microbatches,
             "chunks": self.plan.schedule.chunks,
+            "slices": self.plan.schedule.slices,
             "unit": self.unit,
             "makespan": self.makespan,
             "bubble": self.bubble,
@@ -123,8 +124,8 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     if not run.finished:
         plan.check().raise_if_unsound()
         raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
-    start = np.array(run.start)[events.of] / plan.schedule.parts
-    end = (np.array(run.start) + durations)[events.of] / plan.schedule.parts
+    begins, ends = np.array(run.start)[events.of], (np.array(run.start) + durations)[events.of]
+    start, end = begins / plan.schedule.parts, ends / plan.schedule.parts
     return Simulation(
         plan=plan,
         unit=costs.unit,
@@ -132,7 +133,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
         end=end,
         makespan=float(end.max(initial=0.0)),
         busy=tuple(_busy(plan, durations[events.of])),
-        spans=tuple(_spans(plan, start, end)),
+        spans=tuple(_spans(plan, begins, ends)),
         peak_activations=peak_activations(plan, costs),
         critical_path=_critical_path(events, run, durations),
     )
@@ -168,14 +169,12 @@ def _busy(plan: Plan, durations: Times) -> Iterator[float]:
         yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.parts
 
 
-def _spans(plan: Plan, start: Times, end: Times) -> Iterator[float]:
-    """Yield each rank's span, from its first computation to its last."""
-    computed = plan.columns.are(Compute)
+def _spans(plan: Plan, begins: Times, ends: Times) -> Iterator[float]:
+    """Yield each rank's span, from its first computation to its last; times are still undivided."""
+    rows = np.flatnonzero(plan.columns.are(Compute))
     for rank in range(len(plan.programs)):
-        rows = (
-            np.flatnonzero(computed[plan.columns.first[rank] : plan.columns.first[rank + 1]]) + plan.columns.first[rank]
-        )
-        yield float(end[rows[-1]] - start[rows[0]]) if len(rows) else 0.0
+        own = rows[plan.columns.rank[rows] == rank]
+        yield float(ends[own[-1]] - begins[own[0]]) / plan.schedule.parts if len(own) else 0.0
 
 
 def _critical_path(events: Events, run: Run, durations: Times) -> tuple[Place, ...]:

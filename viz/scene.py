@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from quintsched.dataflow import Kind, flow, message_value
 from quintsched.instructions import Compute, Instruction, Message, Send
+from quintsched.memory import HELD
 from quintsched.simulator import Simulation
 
 ROUNDING = 1e-9
@@ -112,15 +113,16 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
         of_rank: list[tuple[float, int]] = []
         for span in row:
             used = flow(span.instruction, plan.layout, rank)
+            of_rank += [(span.end, -1) for value in used.consumes if value.kind in HELD]
             of_rank += [(span.start, 1) for value in used.produces if value.kind is Kind.SAVED]
-            of_rank += [(span.end, -1) for value in used.consumes if value.kind is Kind.SAVED]
+            of_rank += [(span.end, 1) for value in used.produces if value.kind is Kind.PENDING]
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
         return ()
-    return tuple(_add_up(of_rank, plan.schedule.chunks, simulation.makespan * ROUNDING) for of_rank in changes)
+    return tuple(_add_up(of_rank, plan.schedule.parts, simulation.makespan * ROUNDING) for of_rank in changes)
 
 
-def _add_up(changes: Sequence[tuple[float, int]], chunks: int, instant: float) -> Held:
+def _add_up(changes: Sequence[tuple[float, int]], parts: int, instant: float) -> Held:
     """Add up changes in the order of time; those less than `instant` apart are one step."""
     at, now, peak = 0.0, 0, 0
     after = {at: now}
@@ -129,4 +131,4 @@ def _add_up(changes: Sequence[tuple[float, int]], chunks: int, instant: float) -
         now += change
         peak = max(peak, now)
         after[at] = now
-    return Held(tuple(after), tuple(amount / chunks for amount in after.values()), peak / chunks)
+    return Held(tuple(after), tuple(amount / parts for amount in after.values()), peak / parts)

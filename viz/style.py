@@ -15,7 +15,18 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
 from quintsched.dataflow import Kind
-from quintsched.instructions import AllReduceBucket, Bwd, ClipGrad, Fwd, Instruction, OptStep, ShareMetrics
+from quintsched.instructions import (
+    AllReduceBucket,
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    ClipGrad,
+    Fwd,
+    Instruction,
+    OptStep,
+    ShareMetrics,
+    SyncTied,
+)
 
 Rgb = tuple[float, float, float]
 
@@ -41,9 +52,12 @@ class Look:
 LOOKS: dict[type[Instruction], Look] = {
     Fwd: Look("forward", "#0072B2"),
     Bwd: Look("backward", "#D55E00"),
+    BwdInput: Look("input gradient", "#E69F00"),
+    BwdWeight: Look("weight gradient", "#009E73"),
+    SyncTied: Look("twins added up", "#000000", "s"),
     AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
     ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
-    ClipGrad: Look("global norm", "#E69F00", "v"),
+    ClipGrad: Look("global norm", "#56B4E9", "v"),
     OptStep: Look("optimizer step", INK, "*"),
 }
 """Legends list what there is in this order; a class that is not here is shown in grey, by its own name."""

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from quintsched.cli.app import make_app
 from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
+from quintsched.cli.exchange import export, import_
+from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
 from quintsched.cli.timing import compare, simulate
 
-COMMANDS = (schedules, compile, show, check, simulate, compare, render, run)
+COMMANDS = (schedules, compile, show, check, simulate, compare, render, export, import_, new, run)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

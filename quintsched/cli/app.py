@@ -20,7 +20,7 @@ PIPE_CLOSED = 141
 
 
 def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
-    """Return an application of these commands, in this order."""
+    """Return an application of these commands, in this order; `import_` is called import."""
     app = typer.Typer(
         cls=Commands,
         callback=quintsched,
@@ -31,7 +31,7 @@ def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for command in commands:
-        app.command()(command)
+        app.command(command.__name__.removesuffix("_"))(command)
     return app
 
 

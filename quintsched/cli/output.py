@@ -25,6 +25,13 @@ CostsFile = Annotated[
 ]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step.")]
 Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages per pipeline rank.")]
+Slices = Annotated[int, typer.Option("--slices", metavar="Q", help="Pieces of a microbatch along the sequence.")]
+MemoryCap = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-cap", metavar="X", help="For schedules that search: most activations on a rank, in microbatches."
+    ),
+]
 
 
 def say(lines: str | Iterable[str]) -> None:

@@ -10,19 +10,24 @@ import typer
 from quintsched.cli.output import (
     AsJson,
     Chunks,
+    MemoryCap,
     Microbatches,
     PlanFile,
+    Slices,
     emit,
     note,
     percent,
+    read_costs,
     read_plan,
     read_schedule,
     say,
     simulate_plan,
     terminal_width,
 )
+from quintsched.errors import UsageError, suggest
 
 if TYPE_CHECKING:
+    from quintsched.passes import Watch
     from quintsched.plan import Plan
 
 
@@ -33,11 +38,23 @@ def compile(
     mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="The device mesh, like dp=2,pp=2,tp=2.")],
     microbatches: Microbatches,
     chunks: Chunks = None,
+    slices: Slices = 1,
+    costs: Annotated[
+        Path | None,
+        typer.Option("--costs", metavar="FILE", help="For schedules that search: a JSON file of costs to plan with."),
+    ] = None,
+    memory_cap: MemoryCap = None,
     buckets_per_stage: Annotated[
         int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")
     ] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
+    ] = None,
+    print_after: Annotated[
+        str | None,
+        typer.Option(
+            "--print-after", metavar="PASS", help="Write the plan after this pass, or after all, to standard error."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,6 +68,10 @@ def compile(
         microbatches=microbatches,
         chunks=chunks,
         buckets_per_stage=buckets_per_stage,
+        slices=slices,
+        costs=read_costs(costs),
+        memory_cap=memory_cap,
+        after=_watch(print_after),
     )
     verdict = plan.check(profile="blocking")
     if output is None:
@@ -62,6 +83,27 @@ def compile(
         emit({"plan": str(output), **report(verdict, "blocking")})
     else:
         say(f"{output}: {plan.title}\n{verdict.explain()}")
+
+
+def _watch(print_after: str | None) -> Watch | None:
+    """Return what writes the plan after a pass, or after each; raises `UsageError` for an unknown one."""
+    from quintsched.compiler import ORDER
+    from quintsched.grid import listing
+    from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
+
+    if print_after is None:
+        return None
+    names = [ORDER, *dict.fromkeys(step.name for step in (*TRAIN_PASSES, *FORWARD_PASSES)), "all"]
+    if print_after not in names:
+        raise UsageError(f"--print-after: unknown pass {print_after!r}{suggest(print_after, names)}")
+
+    def watch(name: str, plan: Plan) -> None:
+        if print_after in (name, "all"):
+            note(f"== after {name}: {plan.title}")
+            for rank, program in enumerate(plan.programs):
+                note("\n".join([f"pipeline rank {rank}", *(f"  {line}" for line in listing(program))]))
+
+    return watch
 
 
 def show(

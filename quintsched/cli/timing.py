@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import typer
 from quintsched.cli.output import (
     AsJson,
     CostsFile,
+    MemoryCap,
     Microbatches,
     PlanFile,
     emit,
@@ -26,6 +28,8 @@ from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
     from quintsched.costs import Costs
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule
     from quintsched.simulator import Simulation
 
 MOST_STEPS = 12
@@ -85,17 +89,25 @@ def compare(
         int | None,
         typer.Option("--chunks", metavar="V", help="Stages per rank, for the schedules that take more than one."),
     ] = None,
+    slices: Annotated[
+        int, typer.Option("--slices", metavar="Q", help="Slices of a microbatch, for the schedules that take them.")
+    ] = 1,
     costs: CostsFile = None,
+    memory_cap: MemoryCap = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw them too: a .png or .svg file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the makespan, bubbles and memory of schedules."""
+    """Compare the makespan, bubbles and memory of schedules.
+
+    Schedules that search do so under the costs and the memory cap.
+    """
     from quintsched.cli.pictures import picture_path, write_picture
 
     path = None if output is None else picture_path(output)
-    simulations, refused = _simulate_all(names, pp, microbatches, chunks, read_costs(costs))
+    request = _Request(pp, microbatches, chunks, slices, read_costs(costs), memory_cap)
+    simulations, refused = _simulate_all(names, request)
     if not simulations:
         raise UsageError("\n".join(["none of these takes the shape", *refused.values()]))
     if path is not None:
@@ -109,24 +121,44 @@ def compare(
         say(_comparison(simulations, refused))
 
 
-def _simulate_all(
-    names: list[str], pp: int, microbatches: int, chunks: int | None, costs: Costs | None
-) -> tuple[list[Simulation], dict[str, str]]:
-    """Return the simulations of the schedules that take the shape, and why the others do not."""
-    from quintsched.compiler import compile
-    from quintsched.mesh import Mesh
+@dataclass(frozen=True)
+class _Request:
+    """What all schedules of a comparison are asked for."""
 
-    mesh = Mesh(pp=pp)
+    pp: int
+    microbatches: int
+    chunks: int | None
+    slices: int
+    costs: Costs | None
+    memory_cap: float | None
+
+    def compile(self, schedule: Schedule) -> Plan:
+        """Compile with what the schedule takes of it."""
+        from quintsched.compiler import compile
+        from quintsched.mesh import Mesh
+
+        return compile(
+            schedule,
+            mesh=Mesh(pp=self.pp),
+            microbatches=self.microbatches,
+            chunks=self.chunks if schedule.max_chunks > schedule.min_chunks else None,
+            slices=self.slices if schedule.max_slices > 1 else 1,
+            costs=self.costs if schedule.searches else None,
+            memory_cap=self.memory_cap if schedule.searches else None,
+        )
+
+
+def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation], dict[str, str]]:
+    """Return the simulations of the schedules that take the shape, and why the others do not."""
     simulations: list[Simulation] = []
     refused: dict[str, str] = {}
     for name, schedule in [(name, read_schedule(name)) for name in dict.fromkeys(names)]:
-        wanted = chunks if schedule.max_chunks > 1 else None
         try:
-            plan = compile(schedule, mesh=mesh, microbatches=microbatches, chunks=wanted)
+            plan = request.compile(schedule)
         except UsageError as error:
             refused[name] = str(error)
         else:
-            simulations.append(plan.simulate(costs))
+            simulations.append(plan.simulate(request.costs))
     return simulations, refused
 
 
@@ -135,11 +167,12 @@ def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Itera
 
     first = simulations[0]
     yield f"{first.plan.mesh}, {first.plan.schedule.microbatches} microbatches; time in {first.unit}"
-    header = ("schedule", "chunks", "makespan", "bubble", "span bubble", "peak activations")
+    header = ("schedule", "chunks", "slices", "makespan", "bubble", "span bubble", "peak activations")
     rows = [
         (
             simulation.plan.schedule.name,
             str(simulation.plan.schedule.chunks),
+            str(simulation.plan.schedule.slices),
             f"{simulation.makespan:g}",
             percent(simulation.bubble),
             percent(simulation.span_bubble),

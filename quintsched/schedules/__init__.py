@@ -1,8 +1,11 @@
 """The schedules, each a short generator of compute order in a file of its own."""
 
+from quintsched.schedules.bfs import bfs
+from quintsched.schedules.eager_1f1b import eager_1f1b
 from quintsched.schedules.gpipe import gpipe
 from quintsched.schedules.inference import inference
 from quintsched.schedules.interleaved import interleaved_1f1b
+from quintsched.schedules.interleaved_zb import interleaved_zb
 from quintsched.schedules.one_f_one_b import one_f_one_b
 from quintsched.schedules.registry import (
     Order,
@@ -13,19 +16,26 @@ from quintsched.schedules.registry import (
     own_code,
     schedule,
 )
+from quintsched.schedules.seq_1f1b import seq_1f1b
 from quintsched.schedules.zb_h1 import zb_h1
+from quintsched.schedules.zb_h2 import zb_h2
 
 __all__ = [
     "Order",
     "Schedule",
     "Shape",
     "all_schedules",
+    "bfs",
+    "eager_1f1b",
     "find_schedule",
     "gpipe",
     "inference",
     "interleaved_1f1b",
+    "interleaved_zb",
     "one_f_one_b",
     "own_code",
     "schedule",
+    "seq_1f1b",
     "zb_h1",
+    "zb_h2",
 ]

@@ -8,15 +8,8 @@ to do while it waits:
 
 from quintsched.instructions import Bwd, Fwd
 from quintsched.placement import loop
+from quintsched.schedules.constraints import whole_rounds
 from quintsched.schedules.registry import MAX_CHUNKS, Order, Shape, schedule
-
-
-def _multiple_of_pp(shape: Shape) -> str | None:
-    below = shape.microbatches // shape.pp * shape.pp
-    if below == shape.microbatches:
-        return None
-    nearest = f"{below} or {below + shape.pp}" if below else f"{shape.pp}"
-    return f"microbatches is {shape.microbatches}, no multiple of pp={shape.pp}; the nearest that works: {nearest}"
 
 
 @schedule(
@@ -27,7 +20,7 @@ def _multiple_of_pp(shape: Shape) -> str | None:
     placement=loop,
     min_chunks=2,
     max_chunks=MAX_CHUNKS,
-    constraint=_multiple_of_pp,
+    constraint=whole_rounds,
 )
 def interleaved_1f1b(rank: int, shape: Shape) -> Order:
     """Yield 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""

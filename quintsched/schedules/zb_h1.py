@@ -2,6 +2,9 @@
 
 rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 …
 rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 …      weight halves come `rank` microbatches late
+
+Beyond M(F+I+W), the makespan is (P-1)(F+I) - (min(P,M)-1)·min(F,I,W), and the longest span the same with min(F,W).
+That is the paper's (P-1)(F+I-W) exactly where M >= P and W <= F, I (or P = 1, or W = 0).
 """
 
 from quintsched.instructions import BwdInput, BwdWeight, Fwd
@@ -12,19 +15,16 @@ from quintsched.schedules.registry import Order, Shape, schedule
     "zb-h1",
     aliases=("zb-1p",),
     summary="1F1B with split backwards; weight halves fill the bubble",
-    bubble="(P-1)(F+I-W)",
+    bubble="(P-1)(F+I)-(min(P,M)-1)·min(F,I,W)",
     memory="min(P, M)",
 )
 def zb_h1(rank: int, shape: Shape) -> Order:
     """Yield 1F1B with each weight half `rank` microbatches after its input half, so that P activations stand."""
-    warmup, late, microbatches = min(shape.pp - rank - 1, shape.microbatches), rank, shape.microbatches
-    for microbatch in range(warmup):
-        yield Fwd(rank, microbatch)
-    for k in range(microbatches):
-        if warmup + k < microbatches:
-            yield Fwd(rank, warmup + k)
-        yield BwdInput(rank, k)
-        if k >= late:
-            yield BwdWeight(rank, k - late)
-    for microbatch in range(max(microbatches - late, 0), microbatches):
-        yield BwdWeight(rank, microbatch)
+    warmup, late = min(shape.pp - rank - 1, shape.microbatches), rank
+    for k in range(warmup + shape.microbatches + late):
+        if k < shape.microbatches:
+            yield Fwd(rank, k)
+        if 0 <= k - warmup < shape.microbatches:
+            yield BwdInput(rank, k - warmup)
+        if k >= warmup + late:
+            yield BwdWeight(rank, k - warmup - late)

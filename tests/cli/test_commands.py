@@ -8,7 +8,8 @@ import pytest
 
 import quintsched as qs
 from quintsched.cli.check import read_span, runs
-from quintsched.schedules import all_schedules
+from quintsched.instructions import Bwd, Fwd
+from quintsched.schedules import Order, Shape, all_schedules, registry, schedule
 
 
 def test_schedules(cli):
@@ -19,7 +20,14 @@ def test_schedules(cli):
         assert found.name in shown.out
         assert found.bubble in shown.out
     assert [entry["name"] for entry in listed] == [found.name for found in all_schedules()]
-    assert next(entry for entry in listed if entry["name"] == "gpipe")["aliases"] == ["afab"]
+    entries = {entry["name"]: entry for entry in listed}
+    assert entries["gpipe"]["aliases"] == ["afab"]
+    assert entries["interleaved-zb"]["placement"] == "loop"
+    assert entries["interleaved-zb"]["constraint"] == "M a multiple of P"
+    assert entries["seq-1f1b"]["slices"][1] > 1
+    assert "    loop placement, 2 or more chunks, M a multiple of P\n" in shown.out
+    assert "    linear placement, 1 chunk, 1 or more slices\n" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 120
 
 
 def test_compile_to_a_file(cli, tmp_path):
@@ -45,6 +53,45 @@ def test_compile_reports_as_json(cli, tmp_path):
     assert report["sound"] is True
     assert report["plan"] == str(tmp_path / "p.json")
     assert qs.Plan.load(tmp_path / "p.json").schedule.chunks == 3
+
+
+def test_compile_slices(cli):
+    done = cli("compile", "-s", "seq-1f1b", "--mesh", "pp=2", "-m", 3, "--slices", 2)
+    assert qs.Plan.from_json(done.out) == qs.compile("seq-1f1b", mesh="pp=2", microbatches=3, slices=2)
+
+
+def test_compile_refuses_what_a_schedule_does_not_take(refused, tmp_path):
+    (tmp_path / "costs.json").write_text("{}")
+    command = ("compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 3)
+    assert "slices is 2; this schedule takes exactly 1" in refused(2, *command, "--slices", 2)
+    for option in (("--costs", "costs.json"), ("--memory-cap", 4)):
+        assert "does not depend on costs or a memory cap" in refused(2, *command, *option)
+
+
+@pytest.fixture
+def searched(monkeypatch) -> list[Shape]:
+    """Register a schedule that searches, and return the shapes that it is asked for."""
+    monkeypatch.setattr("quintsched.schedules.registry._REGISTRY", dict(registry._REGISTRY))
+    shapes: list[Shape] = []
+
+    @schedule("searching", summary="s", bubble="b", memory="m", searches=True)
+    def searching(rank: int, shape: Shape) -> Order:
+        shapes.append(shape)
+        for microbatch in range(shape.microbatches):
+            yield Fwd(rank, microbatch)
+            yield Bwd(rank, microbatch)
+
+    return shapes
+
+
+def test_costs_and_memory_cap_reach_a_schedule_that_searches(cli, searched, tmp_path):
+    (tmp_path / "costs.json").write_text('{"forward": 2}')
+    options = ("-m", 3, "--costs", "costs.json", "--memory-cap", 1.5)
+    assert cli("compile", "-s", "searching", "--mesh", "pp=2", *options).code == 0
+    assert cli("compare", "searching", "1f1b", "--pp", 2, *options).code == 0
+    assert {(shape.costs, shape.memory_cap) for shape in searched} == {(qs.Costs(forward=2), 1.5)}
+    assert len(searched) == 4
+    assert "searches under costs and a memory cap" in cli("schedules").out
 
 
 def test_show_a_grid(cli, plan_file, root):
@@ -118,7 +165,7 @@ def test_a_long_critical_path_is_abbreviated(cli, tmp_path):
 def test_compare(cli):
     shown = cli("compare", "1f1b", "gpipe", "interleaved-1f1b", "--pp", 8, "--microbatches", 30)
     assert shown.code == 0
-    assert "1f1b      1       111       18.9 %  18.9 %       8\n" in shown.out
+    assert "1f1b      1       1       111       18.9 %  18.9 %       8\n" in shown.out
     assert "left out: interleaved-1f1b: microbatches is 30, no multiple of pp=8; the nearest that works" in shown.out
     data = cli("compare", "1f1b", "interleaved-1f1b", "--pp", 4, "-m", 8, "--chunks", 2, "--json").data
     assert [(found["schedule"], found["chunks"], found["makespan"]) for found in data["schedules"]] == [
@@ -126,6 +173,15 @@ def test_compare(cli):
         ("interleaved-1f1b", 2, 28.5),
     ]
     assert data["refused"] == []
+
+
+def test_compare_gives_each_schedule_what_it_takes(cli):
+    shown = cli("compare", "1f1b", "seq-1f1b", "bfs", "--pp", 4, "-m", 8, "--slices", 2, "--chunks", 4)
+    assert re.findall(r"^(\S+) +(\d+) +(\d+) +([\d.]+)  ", shown.out, re.MULTILINE) == [
+        ("1f1b", "1", "1", "33"),
+        ("seq-1f1b", "1", "2", "28.5"),
+        ("bfs", "4", "1", "26.25"),
+    ]
 
 
 def test_compare_where_none_takes_the_shape(refused):
@@ -136,7 +192,7 @@ def test_compare_where_none_takes_the_shape(refused):
 
 def test_help_names_the_commands_in_order(cli):
     shown = cli("--help").out
-    names = ["schedules", "compile", "show", "check", "simulate", "compare", "render", "run"]
+    names = ["schedules", "compile", "show", "check", "simulate", "compare", "render", "export", "import", "run"]
     assert re.findall(r"^  ([a-z]+)  +[A-Z]", shown.split("Commands:")[1], re.MULTILINE) == names
     assert "…" not in shown.split("Commands:")[1]
     assert "..." not in shown.split("Commands:")[1]

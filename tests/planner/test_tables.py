@@ -16,7 +16,7 @@ from quintsched.plan import Plan
 from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
 
 LAYOUT = Layout((0, 1, 0), (Route((0, 1, 2), (0, 1)),), trains=True, reduces=True, buckets_per_stage=1)
-VALUES = {"int": 1, "tuple[int, ...]": (0,), "tuple[str, ...]": ("dp",)}
+VALUES = {"int": 1, "str": "stage", "tuple[int, ...]": (0,), "tuple[str, ...]": ("dp",)}
 
 
 def concrete_classes() -> set[type[Instruction]]:
@@ -107,7 +107,9 @@ def test_the_name_of_a_schedule_is_taken_once():
         find_schedule("mine")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("1f1", "1f1b"), ("afap", "afab"), ("interleaved", "interleaved-1f1b")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("1f1", "1f1b"), ("afap", "afab"), ("interleaved-f1b", "interleaved-1f1b")]
+)
 def test_an_unknown_schedule_suggests_the_nearest(name, meant):
     with pytest.raises(qs.UsageError, match=f"unknown schedule '{name}'; did you mean '{meant}'"):
         find_schedule(name)

@@ -1,0 +1,133 @@
+"""`quintsched export` and `quintsched import`: plans in the formats of other tools, and theirs as plans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quintsched.cli.output import AsJson, PlanFile, emit, note, read_plan, say
+from quintsched.errors import InputError, UnsoundError, UsageError, suggest
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format that a plan can be written in: its text, and which options of `export` it takes."""
+
+    text: Callable[..., str]
+    options: tuple[str, ...] = ()
+
+
+def _torch_csv(plan: Plan, **options: Any) -> str:
+    from quintsched import torch_csv
+
+    return torch_csv.dumps(plan, **options)
+
+
+def _promela(plan: Plan, **options: Any) -> str:
+    from quintsched.promela import to_promela
+
+    return to_promela(plan, **options)
+
+
+FORMATS = {"torch-csv": Format(_torch_csv, ("compute_only",)), "promela": Format(_promela, ("profile", "buffer"))}
+"""The formats a plan can be written in."""
+
+
+def export(
+    plan: PlanFile,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")],
+    compute_only: Annotated[
+        bool, typer.Option("--compute-only", help="Only the order of computation (torch-csv).")
+    ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", metavar="NAME", help="The transport to model (promela); default: blocking."),
+    ] = None,
+    buffer: Annotated[
+        int | None,
+        typer.Option("--buffer", metavar="K", help="Messages that a channel holds (promela); default: 0, rendezvous."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file; default: standard output.")
+    ] = None,
+) -> None:
+    """Write a plan in the format of another tool."""
+    if to not in FORMATS:
+        raise UsageError(f"unknown format {to!r}{suggest(to, FORMATS)}")
+    asked = {"compute_only": compute_only or None, "profile": profile, "buffer": buffer}
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name in given:
+        if name not in FORMATS[to].options:
+            others = ", ".join(other for other, form in FORMATS.items() if name in form.options)
+            raise UsageError(f"--{name.replace('_', '-')}: {to} has no such form; it is for {others}")
+    found = read_plan(plan)
+    text = FORMATS[to].text(found, **given)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot write the file: {error.strerror}") from error
+    say(f"{output}: {found.title}")
+
+
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A schedule in PyTorch's CSV format, or -.")],
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXES", help="The device mesh; default: a pipeline rank per line.")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="NAME", help="The transport under which the plan must not deadlock.")
+    ] = "channel",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read PyTorch's schedule CSV, prove it, write the plan."""
+    from quintsched import torch_csv
+    from quintsched.cli.check import report
+
+    text, name = _read(file)
+    try:
+        imported = torch_csv.loads(text, mesh=mesh, profile=profile, name=name)
+    except InputError as error:
+        if as_json:
+            point = "unsound" if isinstance(error, UnsoundError) else "well-formed"
+            emit({"sound": False, "findings": [{"point": point, "message": str(error)}]})
+        raise type(error)(f"{file}: {error}") from error
+    plan, verdict = imported.plan, imported.verdict
+    for line in imported.notes:
+        note(f"{file}: {line}")
+    if output is None:
+        note(f"{plan.title}\n{verdict.explain()}")
+        typer.echo(plan.to_json(), nl=False)
+        return
+    plan.save(output)
+    if as_json:
+        emit({"plan": str(output), **report(verdict, profile), "notes": list(imported.notes)})
+    else:
+        say(f"{output}: {plan.title}\n{verdict.explain()}")
+
+
+def _read(file: str) -> tuple[str, str]:
+    """Return a file's text and what its schedule is called."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file}: cannot read the schedule: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: not UTF-8 text: byte {error.start} cannot be read") from error
+    stem = Path(file).stem
+    return text, stem if file != "-" and stem.isprintable() and len(stem) <= 200 else "torch-csv"

@@ -1,0 +1,47 @@
+"""Interleaved zero bubble: ZB-H1 (Qi et al. 2023, arXiv:2401.10241) over several stages on each rank.
+
+P=2, 2 chunks (f, i, w: the second one)
+rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 …
+rank 1  .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 …       weight halves come `rank` units late
+
+Units go round the chunks in groups of P microbatches, as in interleaved 1F1B, but a rank is only one unit ahead per
+rank after it. The makespan is M(F+I+W) + (P-1)(F+I-min(F,I,W))/v, and P microbatches' activations stand on each rank.
+"""
+
+from quintsched.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.placement import loop
+from quintsched.schedules.constraints import whole_rounds
+from quintsched.schedules.registry import MAX_CHUNKS, Order, Shape, schedule
+
+
+@schedule(
+    "interleaved-zb",
+    summary="ZB-H1 over several stages per rank",
+    bubble="(P-1)(F+I-min(F,I,W))/v",
+    memory="P",
+    placement=loop,
+    min_chunks=2,
+    max_chunks=MAX_CHUNKS,
+    constraint=whole_rounds,
+)
+def interleaved_zb(rank: int, shape: Shape) -> Order:
+    """Yield split 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
+    stages = shape.stages_of(rank)
+    units = shape.microbatches * shape.chunks
+    warmup, late = (shape.chunks - 1) * shape.pp + shape.pp - rank - 1, rank
+
+    def unit(k: int) -> tuple[int, int]:
+        group, within = divmod(k, shape.pp * shape.chunks)
+        chunk, microbatch = divmod(within, shape.pp)
+        return chunk, group * shape.pp + microbatch
+
+    for k in range(warmup + units + late):
+        if k < units:
+            chunk, microbatch = unit(k)
+            yield Fwd(stages[chunk], microbatch)
+        if 0 <= k - warmup < units:
+            chunk, microbatch = unit(k - warmup)
+            yield BwdInput(stages[-1 - chunk], microbatch)
+        if k >= warmup + late:
+            chunk, microbatch = unit(k - warmup - late)
+            yield BwdWeight(stages[-1 - chunk], microbatch)

@@ -1,0 +1,31 @@
+"""Seq1F1B (Sun et al. 2024, arXiv:2406.03488): 1F1B over slices of the sequence, 1/q of a microbatch each.
+
+    q=2, P=2, rank 0   F0 F1 F2 B1 F3 B0 F4 B3 F5 B2 …       microbatch 0 is the units 0 and 1
+             rank 1    .. F0 F1 B1 F2 B0 F3 B3 F4 B2 …
+
+A slice attends to those before it, so forwards run in the order of the sequence, and backwards against it: the
+gradient of a slice's keys and values is whole only after the slices behind it. The last rank therefore takes all q
+slices of a microbatch before the first backward. The bubble and what stands on a rank shrink with q.
+"""
+
+from quintsched.instructions import Bwd, Fwd
+from quintsched.schedules.registry import MAX_SLICES, Order, Shape, schedule
+
+
+@schedule(
+    "seq-1f1b",
+    summary="1F1B over slices of the sequence",
+    bubble="(P-1)(F+I+W)/q",
+    memory="min((P-r-1)/q+1, M)",
+    max_slices=MAX_SLICES,
+)
+def seq_1f1b(rank: int, shape: Shape) -> Order:
+    """Yield 1F1B over units of (microbatch, slice); the backwards visit the slices of a microbatch in reverse."""
+    units, slices = shape.num_units, shape.slices
+    warmup = min(shape.pp - rank - 1 + slices - 1, units)
+    for k in range(units + warmup):
+        if k < units:
+            yield Fwd(rank, k)
+        if k >= warmup:
+            microbatch, behind = divmod(k - warmup, slices)
+            yield Bwd(rank, microbatch * slices + slices - 1 - behind)

@@ -1,0 +1,82 @@
+"""`quintsched export` and `quintsched import`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+
+PUBLISHED = Path(__file__).parents[1] / "data" / "torch_csv"
+EXAMPLE = PUBLISHED / "titan_example_interleaved_2rank_4mb_comms.csv"
+
+
+def test_there_and_back(cli, plan_file, tmp_path):
+    assert cli("export", plan_file, "--to", "torch-csv", "-o", "out.csv").out == (
+        "out.csv: 1f1b on dp=2,pp=2,tp=2, 4 microbatches\n"
+    )
+    done = cli("import", "out.csv", "--mesh", "dp=2,pp=2,tp=2", "--profile", "blocking", "-o", "back.json")
+    assert done.code == 0
+    assert done.out.startswith("back.json: out on dp=2,pp=2,tp=2, 4 microbatches\nsound: ")
+    assert done.err == ""
+    assert qs.Plan.load("back.json").programs == qs.Plan.load(plan_file).programs
+    assert cli("check", "back.json", "--profile", "blocking").code == 0
+
+
+def test_standard_output_and_input(cli, plan_file, tmp_path, monkeypatch):
+    done = cli("export", plan_file, "--to", "torch-csv", "--compute-only")
+    assert (done.out, done.err) == ("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n", "")
+    (tmp_path / "order.csv").write_text(done.out)
+    with (tmp_path / "order.csv").open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        back = cli("import", "-", "--mesh", "dp=2,pp=2,tp=2")
+    plan = qs.Plan.from_json(back.out)
+    assert plan.schedule.name == "torch-csv"
+    assert plan.programs == qs.Plan.load(plan_file).programs
+    assert back.err.startswith("torch-csv on dp=2,pp=2,tp=2, 4 microbatches\nsound: ")
+
+
+def test_what_is_left_out_is_said(cli):
+    done = cli("import", EXAMPLE, "-o", "plan.json")
+    assert done.code == 0
+    assert done.err.startswith(f"{EXAMPLE}: left out 6 UNSHARD and RESHARD, the first in line 1, cell 1 ")
+    data = cli("import", EXAMPLE, "-o", "plan.json", "--json").data
+    assert data["sound"] is True
+    assert [name for name, free in data["profiles"].items() if free] == ["channel", "tagged"]
+    assert len(data["notes"]) == 1
+
+
+def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path):
+    message = refused(1, "import", EXAMPLE, "--profile", "pair-stream", "-o", "plan.json")
+    assert message.startswith(f"error: {EXAMPLE}: not sound: ")
+    assert re.search(r"rank 1: \d+ .* must end before \d+ .* can begin", message)
+    assert re.search(r"in the file:\n  line \d, cell \d \(rank \d, step \d\): \d(SEND|RECV)_F\d\n", message)
+    assert not (tmp_path / "plan.json").exists()
+    done = cli("import", EXAMPLE, "--profile", "blocking", "--json")
+    assert done.code == 1
+    assert json.loads(done.out)["sound"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message", "options"),
+    [
+        ("0F0x,0B0\n", 1, "in.csv: line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'", ()),
+        (b"0F0,\xff", 1, "in.csv: not UTF-8 text: byte 4 cannot be read", ()),
+        ("0F0,0B0\n", 2, "the mesh pp=2 has 2 pipeline ranks, but the file has 1 lines", ("--mesh", "pp=2")),
+        ("0F0,0B0\n", 2, "mesh: unknown axis 'pq'", ("--mesh", "pq=2")),
+        ("0F0,0B0\n", 2, "did you mean 'channel'?", ("--profile", "chanel")),
+    ],
+)
+def test_what_is_refused_on_the_way_in(refused, tmp_path, text, code, message, options):
+    (tmp_path / "in.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert message in refused(code, "import", "in.csv", *options)
+
+
+def test_what_is_refused_on_the_way_out(refused, plan_file, tmp_path):
+    qs.compile("inference", mesh="pp=2", microbatches=2).save(tmp_path / "forward.json")
+    assert "it only computes forward" in refused(2, "export", "forward.json", "--to", "torch-csv")
+    assert "did you mean 'torch-csv'?" in refused(2, "export", plan_file, "--to", "torchcsv")
+    assert "cannot write the file" in refused(2, "export", plan_file, "--to", "torch-csv", "-o", "no/such/place.csv")
+    assert "cannot read the plan" in refused(2, "export", "missing.json", "--to", "torch-csv")
+    assert "cannot read the schedule" in refused(2, "import", "missing.csv")
