@@ -45,11 +45,14 @@ BOMB = """
 import os
 from torch import nn
 
+FUSE = __file__ + ".lit"
+
 class Bomb(nn.Linear):
     steps = 0
     def forward(self, x):
         self.steps += not x.is_meta
         if self.steps > 3 and os.environ["RANK"] == "3":
+            open(FUSE, "w").close()
             FAULT
         return super().forward(x)
 
@@ -136,7 +139,6 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
 ) -> None:
     model = tmp_path / "bomb.py"
     model.write_text(BOMB.replace("FAULT", 'raise ValueError("the bomb went off")'))
-    began = time.monotonic()
     code, _, err = launch(
         "--config", job_file, "--set", "parallel.mesh=dp=2,pp=2", "--set", f"model={{name: '{model}:build'}}"
     )
@@ -144,7 +146,7 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
     assert err.splitlines()[0] == "error: rank 3: ValueError: the bomb went off"
     assert "on rank 3 (dp=1, pp=1), instruction " in err.splitlines()[1]
     assert "error: rank 0" not in err
-    assert time.monotonic() - began < 60
+    assert time.time() - Path(f"{model}.lit").stat().st_mtime < 10  # all ranks have ended since it went off
     assert str(model) not in running_commands()
 
 

@@ -1,0 +1,58 @@
+# Each target sets up what it needs: a virtual environment in .venv, made once. No step by hand before it.
+#
+#   make demo    compile, prove, draw and run a plan for 2 x 2 x 2 ranks, and compare it with one process
+#   make test    the tests, in minutes            make test-all    the long proofs as well
+#   make lint    formatting, lint and types       make bench       the benchmarks, if there are any
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+INSTALLED := .venv/.installed
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+
+# Commands come from .venv, also in what is printed. Ranks and test workers share the cores: one thread each.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export OMP_NUM_THREADS := 1
+
+PYTEST := python -m pytest -n 2 --dist loadgroup
+DEMO := --set train.epochs=2 --set log.every=5
+SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
+
+.PHONY: demo test test-all lint bench
+
+demo: $(INSTALLED)
+	@mkdir -p out && rm -f out/eight.jsonl out/one.jsonl
+	@printf '\n\n== A plan for 2 x 2 x 2 ranks: compile it, prove it, read it, time it, draw it\n'
+	$(SHOW) quintsched compile --schedule 1f1b --mesh dp=2,pp=2,tp=2 --microbatches 8 -o out/plan.json
+	$(SHOW) quintsched check out/plan.json
+	$(SHOW) quintsched show out/plan.json
+	$(SHOW) quintsched simulate out/plan.json
+	$(SHOW) quintsched render out/plan.json -o out/timeline.png
+	@printf '\n\n== A Vision Transformer learns handwritten digits on 8 processes, by this plan\n'
+	$(SHOW) quintsched run out/plan.json examples/full_3d.yaml $(DEMO) --set log.path=out/eight.jsonl
+	@printf '\n\n== The same in one process\n'
+	$(SHOW) quintsched run examples/baseline.yaml $(DEMO) --set log.path=out/one.jsonl
+	@printf '\n\n== Their losses side by side\n'
+	$(SHOW) python examples/compare_curves.py out/eight.jsonl out/one.jsonl
+
+test: $(INSTALLED)
+	$(PYTEST)
+
+test-all: $(INSTALLED)
+	$(PYTEST) -m ''
+
+lint: $(INSTALLED)
+	ruff format --check .
+	ruff check .
+	mypy quintsched
+
+bench: $(INSTALLED)
+	@for file in $(BENCHMARKS); do printf '\n== %s\n' "$$file"; python "$$file"; done
+	@test -n "$(BENCHMARKS)" || echo "benchmarks/ is empty"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "quintsched needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
