@@ -162,9 +162,13 @@ def _backward_values(machine: Machine, instruction: ins.Compute) -> tuple[Value,
 
 
 def _reducing(machine: Machine, instruction: ins.Compute) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which gradients are reduced as they become ready, if they are complete afterwards."""
+    """Return a context in which gradients are reduced as they become ready, if they are complete afterwards.
+
+    Those of a stage with twins are not: they are added up first.
+    """
     gradients = machine.gradients
-    if gradients is None or not machine.is_last_backward(instruction):
+    has_twins = bool(machine.plan.layout.twins(instruction.stage))
+    if gradients is None or has_twins or not machine.is_last_backward(instruction):
         return nullcontext
     return partial(gradients.last_backward, instruction.stage)
 
