@@ -1,6 +1,8 @@
 """The schedules, each a short generator of compute order in a file of its own."""
 
 from quintsched.schedules.bfs import bfs
+from quintsched.schedules.dualpipe import dualpipe
+from quintsched.schedules.dualpipe_v import dualpipe_v
 from quintsched.schedules.eager_1f1b import eager_1f1b
 from quintsched.schedules.gpipe import gpipe
 from quintsched.schedules.inference import inference
@@ -17,8 +19,12 @@ from quintsched.schedules.registry import (
     schedule,
 )
 from quintsched.schedules.seq_1f1b import seq_1f1b
+from quintsched.schedules.v_half import v_half
+from quintsched.schedules.v_min import v_min
+from quintsched.schedules.zb_auto import zb_auto
 from quintsched.schedules.zb_h1 import zb_h1
 from quintsched.schedules.zb_h2 import zb_h2
+from quintsched.schedules.zbv import zbv
 
 __all__ = [
     "Order",
@@ -26,6 +32,8 @@ __all__ = [
     "Shape",
     "all_schedules",
     "bfs",
+    "dualpipe",
+    "dualpipe_v",
     "eager_1f1b",
     "find_schedule",
     "gpipe",
@@ -36,6 +44,10 @@ __all__ = [
     "own_code",
     "schedule",
     "seq_1f1b",
+    "v_half",
+    "v_min",
+    "zb_auto",
     "zb_h1",
     "zb_h2",
+    "zbv",
 ]

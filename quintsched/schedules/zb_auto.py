@@ -1,0 +1,99 @@
+"""zb-auto (Qi et al. 2023, arXiv:2401.10241): the best of many greedy orders under given costs and a memory cap.
+
+The paper's ZB-1p and ZB-2p are this search with `--memory-cap p` and `2p`. A cap of P gives ZB-H1 or better; from 2P-1
+on, no rank waits within its span if F = I = W, and without a cap 2P it is; below P, ranks do what the memory allows:
+
+rank 0  F0 F1 .  .  .  .  .  I0 W0 F2 I1 W1 F3 …             P=4, cap 2
+rank 3  .  .  .  F0 I0 F1 I1 W0 W1 .  .  .  .  .  F2 …
+
+Candidates run in simulated time, the most promising ones first, until so many passes have been looked at that it would
+take long. The shortest span wins, then the shortest makespan, then the least memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from quintsched.errors import UsageError
+from quintsched.schedules.list_scheduling import Manner, Outcome, Work, schedule_greedily
+from quintsched.schedules.registry import Order, Shape, schedule
+
+SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)
+"""How much farther ahead each rank is than the next: 1 is 1F1B, 2 fills the pipeline; less is for tight memory."""
+HABITS = ((0.0, 1.0), (0.0, 0.0), (0.5, 1.0), (0.0, 0.25), (0.5, 0.0))
+"""How much of a forward, and of a weight half, an eager rank may be late with."""
+MOST_PASSES, FEWEST_CANDIDATES = 100_000, 8
+"""When to stop: after so many passes, but not before so many candidates."""
+
+
+def room_for_one(shape: Shape) -> str | None:
+    """a memory cap of at least one microbatch"""
+    least = max(_per_stage(shape, "activation") + _per_stage(shape, "activation_after_input"))
+    if shape.memory_cap is None or shape.memory_cap >= least:
+        return None
+    return f"the memory cap is {shape.memory_cap}, but one microbatch holds {least}; the nearest that works: {least}"
+
+
+@schedule(
+    "zb-auto",
+    summary="the best greedy order under given costs and a memory cap (ZB-1p, ZB-2p)",
+    bubble="searched",
+    memory="the memory cap, or min(2P, M)",
+    searches=True,
+    constraint=room_for_one,
+)
+def zb_auto(rank: int, shape: Shape) -> Order:
+    """Yield this rank's order of the best candidate."""
+    if len(shape.stages_of(rank)) != 1 or len(shape.stage_to_pp) != shape.pp:
+        raise UsageError(f"zb-auto: stages lie on {shape.stage_to_pp}; it plans for one stage on each rank")
+    yield from _best(shape).orders[shape.stages_of(rank)[0]]
+
+
+@lru_cache(maxsize=2)
+def _best(shape: Shape) -> Outcome:
+    """Try manner after manner; the first is eager, so that at least one comes to its end."""
+    work, best, looked_at = _work(shape), None, 0
+    for count, manner in enumerate(_manners(work)):
+        if count >= FEWEST_CANDIDATES and looked_at >= MOST_PASSES:
+            break
+        found = schedule_greedily(work, manner, best.span if best else math.inf)
+        looked_at += work.num_passes
+        if found and (best is None or _merit(found) < _merit(best)):
+            best = found
+    assert best is not None
+    return best
+
+
+def _manners(work: Work) -> Iterator[Manner]:
+    """Yield the candidates, the most promising first: slopes that fill the pipeline, or what the cap has room for."""
+    capped = (work.cap / (max(work.activation) or math.inf) - 1) / max(len(work.forward) - 1, 1)
+    for slope in dict.fromkeys((2.0, min(capped, 2.0), *SLOPES)):
+        yield from (Manner(slope, *habit) for habit in HABITS)
+        yield Manner(slope, strict=True)
+
+
+def _merit(outcome: Outcome) -> tuple[float, float, float]:
+    return round(outcome.span, 9), round(outcome.makespan, 9), outcome.peak
+
+
+def _work(shape: Shape) -> Work:
+    after = _per_stage(shape, "activation_after_input")
+    held = tuple(map(max, _per_stage(shape, "activation"), after))
+    most = 2 * shape.pp if shape.memory_cap is None else shape.microbatches
+    return Work(
+        microbatches=shape.microbatches,
+        forward=_per_stage(shape, "forward"),
+        backward_input=_per_stage(shape, "backward_input"),
+        backward_weight=_per_stage(shape, "backward_weight"),
+        activation=held,
+        after_input=after,
+        p2p=shape.costs.p2p,
+        cap=min(math.inf if shape.memory_cap is None else shape.memory_cap, most * max(held)),
+    )
+
+
+def _per_stage(shape: Shape, name: str) -> tuple[float, ...]:
+    shape.costs.check_stages(len(shape.stage_to_pp))
+    return tuple(shape.costs.of_part(name, stage, 1) for stage in range(len(shape.stage_to_pp)))
