@@ -101,7 +101,10 @@ def replicas() -> None:
     print("a plan for 131,072 ranks costs what its pipeline costs")
     compiled("1f1b", 32, 256, 1)
     for axes in ({}, {"dp": 512, "tp": 8}):
-        timed(f"{32 * axes.get('dp', 1) * axes.get('tp', 1)} ranks", lambda axes=axes: compiled("1f1b", 32, 256, 1, **axes))  # type: ignore[misc]
+        timed(
+            f"{32 * axes.get('dp', 1) * axes.get('tp', 1)} ranks",
+            lambda axes=axes: compiled("1f1b", 32, 256, 1, **axes),
+        )  # type: ignore[misc]
 
 
 def files_and_faults() -> None:

@@ -15,9 +15,12 @@ from quintsched.errors import UnsoundError, UsageError
 from quintsched.instructions import ALL, Compute
 from quintsched.layout import Route
 from quintsched.mesh import Mesh
-from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Watch, lower
 from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
 from quintsched.schedules import Schedule, Shape, find_schedule, own_code
+
+ORDER = "order"
+"""What the plan is called that no pass has touched, where plans are named by the pass before them."""
 
 
 def compile(
@@ -31,6 +34,7 @@ def compile(
     slices: int = 1,
     costs: Costs | None = None,
     memory_cap: float | None = None,
+    after: Watch | None = None,
 ) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
 
@@ -44,11 +48,13 @@ def compile(
         slices: pieces of a microbatch along the sequence, for schedules that take them.
         costs: what to plan with, for schedules that search.
         memory_cap: the most activations that a rank may hold, in microbatches of a whole rank, for the same.
+        after: called with "order" and the bare order of computation, then with each pass's name and the plan after
+            it; each pass then has to keep the points that hold by then, not only the last one.
 
     Raises:
         UsageError: an unknown name, or sizes that the schedule does not take (it names the nearest that work).
         UnsoundError: a schedule of your own that fails, or whose order cannot run; the message is the
-            counter-example.
+            counter-example. If it is a pass that breaks a point, the message names it.
     """
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -57,11 +63,16 @@ def compile(
     shape = found.shape(mesh.pp, microbatches, chunks, slices, costs, memory_cap)
     if stage_to_pp is not None:
         shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
-    plan = order_of_computation(found, shape, mesh, buckets_per_stage)
-    check_order(plan).raise_if_unsound()
-    for step in TRAIN_PASSES if plan.mode == "train" else FORWARD_PASSES:
-        plan = step.apply(plan)
-    plan.check(profile="blocking").raise_if_unsound()
+    order = order_of_computation(found, shape, mesh, buckets_per_stage)
+    check_order(order).raise_if_unsound()
+    if after:
+        after(ORDER, order)
+    passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
+    plan = lower(order, passes, watch=after, verify=after is not None)
+    verdict = plan.check(profile="blocking")
+    if not verdict.sound:
+        lower(order, passes, verify=True)  # slow, and names the pass that is to blame
+    verdict.raise_if_unsound()
     return plan
 
 

@@ -18,7 +18,7 @@ from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
 from quintsched.cli.timing import compare, simulate
 
-COMMANDS = (schedules, compile, show, check, simulate, compare, render, export, import_, new, run)
+COMMANDS = (schedules, compile, show, check, simulate, compare, render, export, import_, run, new)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

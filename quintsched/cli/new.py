@@ -76,7 +76,7 @@ IMPORTED = {"qs", "Bwd", "Fwd", "Order", "Shape", "most_activations"}
 def new(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to write, like my_schedule.py.")],
 ) -> None:
-    """Write a schedule of your own to start from, with its property test."""
+    """Write a schedule to start from, with its test."""
     text = template(file)
     try:
         with file.open("x", encoding="utf-8") as target:

@@ -3,18 +3,25 @@
     order of computation ─▶ place_messages ─▶ sync_twins ─▶ reduce_buckets
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
-Each is a pure function Plan → Plan. `Pass.establishes` names the points of a sound plan that hold from then on.
+Each is a pure function Plan → Plan. `Pass.establishes` names the points of a sound plan that hold from then on; `lower`
+applies them all, and names the one that breaks a point if asked to look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from quintsched.errors import UnsoundError
+from quintsched.findings import Point
+from quintsched.grid import excerpt
 from quintsched.passes.finish import clip_gradients, share_metrics, step_optimizer
 from quintsched.passes.messages import place_messages
 from quintsched.passes.reductions import reduce_buckets, sync_twins
 from quintsched.plan import Plan
+
+Watch = Callable[[str, Plan], None]
+"""Gets the name of a pass and the plan after it."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +30,48 @@ class Pass:
 
     name: str
     apply: Callable[[Plan], Plan]
-    establishes: tuple[str, ...]
+    establishes: tuple[Point, ...]
 
 
 TRAIN_PASSES = (
-    Pass("place-messages", place_messages, ("complete", "channels", "deadlock")),
+    Pass("place-messages", place_messages, (Point.COMPLETE, Point.CHANNELS, Point.DEADLOCK)),
     Pass("sync-twins", sync_twins, ()),
     Pass("reduce-buckets", reduce_buckets, ()),
-    Pass("share-metrics", share_metrics, ("collectives",)),
+    Pass("share-metrics", share_metrics, (Point.COLLECTIVES,)),
     Pass("clip-gradients", clip_gradients, ()),
-    Pass("step-optimizer", step_optimizer, ("data flow",)),
+    Pass("step-optimizer", step_optimizer, (Point.DATA_FLOW,)),
 )
 
 FORWARD_PASSES = (
-    Pass("place-messages", place_messages, ("complete", "channels", "deadlock")),
-    Pass("share-metrics", share_metrics, ("collectives", "data flow")),
+    Pass("place-messages", place_messages, (Point.COMPLETE, Point.CHANNELS, Point.DEADLOCK)),
+    Pass("share-metrics", share_metrics, (Point.COLLECTIVES, Point.DATA_FLOW)),
 )
 
-__all__ = ["FORWARD_PASSES", "TRAIN_PASSES", "Pass"]
+
+def lower(plan: Plan, passes: Sequence[Pass], *, watch: Watch | None = None, verify: bool = False) -> Plan:
+    """Apply the passes one after the other; `watch` gets each one's name and the plan after it.
+
+    Raises `UnsoundError` with `verify`, if a point that a pass has established no longer holds after one of them.
+    """
+    established: tuple[Point, ...] = ()
+    for step in passes:
+        plan = step.apply(plan)
+        established += step.establishes
+        if watch:
+            watch(step.name, plan)
+        if verify:
+            _refuse_broken(plan, step.name, established)
+    return plan
+
+
+def _refuse_broken(plan: Plan, name: str, established: Sequence[Point]) -> None:
+    owed = (Point.WELL_FORMED, *established)
+    broken = [finding for finding in plan.check(profile="blocking").findings if finding.point in owed]
+    if broken:
+        first = next((finding for finding in broken if finding.index is not None), broken[0])
+        places = [(f.rank, f.index) for f in (first,) if f.rank is not None and f.index is not None]
+        head = f"not sound: {plan.title}\nthe pass {name!r} breaks the point {first.point.value!r}: {first.message}"
+        raise UnsoundError("\n".join([head, *excerpt(plan, places)]))
+
+
+__all__ = ["FORWARD_PASSES", "TRAIN_PASSES", "Pass", "Watch", "lower"]

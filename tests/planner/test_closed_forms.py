@@ -167,7 +167,8 @@ def test_published_bubbles_under_measured_costs(row, column):
 
 
 def test_the_closed_forms_know_every_schedule():
-    assert {found.name for found in all_schedules()} - ELSEWHERE == set(FORMS)
+    ours = {found.name for found in all_schedules() if found.order.__module__.startswith("quintsched.")}
+    assert ours - ELSEWHERE == set(FORMS)
 
 
 def shapes(name: str, pp: int) -> Iterator[Case]:

@@ -4,23 +4,22 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import permutations
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from independent import Execution
+from mutants import Judge, mutant, small_plans, with_program
 
 import quintsched as qs
 from quintsched.checker import Point
 from quintsched.events import PROFILES
 from quintsched.instructions import (
-    AllReduceBucket,
     Bwd,
     Compute,
     Fwd,
     Instruction,
     Message,
-    OptStep,
     Recv,
     RecvAct,
     Send,
@@ -28,78 +27,18 @@ from quintsched.instructions import (
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 
-SHAPES = [
-    (name, mesh, microbatches)
-    for name, mesh, microbatches in (
-        ("gpipe", "pp=1", 1),
-        ("gpipe", "pp=2", 2),
-        ("gpipe", "dp=2,pp=3", 3),
-        ("1f1b", "pp=2", 3),
-        ("1f1b", "pp=3,dp=2", 4),
-        ("1f1b", "pp=4", 3),
-        ("interleaved-1f1b", "pp=2", 2),
-        ("interleaved-1f1b", "pp=2,dp=2", 4),
-        ("interleaved-1f1b", "pp=3", 3),
-        ("inference", "pp=3", 3),
-    )
-]
-PLANS = [qs.compile(name, mesh=mesh, microbatches=m, buckets_per_stage=2) for name, mesh, m in SHAPES]
+PLANS = small_plans()
 
 
 @st.composite
 def mutants(draw: st.DrawFn) -> Plan:
     """A plan with one or two faults, or with changes that do no harm."""
-    plan = draw(st.sampled_from(PLANS))
-    for _ in range(draw(st.integers(1, 2))):
-        rank = draw(st.integers(0, len(plan.programs) - 1))
-        program = list(plan.programs[rank])
-        if program:
-            plan = with_program(plan, rank, mutated(draw, program))
-    return plan
-
-
-def mutated(draw: st.DrawFn, program: list[Instruction]) -> list[Instruction]:
-    places = st.integers(0, len(program) - 1)
-    index, other = draw(places), draw(places)
-    instruction = program[index]
-    kinds = ["swap", "neighbours", "drop", "duplicate", "move"]
-    kinds += ["retarget"] if isinstance(instruction, Message) else []
-    kinds += ["renumber", "restage"] if isinstance(instruction, Compute | Message) else []
-    kinds += ["rebucket"] if isinstance(instruction, AllReduceBucket) else []
-    kinds += ["stages"] if isinstance(instruction, OptStep) else []
-    match draw(st.sampled_from(kinds)):
-        case "swap":
-            program[index], program[other] = program[other], program[index]
-        case "neighbours":
-            program[index : index + 2] = reversed(program[index : index + 2])
-        case "drop":
-            del program[index]
-        case "duplicate":
-            program.insert(other, instruction)
-        case "move":
-            program.insert(other, program.pop(index))
-        case "retarget":
-            program[index] = replace(instruction, peer=draw(st.integers(0, 4)))
-        case "renumber":
-            program[index] = replace(instruction, microbatch=draw(st.integers(0, 4)))
-        case "restage":
-            program[index] = replace(instruction, stage=draw(st.integers(0, 5)))
-        case "rebucket":
-            program[index] = replace(instruction, bucket=draw(st.integers(0, 2)))
-        case "stages":
-            program[index] = replace(instruction, stages=tuple(draw(st.lists(st.integers(0, 4), max_size=3))))
-    return program
-
-
-def with_program(plan: Plan, rank: int, program: list[Instruction]) -> Plan:
-    programs = list(plan.programs)
-    programs[rank] = tuple(program)
-    return replace(plan, programs=tuple(programs))
+    return mutant(draw(st.sampled_from(PLANS)), draw(st.randoms(use_true_random=False)))
 
 
 def assert_agreement(plan: Plan) -> None:
     """The verdict and the run agree on soundness, and on deadlock wherever the checker says anything about it."""
-    verdict, run = plan.check(profile="blocking"), Execution(plan)
+    verdict, run = plan.check(profile="blocking"), Judge(plan)
     assert verdict.sound == run.good, (verdict.explain(), run.finished, run.faults)
     if verdict.profiles:
         assert verdict.profiles["blocking"] == run.finished, verdict.explain()
@@ -117,7 +56,26 @@ def test_checker_and_run_agree_on_mutants(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed_plan", PLANS, ids=lambda plan: plan.title)
+@pytest.mark.parametrize("seed", range(20))
+def test_checker_and_run_agree_on_a_hundred_thousand_mutants(seed):
+    """5,200 each, of all schedules there are: 104,000 in about three minutes of one core."""
+    random = Random(seed)
+    for _ in range(5200):
+        assert_agreement(mutant(random.choice(PLANS), random))
+
+
+def test_mutants_offend_against_every_point():
+    random = Random(0)
+    verdicts = [mutant(random.choice(PLANS), random).check(profile="blocking") for _ in range(500)]
+    points = {finding.point for verdict in verdicts for finding in verdict.findings}
+    assert points == {*Point} - {Point.MEMORY}
+    assert sum(verdict.sound for verdict in verdicts) > 20, "some changes do no harm"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed_plan", [plan for plan in PLANS if plan.num_instructions <= 30], ids=lambda plan: plan.title
+)
 def test_checker_and_run_agree_on_every_single_swap_and_drop(seed_plan):
     for rank, program in enumerate(seed_plan.programs):
         for i in range(len(program)):
@@ -190,7 +148,7 @@ def test_at_most_two_messages_of_a_channel_wait_to_be_taken():
 
     heavy = Schedule("heavy", order, "", "", "", mode="forward", placement=lambda pp, chunks: (0, 1, 1))
     plan = qs.compile(heavy, mesh="pp=2", microbatches=8)
-    assert Execution(plan).good
+    assert Judge(plan).good
     assert most_waiting(plan) == 2
 
 
@@ -199,7 +157,7 @@ def test_at_most_two_messages_of_a_channel_wait_to_be_taken():
 def test_what_is_compiled_runs_under_rendezvous(name, pp):
     for microbatches in {1, 2, pp, 2 * pp, 4 * pp} if name != "interleaved-1f1b" else {pp, 2 * pp, 4 * pp}:
         plan = qs.compile(name, mesh=qs.Mesh(dp=2, pp=pp), microbatches=microbatches)
-        run = Execution(plan)
+        run = Judge(plan)
         assert run.good, (plan.title, run.faults)
         assert plan.check(profile="blocking").profiles == dict.fromkeys(PROFILES, True)
 

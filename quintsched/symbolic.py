@@ -1,0 +1,466 @@
+"""A plan as algebra: does it compute exactly the gradient of the sequential program, no more and no less?
+
+Each piece of the model is five random numbers modulo a prime, and stage s computes on each slice of a microbatch
+
+    y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
+
+with the gradients worked out by hand. Such maps do not commute, so an output knows every stage it came through, in
+which order, and a sum of gradients knows every microbatch in it. A number is one entry per replica, each with data of
+its own, so that a sum over replicas that is missing, early or done twice shows as well.
+
+The plan runs as a transport runs it: program order on each rank, sends that never wait, channels that deliver what was
+sent first under whatever name the receiver expects. Two polynomials that differ agree at a random point with a chance
+of about (number of stages)/2^61.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quintsched import instructions as ins
+from quintsched.dataflow import METRICS, NORM, Kind, Value
+from quintsched.errors import UnsoundError
+from quintsched.grid import excerpt
+from quintsched.instructions import Instruction
+from quintsched.plan import Plan
+from quintsched.wellformed import malformations
+
+PRIME = 2**61 - 1
+
+Number: TypeAlias = npt.NDArray[np.object_]
+"""Whole numbers modulo `PRIME`, one per replica."""
+
+Gradient: TypeAlias = tuple[Number, ...]
+"""The gradients of w, b, v, q and u."""
+
+
+class Weights(NamedTuple):
+    """One piece of the model."""
+
+    w: int
+    b: int
+    v: int
+    q: int
+    u: int
+
+
+class Saved(NamedTuple):
+    """What a forward keeps: its input, and what the slices before left behind."""
+
+    x: Number
+    k: Number
+
+
+def forward(weights: Weights, saved: Saved) -> tuple[Number, Number]:
+    """Return the output, and what the next slice finds."""
+    w, b, v, q, u = weights
+    return (w * saved.x + b + v * saved.k) % PRIME, (q * saved.k + u * saved.x) % PRIME
+
+
+def backward(weights: Weights, saved: Saved, grad_y: Number, grad_k: Number) -> tuple[Number, Number, Gradient]:
+    """Return the gradients of the input, of what the slices before left behind, and of the weights."""
+    w, _, v, q, u = weights
+    x, k = saved
+    of_weights = tuple(part % PRIME for part in (grad_y * x, grad_y, grad_y * k, grad_k * k, grad_k * x))
+    return (w * grad_y + u * grad_k) % PRIME, (v * grad_y + q * grad_k) % PRIME, of_weights
+
+
+class Model:
+    """The pieces of the model and the data: the input and the target of every unit, on every replica."""
+
+    def __init__(self, plan: Plan, seed: int = 0) -> None:
+        layout = plan.layout
+        self._random = random.Random(seed)
+        parts = sorted({layout.part_of(stage) for stage in range(len(plan.stage_to_pp))})
+        drawn = {part: Weights(*(self._draw() for _ in Weights._fields)) for part in parts}
+        self.num_replicas = 2 if layout.reduces else 1
+        self.zero = self._numbers(lambda: 0)
+        self.weights = {stage: drawn[layout.part_of(stage)] for stage in range(len(plan.stage_to_pp))}
+        self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
+        self.targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
+
+    def _draw(self) -> int:
+        return self._random.randrange(1, PRIME)
+
+    def _numbers(self, draw: Callable[[], int]) -> Number:
+        return np.array([draw() for _ in range(self.num_replicas)], dtype=object)
+
+    def loss(self, unit: int, y: Number) -> Number:
+        """Return the loss (y - target)^2 of a unit."""
+        off: Number = y - self.targets[unit]
+        return self.modulo(off * off)
+
+    def loss_grad(self, unit: int, y: Number) -> Number:
+        """Return the loss's gradient of y."""
+        return self.modulo(2 * (y - self.targets[unit]))
+
+    def over_replicas(self, number: Number) -> Number:
+        """Return the sum over the replicas, for each of them."""
+        return self.modulo(self.zero + sum(number.tolist()))
+
+    @staticmethod
+    def modulo(number: Number) -> Number:
+        """Return the number in its canonical form."""
+        return np.remainder(number, PRIME)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """The same model in one process: each microbatch forward through its whole route, then back."""
+
+    plan: Plan
+    model: Model
+
+    @cached_property
+    def shares(self) -> dict[tuple[int, int], Gradient]:
+        """What each (stage, unit) adds to the gradient of that stage."""
+        return {place: share for place, share, _ in self._all()}
+
+    @cached_property
+    def total_loss(self) -> Number:
+        """The sum of all losses, over all replicas."""
+        losses = (loss for _, _, loss in self._all())
+        return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
+
+    def gradient(self, stage: int) -> Gradient:
+        """The gradient of a stage's weights: over all units, those of its twins and all replicas."""
+        holders = self.plan.layout.twins(stage) or (stage,)
+        shares = [share for (owner, _), share in self.shares.items() if owner in holders]
+        return tuple(self.model.over_replicas(sum(column, self.model.zero)) for column in zip(*shares, strict=True))
+
+    def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+        slices = self.plan.schedule.slices
+        for route in self.plan.routes:
+            for microbatch in sorted({unit // slices for unit in route.microbatches}):
+                yield from self._microbatch(route.stages, range(microbatch * slices, (microbatch + 1) * slices))
+
+    def _microbatch(self, stages: tuple[int, ...], units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+        model, saved = self.model, {}
+        values = {unit: model.inputs[unit] for unit in units}
+        for stage in stages:
+            keys = model.zero
+            for unit in units:
+                saved[stage, unit] = Saved(values[unit], keys)
+                values[unit], keys = forward(model.weights[stage], saved[stage, unit])
+        losses = {unit: model.loss(unit, values[unit]) for unit in units}
+        grads = {unit: model.loss_grad(unit, values[unit]) for unit in units}
+        for stage in reversed(stages):
+            grad_k = model.zero
+            for unit in reversed(units):
+                grads[unit], grad_k, share = backward(model.weights[stage], saved[stage, unit], grads[unit], grad_k)
+                yield (stage, unit), share, losses[unit] if stage == stages[-1] else model.zero
+
+
+@dataclass
+class _Rank:
+    """One pipeline rank while it runs; `shares` are what was added to each stage's gradient, in order."""
+
+    number: int
+    index: int = 0
+    values: dict[Value, Any] = field(default_factory=dict)
+    grads: dict[tuple[int, int], Gradient] = field(default_factory=dict)
+    shares: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
+    applied: dict[int, list[Gradient]] = field(default_factory=dict)
+
+    def take(self, kind: Kind, stage: int, unit: int) -> Any:
+        """Take a value away; raises `_Fault` where it does not stand here."""
+        value = Value(kind, stage, unit)
+        if value not in self.values:
+            raise _Fault(f"needs {value}, which does not stand on rank {self.number}")
+        return self.values.pop(value)
+
+    def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
+        """Make a value; raises `_Fault` where it stands already."""
+        value = Value(kind, stage, unit)
+        if value in self.values:
+            raise _Fault(f"makes {value}, which stands on rank {self.number} already")
+        self.values[value] = number
+
+
+class _Fault(Exception):
+    """What an instruction cannot do."""
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Whether a plan computes what the sequential program does: `faults` say where not, `places` where to look."""
+
+    plan: Plan
+    faults: tuple[str, ...]
+    places: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether every stage gets exactly the sequential program's gradient."""
+        return not self.faults
+
+    def explain(self) -> str:
+        """Return the verdict in words, with the cells of the grid marked."""
+        if self.holds:
+            return f"equivalent: {self.plan.title} computes the gradient of the sequential program"
+        head = f"not equivalent to the sequential program: {self.plan.title}"
+        return "\n".join([head, *self.faults, *excerpt(self.plan, self.places)])
+
+    def raise_if_broken(self) -> None:
+        """Raise `UnsoundError` with the explanation unless the two are equivalent."""
+        if not self.holds:
+            raise UnsoundError(self.explain())
+
+
+def equivalence(plan: Plan, seed: int = 0) -> Equivalence:
+    """Run a plan and the sequential program on the same random model, and compare all that the plan leaves behind."""
+    malformed = next(malformations(plan), None)
+    if malformed:
+        where = () if malformed.rank is None or malformed.index is None else ((malformed.rank, malformed.index),)
+        return Equivalence(plan, (malformed.message,), where)
+    model = Model(plan, seed)
+    run = _Run(plan, model)
+    stopped = run.to_the_end()
+    if stopped:
+        return stopped
+    return Equivalence(plan, tuple(_differences(run, Sequential(plan, model))))
+
+
+def _differences(run: _Run, expected: Sequential) -> Iterator[str]:
+    for rank in run.ranks:
+        if METRICS in rank.values and not _same([rank.values[METRICS]], [expected.total_loss]):
+            yield f"rank {rank.number} ends with another loss than the sequential program's"
+        for stage in run.plan.layout.stages_of(rank.number) if run.plan.mode == "train" else ():
+            yield from _wrong_shares(rank.shares.get(stage, []), stage, expected)
+            yield from _wrong_steps(rank, stage, expected.gradient(stage))
+        yield from (f"{value} is left over on rank {rank.number}" for value in rank.values if value not in _LASTING)
+    for (source, target), queue in run.channels.items():
+        if queue:
+            yield f"channel {source}→{target}: {len(queue)} messages are never received"
+
+
+_LASTING = (METRICS, NORM)
+
+
+def _wrong_shares(shares: list[tuple[int, Gradient]], stage: int, expected: Sequential) -> Iterator[str]:
+    times = Counter(unit for unit, _ in shares)
+    for unit in expected.plan.layout.microbatches_of(stage):
+        if times[unit] != 1:
+            yield f"stage {stage} adds up the gradient of microbatch {unit} {times[unit]} times instead of once"
+    for unit, share in shares:
+        if not _same(share, expected.shares[stage, unit]):
+            yield f"stage {stage} computes another gradient for microbatch {unit} than the sequential program"
+
+
+def _wrong_steps(rank: _Rank, stage: int, gradient: Gradient) -> Iterator[str]:
+    steps = rank.applied.get(stage, [])
+    if not steps:
+        yield f"stage {stage} never gets its optimizer step"
+    if not all(_same(found, gradient) for found in steps):
+        yield f"the optimizer steps stage {stage} with another gradient than the sequential program's"
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    return all(a.tolist() == b.tolist() for a, b in zip(found, wanted, strict=True))
+
+
+class _Run:
+    """A run of all ranks, one instruction at a time."""
+
+    def __init__(self, plan: Plan, model: Model) -> None:
+        self.plan, self.model = plan, model
+        self.ranks = [_Rank(number) for number in range(len(plan.programs))]
+        self.channels: dict[tuple[int, int], deque[Number]] = {}
+
+    def to_the_end(self) -> Equivalence | None:
+        """Run until nothing moves; return what is wrong where that is before the end."""
+        moving = True
+        while moving:
+            moving = False
+            for rank in self.ranks:
+                while (instruction := self.next(rank)) is not None and self.is_ready(rank, instruction):
+                    try:
+                        _HANDLERS[type(instruction)](self, rank, instruction)
+                    except _Fault as fault:
+                        where = f"rank {rank.number} instruction {rank.index}, {instruction}"
+                        return Equivalence(self.plan, (f"{where}: {fault}",), ((rank.number, rank.index),))
+                    rank.index += 1
+                    moving = True
+        waiting = [(rank, i) for rank in self.ranks if (i := self.next(rank)) is not None]
+        if not waiting:
+            return None
+        faults = (f"rank {rank.number} waits for ever at instruction {rank.index}, {i}" for rank, i in waiting)
+        return Equivalence(self.plan, tuple(faults), tuple((rank.number, rank.index) for rank, _ in waiting))
+
+    def next(self, rank: _Rank) -> Instruction | None:
+        """The instruction that `rank` has come to, or None at its end."""
+        program = self.plan.programs[rank.number]
+        return program[rank.index] if rank.index < len(program) else None
+
+    def is_ready(self, rank: _Rank, instruction: Instruction) -> bool:
+        """Whether the message has come, and whether all members stand at the same collective."""
+        if isinstance(instruction, ins.Recv):
+            return bool(self.channels.get((instruction.peer, rank.number)))
+        members = self.members(instruction)
+        together = all(self.next(member) == instruction for member in members)
+        return rank in members and together if members else True
+
+    def members(self, instruction: Instruction) -> list[_Rank]:
+        """The pipeline ranks that meet at a collective; none for everything else."""
+        if isinstance(instruction, ins.WHOLE_MESH):
+            return self.ranks
+        if isinstance(instruction, ins.SyncTied):
+            return [self.ranks[k] for k in sorted({self.plan.stage_to_pp[stage] for stage in instruction.stages})]
+        return []
+
+    def others(self, rank: _Rank, instruction: Instruction) -> list[_Rank]:
+        """The other members of a collective, who are done with it when this one is."""
+        return [member for member in self.members(instruction) if member is not rank]
+
+
+def _send(run: _Run, rank: _Rank, i: ins.Send) -> None:
+    stage = i.stage if isinstance(i, ins.SendAct) else run.plan.layout.before(i.stage, i.microbatch)
+    number = rank.take(Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, stage, i.microbatch)
+    run.channels.setdefault((rank.number, i.peer), deque()).append(number)
+
+
+def _recv(run: _Run, rank: _Rank, i: ins.Recv) -> None:
+    number = run.channels[i.peer, rank.number].popleft()
+    if isinstance(i, ins.RecvAct):
+        rank.put(Kind.OUTPUT, run.plan.layout.before(i.stage, i.microbatch), i.microbatch, number)
+    else:
+        rank.put(Kind.OUTPUT_GRAD, i.stage, i.microbatch, number)
+
+
+def _fwd(run: _Run, rank: _Rank, i: ins.Fwd) -> None:
+    layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
+    before = layout.before(s, u)
+    x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
+    k = rank.values.get(Value(Kind.KEYS, s, u - 1)) if u % layout.slices else model.zero
+    if k is None:
+        raise _Fault(f"needs {Value(Kind.KEYS, s, u - 1)}, which do not stand on rank {rank.number}")
+    y, keys = forward(model.weights[s], Saved(x, k))
+    if layout.after(s, u) >= 0:
+        rank.put(Kind.OUTPUT, s, u, y)
+    else:
+        rank.put(Kind.LOSS, s, u, model.loss(u, y))
+    if (u + 1) % layout.slices:
+        rank.put(Kind.KEYS, s, u, keys)
+    if layout.trains:
+        grad = model.loss_grad(u, y) if layout.after(s, u) < 0 else None
+        rank.put(Kind.SAVED, s, u, (Saved(x, k), grad))
+
+
+def _backward_of(run: _Run, rank: _Rank, i: ins.Compute) -> Gradient:
+    """Run the backward of a unit and hand its gradients on; return that of the weights."""
+    layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
+    saved, grad_y = rank.take(Kind.SAVED, s, u)
+    if grad_y is None:
+        grad_y = rank.take(Kind.OUTPUT_GRAD, s, u)
+    grad_k = model.zero
+    if (u + 1) % layout.slices:
+        rank.take(Kind.KEYS, s, u)
+        grad_k = rank.take(Kind.KEYS_GRAD, s, u)
+    of_input, of_keys, share = backward(model.weights[s], saved, grad_y, grad_k)
+    if layout.before(s, u) >= 0:
+        rank.put(Kind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
+    if u % layout.slices:
+        rank.put(Kind.KEYS_GRAD, s, u - 1, of_keys)
+    return share
+
+
+def _bwd(run: _Run, rank: _Rank, i: ins.Bwd) -> None:
+    _add(run, rank, i, _backward_of(run, rank, i))
+
+
+def _bwd_input(run: _Run, rank: _Rank, i: ins.BwdInput) -> None:
+    rank.put(Kind.PENDING, i.stage, i.microbatch, _backward_of(run, rank, i))
+
+
+def _bwd_weight(run: _Run, rank: _Rank, i: ins.BwdWeight) -> None:
+    _add(run, rank, i, rank.take(Kind.PENDING, i.stage, i.microbatch))
+
+
+def _add(run: _Run, rank: _Rank, i: ins.Compute, share: Gradient) -> None:
+    rank.shares.setdefault(i.stage, []).append((i.microbatch, share))
+    for bucket in range(run.plan.buckets_per_stage):
+        old = rank.grads.get((i.stage, bucket), (run.model.zero,) * len(share))
+        rank.grads[i.stage, bucket] = _sum(old, share)
+
+
+def _sum(*gradients: Gradient) -> Gradient:
+    return tuple(sum(column[1:], column[0]) % PRIME for column in zip(*gradients, strict=True))
+
+
+def _held(rank: _Rank, stage: int, bucket: int) -> Gradient:
+    if (stage, bucket) not in rank.grads:
+        raise _Fault(f"finds no gradient of stage {stage}")
+    return rank.grads[stage, bucket]
+
+
+def _all_reduce_bucket(run: _Run, rank: _Rank, i: ins.AllReduceBucket) -> None:
+    held = _held(rank, i.stage, i.bucket)
+    rank.grads[i.stage, i.bucket] = tuple(run.model.over_replicas(part) for part in held)
+
+
+def _sync_tied(run: _Run, rank: _Rank, i: ins.SyncTied) -> None:
+    holders = [(run.ranks[run.plan.stage_to_pp[stage]], stage) for stage in i.stages]
+    for bucket in range(run.plan.buckets_per_stage):
+        total = _sum(*(_held(holder, stage, bucket) for holder, stage in holders))
+        for holder, stage in holders:
+            holder.grads[stage, bucket] = total
+    _all_go_on(run, rank, i)
+
+
+def _share_metrics(run: _Run, rank: _Rank, i: ins.ShareMetrics) -> None:
+    total = run.model.zero
+    for holder in run.ranks:
+        for value in [value for value in holder.values if value.kind is Kind.LOSS]:
+            total = (total + holder.values.pop(value)) % PRIME
+    for holder in run.ranks:
+        holder.values[METRICS] = run.model.over_replicas(total)
+    _all_go_on(run, rank, i)
+
+
+def _clip_grad(run: _Run, rank: _Rank, i: ins.ClipGrad) -> None:
+    """Look at the gradients of all ranks, as they stand now."""
+    for holder in run.ranks:
+        holder.values[NORM] = dict(holder.grads)
+    _all_go_on(run, rank, i)
+
+
+def _opt_step(run: _Run, rank: _Rank, i: ins.OptStep) -> None:
+    for value in (METRICS, NORM):
+        if value not in rank.values:
+            raise _Fault(f"needs {value}, which does not stand on rank {rank.number}")
+    for stage in i.stages:
+        for bucket in range(run.plan.buckets_per_stage):
+            gradient = _held(rank, stage, bucket)
+            if rank.values[NORM].get((stage, bucket)) is not gradient:
+                raise _Fault(f"uses another gradient of stage {stage} than the one in the norm")
+            rank.applied.setdefault(stage, []).append(rank.grads.pop((stage, bucket)))
+
+
+def _all_go_on(run: _Run, rank: _Rank, instruction: Instruction) -> None:
+    for other in run.others(rank, instruction):
+        other.index += 1
+
+
+_HANDLERS: dict[type[Instruction], Callable[[_Run, _Rank, Any], None]] = {
+    ins.RecvAct: _recv,
+    ins.Fwd: _fwd,
+    ins.SendAct: _send,
+    ins.RecvGrad: _recv,
+    ins.Bwd: _bwd,
+    ins.BwdInput: _bwd_input,
+    ins.BwdWeight: _bwd_weight,
+    ins.SendGrad: _send,
+    ins.SyncTied: _sync_tied,
+    ins.AllReduceBucket: _all_reduce_bucket,
+    ins.ShareMetrics: _share_metrics,
+    ins.ClipGrad: _clip_grad,
+    ins.OptStep: _opt_step,
+}

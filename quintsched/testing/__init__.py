@@ -1,0 +1,24 @@
+"""Property tests for a schedule of your own; needs hypothesis (`pip install 'quintsched[testing]'`).
+
+    from quintsched.testing import assert_sound
+
+    def test_my_schedule():
+        assert_sound(my_schedule, pp=range(1, 7), microbatches=range(1, 13), memory=lambda rank, shape: shape.pp - rank)
+
+`assert_sound` explores shapes and fails with the smallest one that is not sound. For properties of your own, `meshes`,
+`microbatch_counts`, `placements` and `costs` are hypothesis strategies, and `assert_plan_sound` judges one plan.
+"""
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+except ImportError as error:
+    from quintsched.errors import UsageError
+
+    raise UsageError(
+        "quintsched.testing needs hypothesis; install it with: pip install 'quintsched[testing]'"
+    ) from error
+
+from quintsched.testing.proof import assert_plan_sound, assert_sound
+from quintsched.testing.strategies import costs, meshes, microbatch_counts, placements
+
+__all__ = ["assert_plan_sound", "assert_sound", "costs", "meshes", "microbatch_counts", "placements"]

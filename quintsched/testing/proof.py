@@ -1,0 +1,241 @@
+"""Explore the shapes of a schedule, and say in which way the smallest one fails.
+
+shape ──compile──▶ plan ──▶ sound under every transport profile ──▶ within its author's memory ──▶ equivalent
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+from quintsched.compiler import compile, order_of_computation
+from quintsched.costs import Costs
+from quintsched.errors import UnsoundError, UsageError
+from quintsched.events import PROFILES
+from quintsched.grid import time_grid
+from quintsched.instructions import short
+from quintsched.mesh import Mesh
+from quintsched.plan import Plan
+from quintsched.schedules import Schedule, Shape, find_schedule
+from quintsched.sweep import MAX_SHAPES
+from quintsched.symbolic import equivalence
+from quintsched.testing.strategies import costs as any_costs
+
+Sizes = int | Sequence[int]
+Memory = Callable[[int, Shape], float]
+"""(rank, shape) → the most activations that the rank may hold, in microbatches of a whole rank."""
+
+REPLICAS = (1, 2)
+
+STRICTEST = next(iter(PROFILES))
+"""A plan that is free of deadlock under this transport profile is so under all others."""
+
+
+def assert_sound(
+    schedule: Schedule | str,
+    *,
+    pp: Sizes = range(1, 7),
+    microbatches: Sizes = range(1, 13),
+    chunks: Sizes | None = None,
+    slices: Sizes = 1,
+    memory: Memory | None = None,
+    max_examples: int = 200,
+) -> None:
+    """Assert that a schedule gives sound plans at all shapes of these sizes that it takes.
+
+    Args:
+        schedule: the schedule, or the name of a registered one.
+        pp: the numbers of pipeline ranks to try, one or several; likewise the next three.
+        microbatches: the numbers of microbatches.
+        chunks: stages per rank; None takes the fewest that the schedule allows.
+        slices: pieces of a microbatch along the sequence.
+        memory: the bound that the author states: (rank, shape) → the most microbatches' activations.
+        max_examples: how many shapes are tried at most; all, where there are no more.
+
+    Each shape has to be sound under every transport profile, with and without replicas; within the memory bound; and
+    equivalent to the sequential program, by a symbolic run. Schedules that search get costs drawn at random.
+    The `AssertionError` shows the smallest shape that fails, what is wrong, and the schedule's grid.
+    """
+    __tracebackhide__ = True  # pytest then shows the message, not this function
+    found = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    trial = _Trial(found, memory)
+    cases = _cases(
+        _several(pp), _several(found.min_chunks if chunks is None else chunks), _several(slices), microbatches
+    )
+    failure = _explore(trial, cases, max_examples)
+    if failure:
+        smaller = (trial.failure(case, failure.costs) for case in cases[: cases.index(failure.case)])
+        first = next(filter(None, smaller), failure)
+        raise AssertionError(first.explain(found))
+    if not trial.taken:
+        raise AssertionError(f"{found.name} takes none of the {len(cases)} shapes; {trial.refusal}")
+
+
+def assert_plan_sound(plan: Plan, *, memory: Sequence[float] | None = None) -> None:
+    """Assert that one plan is sound under every transport profile and equivalent to the sequential program.
+
+    `memory`: the most microbatches' activations that each pipeline rank may hold.
+    """
+    __tracebackhide__ = True
+    fault = _fault(plan, memory)
+    if fault:
+        raise AssertionError("\n".join([fault, *_picture(plan)]))
+
+
+@dataclass(frozen=True, order=True)
+class _Case:
+    """A shape to try; smaller ones are plainer."""
+
+    size: int
+    pp: int
+    chunks: int
+    slices: int
+    microbatches: int
+    replicas: int
+
+    def __str__(self) -> str:
+        counts = ((self.chunks, "chunk"), (self.slices, "slice"), (self.microbatches, "microbatch"))
+        words = [f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts]
+        shown = [f"pp={self.pp}", *(words if self.slices > 1 else words[::2])]
+        return ", ".join(shown + ([f"{self.replicas} replicas"] if self.replicas > 1 else []))
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(pp=self.pp) if self.replicas == 1 else Mesh(dp=self.replicas, pp=self.pp)
+
+
+def _several(sizes: Sizes) -> Sequence[int]:
+    return (sizes,) if isinstance(sizes, int) else sizes
+
+
+def _cases(pp: Sequence[int], chunks: Sequence[int], slices: Sequence[int], microbatches: Sizes) -> list[_Case]:
+    """All shapes, the smallest first."""
+    sizes = (pp, chunks, slices, _several(microbatches), REPLICAS)
+    num_shapes = math.prod(map(len, sizes))
+    if not 1 <= num_shapes <= MAX_SHAPES:
+        raise UsageError(f"assert_sound: {num_shapes} shapes; give 1 to {MAX_SHAPES}")
+    return sorted(_Case(p * v * s * m, p, v, s, m, r) for p, v, s, m, r in product(*sizes))
+
+
+@dataclass(eq=False)
+class _Failure(Exception):
+    """A shape that fails, and how."""
+
+    case: _Case
+    costs: Costs | None
+    message: str
+    picture: tuple[str, ...]
+
+    def explain(self, schedule: Schedule) -> str:
+        with_costs = f" with {self.costs!r}" if self.costs else ""
+        head = f"{schedule.name} fails; the smallest shape that does: {self.case}{with_costs}"
+        return "\n".join([head, "", self.message, "", *self.picture])
+
+
+class _Trial:
+    """A schedule on trial: judges shapes, and remembers whether it took any."""
+
+    def __init__(self, schedule: Schedule, memory: Memory | None) -> None:
+        self.schedule, self.memory = schedule, memory
+        self.taken = 0
+        self.refusal = ""
+
+    def failure(self, case: _Case, costs: Costs | None) -> _Failure | None:
+        """Return how a shape fails; None where it does not, or where the schedule does not take it."""
+        try:
+            shape = self.schedule.shape(case.pp, case.microbatches, case.chunks, case.slices, costs)
+        except UsageError as refusal:
+            self.refusal = str(refusal)
+            return None
+        except UnsoundError as fault:
+            return _Failure(case, costs, str(fault), ())
+        self.taken += 1
+        try:
+            plan = self._compile(case, costs)
+        except UnsoundError as fault:
+            return _Failure(case, costs, str(fault), tuple(self._order(shape, case)))
+        bound = [self.memory(rank, shape) for rank in range(case.pp)] if self.memory else None
+        message = _fault(plan, bound)
+        return _Failure(case, costs, message, tuple(_picture(plan))) if message else None
+
+    def _compile(self, case: _Case, costs: Costs | None) -> Plan:
+        return compile(
+            self.schedule,
+            mesh=case.mesh,
+            microbatches=case.microbatches,
+            chunks=case.chunks,
+            slices=case.slices,
+            costs=costs,
+            buckets_per_stage=case.replicas,
+        )
+
+    def _order(self, shape: Shape, case: _Case) -> list[str]:
+        try:
+            return _rows(order_of_computation(self.schedule, shape, case.mesh))
+        except UnsoundError:  # its own code fails: the message says so
+            return []
+
+
+def _explore(trial: _Trial, cases: Sequence[_Case], max_examples: int) -> _Failure | None:
+    """Let hypothesis look for a shape that fails, and shrink it."""
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(case=st.sampled_from(cases), costs=st.none() | any_costs() if trial.schedule.searches else st.none())
+    def explore(case: _Case, costs: Costs | None) -> None:
+        taken = trial.taken
+        failure = trial.failure(case, costs)
+        if failure:
+            raise failure
+        if trial.taken == taken:
+            reject()
+
+    try:
+        explore()
+    except _Failure as failure:
+        return failure
+    except Unsatisfiable:
+        return None
+    return None
+
+
+def _fault(plan: Plan, memory: Sequence[float] | None) -> str | None:
+    """Return what is wrong with a plan, in words."""
+    verdict = plan.check(profile=STRICTEST)
+    if not verdict.sound:
+        return verdict.explain()
+    for rank, peak in enumerate(verdict.peak_activations if memory else ()):
+        if memory and peak > memory[rank]:
+            words = f"rank {rank} holds up to {peak:g} microbatches' activations"
+            return f"memory: {words}; the bound that its author states is {memory[rank]:g}"
+    compared = equivalence(plan)
+    return None if compared.holds else compared.explain()
+
+
+def _picture(plan: Plan) -> list[str]:
+    """The grid over time, or the bare order where the plan cannot run to its end."""
+    try:
+        return time_grid(plan.simulate())
+    except UnsoundError:
+        return _rows(plan)
+
+
+def _rows(plan: Plan) -> list[str]:
+    several = len(plan.stage_to_pp) > plan.mesh.pp
+    return [
+        f"rank {rank}  {' '.join(short(i, with_stage=several) for i in program)}"
+        for rank, program in enumerate(plan.programs)
+    ]

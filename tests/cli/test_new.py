@@ -1,0 +1,288 @@
+"""`quintsched new`: a template that is green as written; and `compile --print-after`, to watch what becomes of it."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched import compiler
+from quintsched.findings import Point
+from quintsched.instructions import AllReduceBucket, SendAct
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass, lower
+from quintsched.schedules import registry
+
+
+def pytest_of(path: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path.name],
+        cwd=path.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def fresh(cli, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # what a test imports is forgotten after it
+    done = cli("new", "my_schedule.py")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "my_schedule.py: a schedule and its property test; run: pytest my_schedule.py\n"
+    return tmp_path / "my_schedule.py"
+
+
+@pytest.mark.processes
+def test_the_template_is_green_as_written(fresh):
+    code, out = pytest_of(fresh)
+    assert (code, "1 passed" in out) == (0, True), out
+
+
+def test_the_template_works_with_the_other_commands(fresh, cli):
+    target = "my_schedule.py:my_schedule"
+    done = cli("check", target, "--pp", "1..4", "--microbatches", "1..4")
+    assert done.out.startswith("my-schedule: of 16 shapes 16 sound, 0 refused, 0 unsound\n")
+    assert cli("compile", "--schedule", target, "--mesh", "pp=2", "-m", 3, "-o", "plan.json").code == 0
+    grid = cli("show", "plan.json").out.splitlines()[1:]
+    drawn = [line.replace("--", "- ") for line in fresh.read_text().splitlines() if line.startswith("rank ")]
+    assert [line.split()[2:] for line in grid] == [
+        (line.split()[2:] + ["."] * 12)[: len(grid[0].split()) - 2] for line in drawn
+    ], "the picture in the template is the schedule's"
+
+
+BREAKS = {
+    "the last loop is left out": (
+        "range(shape.microbatches - warmup, shape.microbatches):\n        yield Bwd",
+        "range(0):\n        yield Bwd",
+        "the smallest shape that does: pp=2, 1 chunk, 1 microbatch",
+        ["complete: rank 0 runs Bwd(stage=0, microbatch=0) 0 times instead of once", "rank 0  F0", "rank 1  F0 B0"],
+    ),
+    "the warm-up is the wrong way round": (
+        "min(shape.pp - rank - 1, shape.microbatches)",
+        "min(rank, shape.microbatches)",
+        "the smallest shape that does: pp=2, 1 chunk, 2 microbatches",
+        [
+            "deadlock: the order of computation itself cannot run",
+            "rank 0 is stuck at 1 Bwd(stage=0, microbatch=0): it needs the output's gradient of stage 0, microbatch 0; "
+            "rank 1 makes it at 2 Bwd(stage=1, microbatch=0)",
+            "rank 1 is stuck at 1 Fwd(stage=1, microbatch=1): it needs the output of stage 0, microbatch 1; "
+            "rank 0 makes it at 2 Fwd(stage=0, microbatch=1)",
+            "rank 0  F0 B0 F1 B1",
+            "rank 1  F0 F1 B0 B1",
+        ],
+    ),
+    "the warm-up is too long": (
+        "min(shape.pp - rank - 1, shape.microbatches)",
+        "min(2 * (shape.pp - rank - 1), shape.microbatches)",
+        "the smallest shape that does: pp=2, 1 chunk, 3 microbatches",
+        ["memory: rank 0 holds up to 3 microbatches' activations; the bound that its author states is 2"],
+    ),
+    "a backward comes before its forward": (
+        "yield Fwd(rank, microbatch)\n        yield Bwd(rank, microbatch - warmup)",
+        "yield Bwd(rank, microbatch - warmup)\n        yield Fwd(rank, microbatch)",
+        "the smallest shape that does: pp=1, 1 chunk, 1 microbatch",
+        [
+            "rank 0 is stuck at 0 Bwd(stage=0, microbatch=0): it needs the saved activations of stage 0, microbatch 0; "
+            "rank 0 makes it at 1 Fwd(stage=0, microbatch=0)",
+            "rank 0  B0 F0",
+        ],
+    ),
+    "another microbatch": (
+        "yield Bwd(rank, microbatch - warmup)",
+        "yield Bwd(rank, microbatch)",
+        "the smallest shape that does: pp=2, 1 chunk, 2 microbatches",
+        ["complete: rank 0 runs Bwd(stage=0, microbatch=0) 0 times instead of once", "rank 0  F0 F1 B1 B1"],
+    ),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", BREAKS)
+def test_breaking_the_order_shows_the_smallest_shape(fresh, what):
+    old, new, shape, lines = BREAKS[what]
+    text = fresh.read_text()
+    assert text.count(old) == 1
+    fresh.write_text(text.replace(old, new))
+    code, out = pytest_of(fresh)
+    assert code == 1
+    said = [line.removeprefix("E").strip() for line in out.splitlines() if line.startswith("E ")]
+    assert said[0] == f"AssertionError: my-schedule fails; {shape}"
+    assert len(said) < 15, "short enough to be read"
+    for line in lines:
+        assert line in said
+    assert "proof.py" not in out, "the message is about the schedule, not about the kit's insides"
+
+
+def test_nothing_is_overwritten(fresh, refused):
+    fresh.write_text("mine")
+    assert "my_schedule.py is there already" in refused(2, "new", "my_schedule.py")
+    assert fresh.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("my_schedule", "name the file like my_schedule.py"),
+        ("my_schedule.txt", "name the file like my_schedule.py"),
+        ("2nd.py", "name the file like my_schedule.py"),
+        ("class.py", "name the file like my_schedule.py"),
+        ("Fwd.py", "name the file like my_schedule.py"),
+        ('a"b.py', "name the file like my_schedule.py"),
+        ("gpipe.py", "there is a schedule 'gpipe' already"),
+        ("nowhere/mine.py", "cannot write nowhere/mine.py"),
+    ],
+)
+def test_names_that_cannot_be(refused, file, message, tmp_path):
+    assert message in refused(2, "new", file)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_test_file_is_named_after_what_it_tests(cli, tmp_path):
+    assert cli("new", "test_zig-zag.py").code == 0
+    text = (tmp_path / "test_zig-zag.py").read_text()
+    assert "def zig_zag(rank" in text
+    assert "def test_zig_zag()" in text
+    assert '"zig-zag",' in text
+
+
+ARGUMENTS = ("compile", "-s", "1f1b", "--mesh", "dp=2,pp=2", "-m", 2, "-o", "plan.json")
+
+
+def test_print_after_one_pass(cli):
+    done = cli(*ARGUMENTS, "--print-after", "reduce-buckets")
+    assert done.code == 0
+    assert done.out.startswith("plan.json: ")
+    assert done.err.splitlines() == [
+        "== after reduce-buckets: 1f1b on dp=2,pp=2, 2 microbatches",
+        "pipeline rank 0",
+        "  0  Fwd(stage=0, microbatch=0)",
+        "  1  SendAct(stage=0, microbatch=0, peer=1)",
+        "  2  Fwd(stage=0, microbatch=1)",
+        "  3  SendAct(stage=0, microbatch=1, peer=1)",
+        "  4  RecvGrad(stage=0, microbatch=0, peer=1)",
+        "  5  Bwd(stage=0, microbatch=0)",
+        "  6  RecvGrad(stage=0, microbatch=1, peer=1)",
+        "  7  Bwd(stage=0, microbatch=1)",
+        "  8  AllReduceBucket(stage=0, bucket=0, axes=dp)",
+        "pipeline rank 1",
+        "  0  RecvAct(stage=1, microbatch=0, peer=0)",
+        "  1  Fwd(stage=1, microbatch=0)",
+        "  2  RecvAct(stage=1, microbatch=1, peer=0)",
+        "  3  Bwd(stage=1, microbatch=0)",
+        "  4  SendGrad(stage=1, microbatch=0, peer=0)",
+        "  5  Fwd(stage=1, microbatch=1)",
+        "  6  Bwd(stage=1, microbatch=1)",
+        "  7  SendGrad(stage=1, microbatch=1, peer=0)",
+        "  8  AllReduceBucket(stage=1, bucket=0, axes=dp)",
+    ]
+
+
+def test_print_after_all(cli):
+    done = cli(*ARGUMENTS, "--print-after", "all", "--json")
+    assert done.data["sound"] is True
+    heads = re.findall(r"^== after ([\w-]+): ", done.err, re.MULTILINE)
+    assert heads == ["order", *(step.name for step in TRAIN_PASSES)]
+    assert done.err.count("OptStep") == 2, "only after the last one"
+
+
+def test_an_unknown_pass_is_wrong_usage(refused):
+    assert "unknown pass 'reduce'; did you mean 'reduce-buckets'?" in refused(2, *ARGUMENTS, "--print-after", "reduce")
+
+
+def test_after_each_pass_from_python():
+    seen = []
+    plan = qs.compile("inference", mesh="pp=2", microbatches=2, after=lambda name, plan: seen.append((name, plan)))
+    assert [name for name, _ in seen] == ["order", *(step.name for step in FORWARD_PASSES)]
+    assert seen[-1][1] == plan
+    assert plan == qs.compile("inference", mesh="pp=2", microbatches=2)
+
+
+def _without_the_last_send(plan):
+    program = list(plan.programs[0])
+    del program[max(k for k, i in enumerate(program) if isinstance(i, SendAct))]
+    return replace(plan, programs=(tuple(program), *plan.programs[1:]))
+
+
+def _sends_changed(plan):
+    program = list(plan.programs[0])
+    first, second = [k for k, i in enumerate(program) if isinstance(i, SendAct)][:2]
+    program[first], program[second] = program[second], program[first]
+    return replace(plan, programs=(tuple(program), *plan.programs[1:]))
+
+
+def _without_reductions(plan):
+    programs = (tuple(i for i in p if not isinstance(i, AllReduceBucket)) for p in plan.programs)
+    return replace(plan, programs=tuple(programs))
+
+
+def _metrics_on_one_rank(plan):
+    return replace(plan, programs=(plan.programs[0][:-1], *plan.programs[1:]))
+
+
+@pytest.mark.parametrize(
+    ("after", "breaks", "blamed", "point", "words"),
+    [
+        ("place-messages", _without_the_last_send, "culprit", "channels", "channel 0→1: 3 sends but 4 receives"),
+        ("sync-twins", _sends_changed, "culprit", "channels", "order is identity"),
+        ("share-metrics", _metrics_on_one_rank, "culprit", "collectives", "but rank 0 issues nothing"),
+        ("reduce-buckets", _without_reductions, "step-optimizer", "data flow", "the reduced gradient of stage 0"),
+    ],
+)
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_pass_that_breaks_a_point_is_named(monkeypatch, after, breaks, blamed, point, words, watched):
+    """The pass that declares what does not hold is named: for the data flow of reductions, that is the last one."""
+    culprit = Pass("culprit", breaks, ())
+    at = [step.name for step in TRAIN_PASSES].index(after) + 1
+    monkeypatch.setattr(compiler, "TRAIN_PASSES", (*TRAIN_PASSES[:at], culprit, *TRAIN_PASSES[at:]))
+    seen = []
+    with pytest.raises(qs.UnsoundError) as error:
+        qs.compile(
+            "gpipe",
+            mesh="dp=2,pp=2",
+            microbatches=4,
+            after=(lambda name, _: seen.append(name)) if watched else None,
+        )
+    assert f"the pass {blamed!r} breaks the point {point!r}: " in str(error.value)
+    assert words in str(error.value)
+    assert not watched or seen[-1] == blamed
+
+
+def test_a_break_that_a_later_pass_mends_is_seen_when_it_is_asked_for():
+    """By default only the whole is proved, at the end."""
+    order = compiler.order_of_computation(
+        qs.schedules.find_schedule("gpipe"), qs.schedules.find_schedule("gpipe").shape(2, 4, None), qs.Mesh(pp=2)
+    )
+    passes = (
+        TRAIN_PASSES[0],
+        Pass("culprit", _sends_changed, ()),
+        Pass("mends", _sends_changed, ()),
+        *TRAIN_PASSES[1:],
+    )
+    assert lower(order, passes).check().sound
+    with pytest.raises(qs.UnsoundError, match="the pass 'culprit' breaks the point 'channels'"):
+        lower(order, passes, verify=True)
+
+
+@pytest.mark.parametrize("passes", [TRAIN_PASSES, FORWARD_PASSES])
+def test_all_passes_together_establish_soundness(passes):
+    established = {point for step in passes for point in step.establishes}
+    assert established == {*Point} - {Point.WELL_FORMED, Point.MEMORY}
+
+
+def test_a_plan_is_exported_to_spin(cli, refused, plan_file, tmp_path):
+    done = cli("export", plan_file, "--to", "promela", "--profile", "channel", "--buffer", 2, "-o", "plan.pml")
+    assert done.code == 0
+    text = (tmp_path / "plan.pml").read_text()
+    assert "transport profile channel, channels that hold 2 messages" in text
+    assert "--compute-only: promela has no such form; it is for torch-csv" in refused(
+        2, "export", plan_file, "--to", "promela", "--compute-only"
+    )
+    assert "--buffer: torch-csv has no such form; it is for promela" in refused(
+        2, "export", plan_file, "--to", "torch-csv", "--buffer", 1
+    )
+    assert "did you mean 'channel'" in refused(2, "export", plan_file, "--to", "promela", "--profile", "chanel")
