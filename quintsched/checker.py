@@ -9,7 +9,7 @@ to a cycle. Each finding names a pipeline rank, an index in its program and what
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,13 +38,18 @@ MOST_FINDINGS = 10
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check` found. `profiles` says under which transport profiles the plan is free of deadlock."""
+    """What `check` found.
+
+    `profiles` says under which transport profiles the plan is free of deadlock, and `cycles` why it is not under the
+    others: the waits that close a circle, one finding per rank's part of it.
+    """
 
     plan: Plan
     findings: tuple[Finding, ...]
     profiles: dict[str, bool]
     peak_activations: tuple[float, ...]
     peak_receives: tuple[int, ...]
+    cycles: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
 
     @property
     def sound(self) -> bool:
@@ -56,11 +61,12 @@ class Verdict:
         if self.sound:
             free = ", ".join(name for name, is_free in self.profiles.items() if is_free)
             activations, receives = max(self.peak_activations, default=0), max(self.peak_receives, default=0)
-            return (
+            head = (
                 f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
                 f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
                 f"and {receives} received messages stand on a rank"
             )
+            return "\n".join([head, *self._why_not_elsewhere()])
         cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
         shown = [finding for finding in self.findings if finding not in cycle][:MOST_FINDINGS] + cycle
         lines = [f"{finding.point.value}: {finding.message}" for finding in shown]
@@ -68,6 +74,16 @@ class Verdict:
             lines.append(f"… and {len(self.findings) - len(shown)} more")
         places = [(f.rank, f.index) for f in shown if f.rank is not None and f.index is not None]
         return "\n".join([f"not sound: {self.plan.title}", *lines, *excerpt(self.plan, places)])
+
+    def _why_not_elsewhere(self) -> list[str]:
+        """Say, for the profiles under which the plan is not free, which waits close a circle there."""
+        circles: dict[frozenset[str], list[str]] = {}
+        for name, (_, *waits) in self.cycles.items():
+            circles.setdefault(frozenset(wait.message for wait in waits), []).append(name)
+        return [
+            f"not free under {', '.join(names)}: {'; '.join(wait.message for wait in self.cycles[names[0]][1:])}"
+            for names in circles.values()
+        ]
 
     def raise_if_unsound(self) -> None:
         """Raise `UnsoundError` with the explanation unless the plan is sound."""
@@ -91,12 +107,20 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
         *_broken_collectives(plan),
     ]
     profiles: dict[str, bool] = {}
+    cycles: dict[str, list[Finding]] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
         profiles, cycles = _deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
         findings += cycles.get(profile, [])
     activations = peak_activations(plan, Costs())
     findings += _over_cap(activations, memory_cap)
-    return Verdict(plan, tuple(findings), profiles, activations, peak_receives(plan))
+    return Verdict(
+        plan,
+        tuple(findings),
+        profiles,
+        activations,
+        peak_receives(plan),
+        {name: tuple(waits) for name, waits in cycles.items()},
+    )
 
 
 def check_order(plan: Plan) -> Verdict:

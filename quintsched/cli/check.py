@@ -69,6 +69,7 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
         "sound": verdict.sound,
         "profile": profile,
         "profiles": verdict.profiles,
+        "why_not": {name: [wait.message for wait in waits[1:]] for name, waits in verdict.cycles.items()},
         "instructions": verdict.plan.num_instructions,
         "peak_activations": list(verdict.peak_activations),
         "peak_receives": list(verdict.peak_receives),

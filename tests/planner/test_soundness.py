@@ -266,3 +266,22 @@ def test_a_value_that_comes_too_late_is_one_fault():
     verdict = with_program(plan, 0, [backward, forward, *rest]).check(profile="blocking")
     assert [finding.point for finding in verdict.findings] == [Point.DATA_FLOW]
     assert "made only later, by rank 0 instruction 1" in verdict.explain()
+
+
+def test_a_sound_plan_says_why_it_is_not_free_under_stricter_profiles():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=3)
+    first = list(plan.programs[0])
+    send, receive = (next(k for k, i in enumerate(first) if str(i).startswith(name)) for name in WAITING)
+    first[send], first[receive] = first[receive], first[send]
+    verdict = with_program(plan, 0, first).check()
+    assert verdict.sound
+    assert set(verdict.cycles) == {name for name, free in verdict.profiles.items() if not free} >= {"blocking"}
+    head, *reasons = verdict.explain().splitlines()
+    assert "free of deadlock under" in head
+    assert reasons[0].startswith("not free under blocking")
+    assert "rank 0: " in reasons[0]
+    assert "must end before" in reasons[0]
+    assert plan.check().cycles == {}
+
+
+WAITING = ("SendAct(stage=0, microbatch=1", "RecvGrad(stage=0, microbatch=0")
