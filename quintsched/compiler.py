@@ -80,9 +80,10 @@ def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_p
     """Return the plan that holds only what the schedule says: which computations, in which order."""
     stages = range(len(shape.stage_to_pp))
     half = len(stages) // 2
+    options = {} if shape.memory_cap is None else {"memory_cap": shape.memory_cap}
     return Plan(
         mode=schedule.mode,
-        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices),
+        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices, options),
         mesh=mesh,
         stage_to_pp=shape.stage_to_pp,
         routes=_routes(schedule, shape),

@@ -146,3 +146,10 @@ def test_without_a_cap_it_takes_what_fills_the_pipeline():
     simulation = planned(4, 12).simulate()
     assert max(simulation.peak_activations) <= 8
     assert simulation.span == 36
+
+
+def test_a_plan_remembers_the_cap_it_was_searched_for():
+    plan = qs.compile("zb-auto", mesh="pp=4", microbatches=8, memory_cap=4)
+    assert plan.schedule.options == {"memory_cap": 4}
+    assert qs.Plan.from_json(plan.to_json()) == plan
+    assert plan.check(memory_cap=4).sound
