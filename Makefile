@@ -39,7 +39,7 @@ test: $(INSTALLED)
 	$(PYTEST)
 
 test-all: $(INSTALLED)
-	$(PYTEST) -m ''
+	$(PYTEST) -m "" --timeout 1800
 
 lint: $(INSTALLED)
 	ruff format --check .
