@@ -15,148 +15,19 @@ of about (number of stages)/2^61.
 
 from __future__ import annotations
 
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from quintsched import instructions as ins
+from quintsched.algebra import PRIME, Gradient, Model, Number, Saved, Sequential, backward, forward
 from quintsched.dataflow import METRICS, NORM, Kind, Value
 from quintsched.errors import UnsoundError
 from quintsched.grid import excerpt
 from quintsched.instructions import Instruction
 from quintsched.plan import Plan
 from quintsched.wellformed import malformations
-
-PRIME = 2**61 - 1
-
-Number: TypeAlias = npt.NDArray[np.object_]
-"""Whole numbers modulo `PRIME`, one per replica."""
-
-Gradient: TypeAlias = tuple[Number, ...]
-"""The gradients of w, b, v, q and u."""
-
-
-class Weights(NamedTuple):
-    """One piece of the model."""
-
-    w: int
-    b: int
-    v: int
-    q: int
-    u: int
-
-
-class Saved(NamedTuple):
-    """What a forward keeps: its input, and what the slices before left behind."""
-
-    x: Number
-    k: Number
-
-
-def forward(weights: Weights, saved: Saved) -> tuple[Number, Number]:
-    """Return the output, and what the next slice finds."""
-    w, b, v, q, u = weights
-    return (w * saved.x + b + v * saved.k) % PRIME, (q * saved.k + u * saved.x) % PRIME
-
-
-def backward(weights: Weights, saved: Saved, grad_y: Number, grad_k: Number) -> tuple[Number, Number, Gradient]:
-    """Return the gradients of the input, of what the slices before left behind, and of the weights."""
-    w, _, v, q, u = weights
-    x, k = saved
-    of_weights = tuple(part % PRIME for part in (grad_y * x, grad_y, grad_y * k, grad_k * k, grad_k * x))
-    return (w * grad_y + u * grad_k) % PRIME, (v * grad_y + q * grad_k) % PRIME, of_weights
-
-
-class Model:
-    """The pieces of the model and the data: the input and the target of every unit, on every replica."""
-
-    def __init__(self, plan: Plan, seed: int = 0) -> None:
-        layout = plan.layout
-        self._random = random.Random(seed)
-        parts = sorted({layout.part_of(stage) for stage in range(len(plan.stage_to_pp))})
-        drawn = {part: Weights(*(self._draw() for _ in Weights._fields)) for part in parts}
-        self.num_replicas = 2 if layout.reduces else 1
-        self.zero = self._numbers(lambda: 0)
-        self.weights = {stage: drawn[layout.part_of(stage)] for stage in range(len(plan.stage_to_pp))}
-        self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
-        self.targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
-
-    def _draw(self) -> int:
-        return self._random.randrange(1, PRIME)
-
-    def _numbers(self, draw: Callable[[], int]) -> Number:
-        return np.array([draw() for _ in range(self.num_replicas)], dtype=object)
-
-    def loss(self, unit: int, y: Number) -> Number:
-        """Return the loss (y - target)^2 of a unit."""
-        off: Number = y - self.targets[unit]
-        return self.modulo(off * off)
-
-    def loss_grad(self, unit: int, y: Number) -> Number:
-        """Return the loss's gradient of y."""
-        return self.modulo(2 * (y - self.targets[unit]))
-
-    def over_replicas(self, number: Number) -> Number:
-        """Return the sum over the replicas, for each of them."""
-        return self.modulo(self.zero + sum(number.tolist()))
-
-    @staticmethod
-    def modulo(number: Number) -> Number:
-        """Return the number in its canonical form."""
-        return np.remainder(number, PRIME)
-
-
-@dataclass(frozen=True)
-class Sequential:
-    """The same model in one process: each microbatch forward through its whole route, then back."""
-
-    plan: Plan
-    model: Model
-
-    @cached_property
-    def shares(self) -> dict[tuple[int, int], Gradient]:
-        """What each (stage, unit) adds to the gradient of that stage."""
-        return {place: share for place, share, _ in self._all()}
-
-    @cached_property
-    def total_loss(self) -> Number:
-        """The sum of all losses, over all replicas."""
-        losses = (loss for _, _, loss in self._all())
-        return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
-
-    def gradient(self, stage: int) -> Gradient:
-        """The gradient of a stage's weights: over all units, those of its twins and all replicas."""
-        holders = self.plan.layout.twins(stage) or (stage,)
-        shares = [share for (owner, _), share in self.shares.items() if owner in holders]
-        return tuple(self.model.over_replicas(sum(column, self.model.zero)) for column in zip(*shares, strict=True))
-
-    def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
-        slices = self.plan.schedule.slices
-        for route in self.plan.routes:
-            for microbatch in sorted({unit // slices for unit in route.microbatches}):
-                yield from self._microbatch(route.stages, range(microbatch * slices, (microbatch + 1) * slices))
-
-    def _microbatch(self, stages: tuple[int, ...], units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
-        model, saved = self.model, {}
-        values = {unit: model.inputs[unit] for unit in units}
-        for stage in stages:
-            keys = model.zero
-            for unit in units:
-                saved[stage, unit] = Saved(values[unit], keys)
-                values[unit], keys = forward(model.weights[stage], saved[stage, unit])
-        losses = {unit: model.loss(unit, values[unit]) for unit in units}
-        grads = {unit: model.loss_grad(unit, values[unit]) for unit in units}
-        for stage in reversed(stages):
-            grad_k = model.zero
-            for unit in reversed(units):
-                grads[unit], grad_k, share = backward(model.weights[stage], saved[stage, unit], grads[unit], grad_k)
-                yield (stage, unit), share, losses[unit] if stage == stages[-1] else model.zero
 
 
 @dataclass

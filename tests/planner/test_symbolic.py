@@ -10,6 +10,7 @@ from mutants import mutant, small_plans, with_program
 
 import quintsched as qs
 from quintsched import placement
+from quintsched.algebra import PRIME, Model, Saved, Sequential, Weights, backward, forward
 from quintsched.instructions import (
     AllReduceBucket,
     Bwd,
@@ -27,7 +28,7 @@ from quintsched.instructions import (
 )
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
-from quintsched.symbolic import PRIME, Model, Saved, Sequential, Weights, backward, equivalence, forward
+from quintsched.symbolic import equivalence
 
 PLANS = small_plans()
 
