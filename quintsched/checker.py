@@ -133,11 +133,6 @@ def _malformed(plan: Plan) -> list[Finding]:
     return [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
 
 
-def _at(plan: Plan, row: int) -> str:
-    rank, index = plan.columns.place(row)
-    return f"rank {rank} instruction {index}, {plan.programs[rank][index]}"
-
-
 def _incomplete(plan: Plan) -> Iterator[Finding]:
     """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route."""
     layout = plan.layout
@@ -180,8 +175,8 @@ def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
             seen.add(channel)
             k = int(channels.numbers[np.searchsorted(channels.rows, source)])
             message = (
-                f"channel {channel[0]}→{channel[1]}, message {k}: {_at(plan, source)} sends {_carried(plan, source)}, "
-                f"but {_at(plan, target)} expects {_carried(plan, target)}; order is identity"
+                f"channel {channel[0]}→{channel[1]}, message {k}: {plan.at(source)} sends {_carried(plan, source)}, "
+                f"but {plan.at(target)} expects {_carried(plan, target)}; order is identity"
             )
             yield Finding(Point.CHANNELS, message, *columns.place(target))
     names = channels.sources * num_ranks + channels.destinations
@@ -193,7 +188,7 @@ def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
         lonely = int(channels.rows[alone][0])
         message = (
             f"channel {name // num_ranks}→{name % num_ranks}: {num_sent} sends but {num_received} receives; no partner "
-            f"for {_at(plan, lonely)}"
+            f"for {plan.at(lonely)}"
         )
         yield Finding(Point.CHANNELS, message, *columns.place(lonely))
 

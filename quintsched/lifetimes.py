@@ -69,9 +69,9 @@ class _Lives:
             if made[i] < 0:
                 why = "which nothing on its rank makes"
             elif made[i] >= rows[i]:
-                why = f"made only later, by {self._at(made[i])}"
+                why = f"made only later, by {self._plan.at(int(made[i]))}"
             else:
-                why = f"which {self._at(taken[i])} has already taken"
+                why = f"which {self._plan.at(int(taken[i]))} has already taken"
             yield self._fault(rows[i], f"needs {self._words(wanted[i])}, {why}")
 
     def left_over(self) -> Iterator[tuple[int, Finding]]:
@@ -85,14 +85,12 @@ class _Lives:
             yield self._fault(row, f"makes {self._words(self._made[i])}, and nothing on rank {rank} takes it")
 
     def _fault(self, row: int, words: str) -> tuple[int, Finding]:
-        return int(row), Finding(Point.DATA_FLOW, f"{self._at(row)} {words}", *self._plan.columns.place(int(row)))
+        return int(row), Finding(
+            Point.DATA_FLOW, f"{self._plan.at(int(row))} {words}", *self._plan.columns.place(int(row))
+        )
 
     def _words(self, identity: int) -> str:
         return str(self._plan.flows.value(int(identity) % self._span))
 
     def _index(self, row: int) -> int:
         return self._plan.columns.place(int(row))[1]
-
-    def _at(self, row: int) -> str:
-        rank, index = self._plan.columns.place(int(row))
-        return f"rank {rank} instruction {index}, {self._plan.programs[rank][index]}"

@@ -12,7 +12,7 @@ pp1 [ 6   7 ]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -109,17 +109,6 @@ class Mesh:
             tuple(self.rank(dict(zip(names, where, strict=True))) + offset for offset in offsets)
             for where in product(*outside)
         ]
-
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group along `axes` that `rank` is in."""
-        where = self.coordinates(rank)
-        inside: Iterable[range] = [range(size) for name, size in self.axes if name in axes]
-        names = [name for name, _ in self.axes if name in axes]
-        return tuple(self.rank(where | dict(zip(names, steps, strict=True))) for steps in product(*inside))
-
-    def peer(self, rank: int, pp_rank: int) -> int:
-        """The rank that has `rank`'s coordinates but for `pp`, where it has `pp_rank`."""
-        return self.rank(self.coordinates(rank) | {"pp": pp_rank})
 
     @property
     def replica_axes(self) -> tuple[str, ...]:

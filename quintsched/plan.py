@@ -95,6 +95,11 @@ class Plan:
         """What every instruction takes, reads and makes; the plan has to be well-formed."""
         return flows_of(self.columns, self.programs, self.layout)
 
+    def at(self, row: int) -> str:
+        """Say where a row of `columns` stands and what is there, for messages: "rank 0 instruction 3, Fwd(…)"."""
+        rank, index = self.columns.place(row)
+        return f"rank {rank} instruction {index}, {self.programs[rank][index]}"
+
     @property
     def num_instructions(self) -> int:
         """The number of instructions in all programs together."""
