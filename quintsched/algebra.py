@@ -4,7 +4,8 @@ Stage s computes on each slice of a microbatch
 
     y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
 
-with the gradients worked out by hand. `quintsched.symbolic` runs plans on it.
+with the gradients worked out by hand. A named weight that several stages hold is one more number, added to w on each of
+these stages. `quintsched.symbolic` runs plans on it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quintsched.layout import Tie
 from quintsched.plan import Plan
 
 PRIME = 2**61 - 1
@@ -26,7 +28,7 @@ Number: TypeAlias = npt.NDArray[np.object_]
 """Whole numbers modulo `PRIME`, one per replica."""
 
 Gradient: TypeAlias = tuple[Number, ...]
-"""The gradients of w, b, v, q and u."""
+"""The gradients of w, b, v, q and u, and then of each named weight that the stage holds with others."""
 
 
 class Weights(NamedTuple):
@@ -60,6 +62,11 @@ def backward(weights: Weights, saved: Saved, grad_y: Number, grad_k: Number) -> 
     return (w * grad_y + u * grad_k) % PRIME, (v * grad_y + q * grad_k) % PRIME, of_weights
 
 
+def added(*gradients: Gradient) -> Gradient:
+    """Return the sum of gradients, entry by entry."""
+    return tuple(sum(column[1:], column[0]) % PRIME for column in zip(*gradients, strict=True))
+
+
 class Model:
     """The pieces of the model and the data: the input and the target of every unit, on every replica."""
 
@@ -71,6 +78,10 @@ class Model:
         self.num_replicas = 2 if layout.reduces else 1
         self.zero = self._numbers(lambda: 0)
         self.weights = {stage: drawn[layout.part_of(stage)] for stage in range(len(plan.stage_to_pp))}
+        self.named = {stage: [tie for tie in layout.ties_of(stage) if tie.number] for stage in self.weights}
+        for _, stages in layout.tied:
+            more = self._draw()
+            self.weights |= {s: self.weights[s]._replace(w=(self.weights[s].w + more) % PRIME) for s in stages}
         self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
         self.targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
 
@@ -79,6 +90,17 @@ class Model:
 
     def _numbers(self, draw: Callable[[], int]) -> Number:
         return np.array([draw() for _ in range(self.num_replicas)], dtype=object)
+
+    def share(self, stage: int, of_weights: Gradient) -> Gradient:
+        """Return the gradient of all that a stage holds, given that of its own five numbers."""
+        return (*of_weights, *(of_weights[0] for _ in self.named[stage]))
+
+    def held(self, tie: Tie, stage: int) -> slice:
+        """Return which entries of a stage's gradient a tie is about: all, or that of the named weight."""
+        if not tie.number:
+            return slice(None)
+        at = len(Weights._fields) + self.named[stage].index(tie)
+        return slice(at, at + 1)
 
     def loss(self, unit: int, y: Number) -> Number:
         """Return the loss (y - target)^2 of a unit."""
@@ -118,10 +140,21 @@ class Sequential:
         return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
 
     def gradient(self, stage: int) -> Gradient:
-        """The gradient of a stage's weights: over all units, those of its twins and all replicas."""
-        holders = self.plan.layout.twins(stage) or (stage,)
-        shares = [share for (owner, _), share in self.shares.items() if owner in holders]
-        return tuple(self.model.over_replicas(sum(column, self.model.zero)) for column in zip(*shares, strict=True))
+        """The gradient of a stage's weights: over all units, all stages that hold them and all replicas."""
+        found = list(self._of_stage[stage])
+        for tie in self.plan.layout.ties_of(stage):
+            parts = [self._of_stage[holder][self.model.held(tie, holder)] for holder in tie.stages]
+            found[self.model.held(tie, stage)] = added(*parts)
+        return tuple(map(self.model.over_replicas, found))
+
+    @cached_property
+    def _of_stage(self) -> dict[int, Gradient]:
+        """The gradient of each stage over all units."""
+        stages = range(len(self.plan.stage_to_pp))
+        shares: dict[int, list[Gradient]] = {stage: [] for stage in stages}
+        for (stage, _), share in self.shares.items():
+            shares[stage].append(share)
+        return {stage: added(*shares[stage]) for stage in stages}
 
     def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
         slices = self.plan.schedule.slices
@@ -143,4 +176,4 @@ class Sequential:
             grad_k = model.zero
             for unit in reversed(units):
                 grads[unit], grad_k, share = backward(model.weights[stage], saved[stage, unit], grads[unit], grad_k)
-                yield (stage, unit), share, losses[unit] if stage == stages[-1] else model.zero
+                yield (stage, unit), model.share(stage, share), losses[unit] if stage == stages[-1] else model.zero

@@ -27,7 +27,7 @@ from quintsched.events import (
 )
 from quintsched.findings import Finding, Point
 from quintsched.grid import excerpt
-from quintsched.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.lifetimes import broken_flow
 from quintsched.memory import peak_activations, peak_receives
 from quintsched.plan import Plan
@@ -125,7 +125,7 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
 
 def check_order(plan: Plan) -> Verdict:
     """Prove what a bare order of computation owes: that it is well-formed and complete, and nothing else yet."""
-    findings = _malformed(plan) or list(_incomplete(plan))
+    findings = _malformed(plan) or list(_incomplete(plan, lowered=False))
     return Verdict(plan, tuple(findings), {}, (), ())
 
 
@@ -133,8 +133,11 @@ def _malformed(plan: Plan) -> list[Finding]:
     return [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
 
 
-def _incomplete(plan: Plan) -> Iterator[Finding]:
-    """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route."""
+def _incomplete(plan: Plan, *, lowered: bool = True) -> Iterator[Finding]:
+    """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route.
+
+    Where a stage is recomputed, once again too; a bare order of computation may leave that to a pass.
+    """
     layout = plan.layout
     times = {kind: _times(plan, kind) for kind in ALL if issubclass(kind, Compute)}
     owed = layout.visits_all().ravel()
@@ -145,6 +148,8 @@ def _incomplete(plan: Plan) -> Iterator[Finding]:
     yield from _miscounted(plan, Bwd, np.where(halves, whole, times[Bwd]), trains)
     for half in (BwdInput, BwdWeight):
         yield from _miscounted(plan, half, times[half], trains & halves)
+    again = trains & np.repeat(layout.recomputing, layout.num_microbatches)
+    yield from _miscounted(plan, Recompute, times[Recompute], again if lowered else again & (times[Recompute] > 0))
 
 
 def _times(plan: Plan, kind: type[Compute]) -> Ints:

@@ -5,7 +5,7 @@ schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -18,6 +18,7 @@ from quintsched.mesh import Mesh
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Watch, lower
 from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
 from quintsched.schedules import Schedule, Shape, find_schedule, own_code
+from quintsched.wellformed import recompute_faults, tied_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
@@ -34,6 +35,8 @@ def compile(
     slices: int = 1,
     costs: Costs | None = None,
     memory_cap: float | None = None,
+    recompute: int | Sequence[int] = 0,
+    tied: Mapping[str, Sequence[int]] | None = None,
     after: Watch | None = None,
 ) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
@@ -48,6 +51,9 @@ def compile(
         slices: pieces of a microbatch along the sequence, for schedules that take them.
         costs: what to plan with, for schedules that search.
         memory_cap: the most activations that a rank may hold, in microbatches of a whole rank, for the same.
+        recompute: 0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for
+            every k-th block of a stage; one number for all stages, or one per stage.
+        tied: named weights that several stages hold, and which: {"embedding": (0, 3)}. Their gradients are added up.
         after: called with "order" and the bare order of computation, then with each pass's name and the plan after
             it; each pass then has to keep the points that hold by then, not only the last one.
 
@@ -63,7 +69,8 @@ def compile(
     shape = found.shape(mesh.pp, microbatches, chunks, slices, costs, memory_cap)
     if stage_to_pp is not None:
         shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
-    order = order_of_computation(found, shape, mesh, buckets_per_stage)
+    shape = replace(shape, recompute=_per_stage(recompute, found, shape))
+    order = _with_tied(order_of_computation(found, shape, mesh, buckets_per_stage), tied or {})
     check_order(order).raise_if_unsound()
     if after:
         after(ORDER, order)
@@ -73,6 +80,26 @@ def compile(
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow, and names the pass that is to blame
     verdict.raise_if_unsound()
+    return plan
+
+
+def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape) -> tuple[int, ...]:
+    """Return how each stage is recomputed, () for no stage at all; raises `UsageError`."""
+    num_stages = len(shape.stage_to_pp)
+    asked = tuple(recompute) if isinstance(recompute, Sequence) else (recompute,) * num_stages
+    for fault in recompute_faults(asked, num_stages, schedule.mode):
+        raise UsageError(f"{schedule.name}: {fault}")
+    return asked if any(asked) else ()
+
+
+def _with_tied(order: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
+    """Return the order with named weights tied; raises `UsageError`."""
+    if not tied:
+        return order
+    held = {name: tuple(stages) if isinstance(stages, Sequence) else (stages,) for name, stages in tied.items()}
+    plan = replace(order, tied=held)
+    for fault in tied_faults(plan):
+        raise UsageError(f"{plan.schedule.name}: {fault}")
     return plan
 
 
@@ -90,6 +117,7 @@ def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_p
         buckets_per_stage=buckets_per_stage,
         programs=tuple(_program(schedule, rank, shape) for rank in range(shape.pp)),
         stage_to_part=tuple(stage % half for stage in stages) if schedule.bidirectional else None,
+        recompute=shape.recompute,
     )
 
 

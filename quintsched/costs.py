@@ -3,10 +3,10 @@
 A costs file is JSON, in one unit of time that it names:
 
     {"unit": "ms", "forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337, "p2p": 0.601,
-     "activation": 1.0}
+     "optimizer": 4.1, "activation": 1.0}
 
 A scalar is for a whole rank's worth of layers, so that a chunk costs 1/chunks of it; a list has one value per
-stage, taken as it is.
+stage, taken as it is. What is done once per slice, like a forward, costs 1/slices of a scalar.
 """
 
 from __future__ import annotations
@@ -37,12 +37,23 @@ class Costs(BaseModel):
     """The half of a backward that makes the input's gradient."""
     backward_weight: PerStage = 1.0
     """The half of a backward that makes the weights' gradient; a full backward is the sum of the halves."""
+    recompute: PerStage | None = None
+    """A forward run again, where activations were dropped; None: what the forward takes."""
     p2p: Cost = 0.0
     """A message between two pipeline ranks."""
+    clip: PerStage = 0.0
+    """The gradient norm of a stage; all ranks meet for it, so that the one with the most to do decides."""
+    optimizer: PerStage = 0.0
+    """The optimizer's step of a stage."""
     activation: PerStage = 1.0
     """What a microbatch holds in memory from its forward to the end of its backward."""
     activation_after_input: PerStage | None = None
     """What of it still stands between the halves of a backward; None: all of it."""
+    activation_checkpointed: PerStage = 0.0
+    """What stands of it between a forward and its recomputation, on stages that are recomputed."""
+    keys: PerStage = 0.0
+    """What the keys and values of a whole microbatch hold, from the forward of its first slice to the backward of that
+    slice; nothing where microbatches are not cut into slices."""
 
     @classmethod
     def load(cls, path: Path) -> Costs:
@@ -60,14 +71,24 @@ class Costs(BaseModel):
 
     def check_stages(self, num_stages: int) -> None:
         """Raise `InputError` if a list does not have one value per stage."""
-        for name in ("forward", "backward_input", "backward_weight", "activation", "activation_after_input"):
-            value = getattr(self, name)
+        for name, value in self:
             if isinstance(value, tuple) and len(value) != num_stages:
                 raise InputError(f"costs: /{name} has {len(value)} values, but the plan has {num_stages} stages")
 
     def of_part(self, name: str, stage: int, parts: int) -> float:
         """What a computation of `stage` costs, times `parts` (chunks x slices): undivided, whole numbers stay exact."""
-        value = getattr(self, name)
-        if value is None:
-            value = self.activation
+        value = self._of(name)
         return float(value[stage]) * parts if isinstance(value, tuple) else float(value)
+
+    def of_stage(self, name: str, stage: int, chunks: int, slices: int) -> float:
+        """What is there or done once for a whole `stage` costs, times chunks x slices likewise."""
+        value = self._of(name)
+        return float(value[stage]) * chunks * slices if isinstance(value, tuple) else float(value) * slices
+
+    def _of(self, name: str) -> PerStage:
+        value: PerStage | None = getattr(self, name)
+        return getattr(self, _INSTEAD[name]) if value is None else value
+
+
+_INSTEAD = {"recompute": "forward", "activation_after_input": "activation"}
+"""Which cost stands for one that is not given."""

@@ -51,11 +51,13 @@ class Kind(IntEnum):
     PENDING = 8
     """What a backward's input half leaves for its weight half."""
     TIED = 9
-    """The gradients of a stage, added up with those of its twins."""
+    """The gradients of tied weights of a stage, added up; the number is the tie's."""
     KEYS = 10
     """The keys and values of a slice and those before it, which the next slice attends to."""
     KEYS_GRAD = 11
     """The gradient of these, from the next slice's backward."""
+    CHECKPOINT = 12
+    """What a forward keeps of a stage that is recomputed."""
 
 
 _WORDS = {
@@ -71,7 +73,11 @@ _WORDS = {
     Kind.TIED: "tied gradient",
     Kind.KEYS: "keys and values",
     Kind.KEYS_GRAD: "gradient of the keys and values",
+    Kind.CHECKPOINT: "checkpoint",
 }
+
+_COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie"}
+"""What the numbers of values count, where it is not microbatches."""
 
 AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
 """Kinds that may be read any number of times and may stand when the program ends."""
@@ -92,8 +98,7 @@ class Value(NamedTuple):
         words = _WORDS[self.kind]
         if self.kind in AMBIENT:
             return f"the {words}"
-        which = "bucket" if self.kind is Kind.REDUCED else "microbatch"
-        return f"the {words} of stage {self.stage}, {which} {self.number}"
+        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {self.number}"
 
 
 class Role(IntEnum):
@@ -112,15 +117,16 @@ class At(IntEnum):
 
 
 class When(IntEnum):
-    """Where a term holds: everywhere, on the last stage of the route, on all others, in a plan that trains;
-    on slices that have one before, or one after them in their microbatch."""
+    """Where a term holds: everywhere; on the last stage of the route, on all others; in a plan that trains, on stages
+    that keep their activations or recompute them; on slices that have one before, or after them in their microbatch."""
 
     ALWAYS = 0
     LAST = 1
     NOT_LAST = 2
-    TRAINING = 3
-    HAS_EARLIER = 4
-    HAS_LATER = 5
+    KEEPS = 3
+    RECOMPUTES = 4
+    HAS_EARLIER = 5
+    HAS_LATER = 6
 
 
 class Term(NamedTuple):
@@ -151,9 +157,15 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(CONSUMES, Kind.OUTPUT, At.BEFORE),
         Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
         Term(PRODUCES, Kind.LOSS, when=When.LAST),
-        Term(PRODUCES, Kind.SAVED, when=When.TRAINING),
+        Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
+        Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
         Term(READS, Kind.KEYS, when=When.HAS_EARLIER, shift=-1),
         Term(PRODUCES, Kind.KEYS, when=When.HAS_LATER),
+    ),
+    ins.Recompute: (
+        Term(CONSUMES, Kind.CHECKPOINT),
+        Term(PRODUCES, Kind.SAVED),
+        Term(READS, Kind.KEYS, when=When.HAS_EARLIER, shift=-1),
     ),
     ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
     ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
@@ -182,9 +194,10 @@ def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout, rank: int) -> Ite
 
 
 def _sync_tied(i: ins.SyncTied, layout: Layout, rank: int) -> Iterator[Use]:
+    number = next((tie.number for tie in layout.ties if tie.params == i.params), 0)
     for stage in (stage for stage in i.stages if layout.rank_of(stage) == rank):
         yield from (Use(READS, value) for value in _weight_grads(stage, layout))
-        yield Use(PRODUCES, Value(Kind.TIED, stage, 0))
+        yield Use(PRODUCES, Value(Kind.TIED, stage, number))
 
 
 def _share_metrics(i: ins.ShareMetrics, layout: Layout, rank: int) -> Iterator[Use]:
@@ -214,10 +227,9 @@ def _weight_grads(stage: int, layout: Layout) -> Iterator[Value]:
 
 
 def _local_grads(stage: int, layout: Layout) -> Iterator[Value]:
-    """All gradients of a stage of this replica, with those of its twins where it has any."""
+    """All gradients of a stage of this replica, with those of its ties added up."""
     yield from _weight_grads(stage, layout)
-    if layout.twins(stage):
-        yield Value(Kind.TIED, stage, 0)
+    yield from (Value(Kind.TIED, stage, tie.number) for tie in layout.ties_of(stage))
 
 
 def _gradients(stage: int, layout: Layout) -> Iterator[Value]:
@@ -266,7 +278,8 @@ def _uses(instruction: Any, layout: Layout, rank: int) -> Iterator[Use]:
         When.ALWAYS: True,
         When.LAST: after < 0,
         When.NOT_LAST: after >= 0,
-        When.TRAINING: layout.trains,
+        When.KEEPS: layout.trains and not layout.recomputes(stage),
+        When.RECOMPUTES: layout.trains and layout.recomputes(stage),
         When.HAS_EARLIER: slice_number > 0,
         When.HAS_LATER: slice_number < layout.slices - 1,
     }
@@ -312,7 +325,7 @@ class Flows:
 def flows_of(columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout) -> Flows:
     """Return the flow of every instruction of a well-formed plan; `columns` are those of `programs`."""
     num_stages = len(layout.stage_to_pp)
-    num_numbers = max(layout.num_microbatches, layout.buckets_per_stage)
+    num_numbers = max(layout.num_microbatches, layout.buckets_per_stage, len(layout.tied) + 1)
     empty = Uses(np.zeros(0, np.int64), np.zeros(0, np.int64))
     found = Flows(num_stages, num_numbers, empty, empty, empty)
     parts: tuple[list[Uses], list[Uses], list[Uses]] = ([empty], [empty], [empty])
@@ -326,12 +339,12 @@ def _unit_uses(columns: Columns, layout: Layout, flows: Flows) -> Iterator[tuple
         rows = np.flatnonzero(columns.are(kind))
         stage, microbatch = columns.stage[rows], columns.unit[rows]
         before, after = layout.all_before(stage, microbatch), layout.all_after(stage, microbatch)
-        always = np.ones(len(rows), np.bool_)
         holds = {
-            When.ALWAYS: always,
+            When.ALWAYS: np.ones(len(rows), np.bool_),
             When.LAST: after < 0,
             When.NOT_LAST: after >= 0,
-            When.TRAINING: always & layout.trains,
+            When.KEEPS: layout.trains & ~layout.recomputing[stage],
+            When.RECOMPUTES: layout.trains & layout.recomputing[stage],
             When.HAS_EARLIER: microbatch % layout.slices > 0,
             When.HAS_LATER: microbatch % layout.slices < layout.slices - 1,
         }

@@ -136,15 +136,21 @@ def _count_within(groups: Ints) -> Ints:
 
 
 def pipeline_collectives(plan: Plan) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """Return per group of pipeline ranks, and per rank, the rows of its collectives in program order."""
-    found: dict[tuple[int, ...], dict[int, list[int]]] = {tuple(range(len(plan.programs))): {}}
+    """Return per group of pipeline ranks, and per rank, the rows of its collectives in program order.
+
+    A sum over stages that are all on one rank is none: nobody else takes part.
+    """
+    everybody = tuple(range(len(plan.programs)))
+    found: dict[tuple[int, ...], dict[int, list[int]]] = {everybody: {}}
     for row in np.flatnonzero(plan.columns.are(*WHOLE_MESH, SyncTied)).tolist():
         rank, index = plan.columns.place(row)
         instruction = plan.programs[rank][index]
-        members = set(range(len(plan.programs)))
+        members = everybody
         if isinstance(instruction, SyncTied):
-            members = {plan.stage_to_pp[stage] for stage in instruction.stages}
-        found.setdefault(tuple(sorted(members)), {}).setdefault(rank, []).append(row)
+            members = plan.layout.ranks_of(instruction.stages)
+            if len(members) == 1:
+                continue
+        found.setdefault(members, {}).setdefault(rank, []).append(row)
     return found
 
 

@@ -1,7 +1,7 @@
 """The instructions of a program: one small frozen class each, with only its own fields.
 
     RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
-                                              BwdInput → BwdWeight
+               └─ Recompute ─────────────────▶ BwdInput → BwdWeight
 
 What an instruction needs and makes is said in `quintsched.dataflow`, and only there; what it does, in the
 handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule there, a handler there.
@@ -68,6 +68,11 @@ class Fwd(Compute):
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute(Compute):
+    """Rerun a forward whose activations were dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendAct(Send):
     """Send the output activation of `stage`."""
 
@@ -108,7 +113,7 @@ class AllReduceBucket(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SyncTied(Instruction):
-    """Add up the gradients of what several stages hold: `params` is "stage" for twins, which hold the same piece."""
+    """Add up the gradients of what several stages hold: a named weight, or all that twins do (params "stage")."""
 
     params: str
     stages: tuple[int, ...]
@@ -134,6 +139,7 @@ class OptStep(Instruction):
 ALL: tuple[type[Instruction], ...] = (
     RecvAct,
     Fwd,
+    Recompute,
     SendAct,
     RecvGrad,
     Bwd,
@@ -148,8 +154,8 @@ ALL: tuple[type[Instruction], ...] = (
 )
 """Every instruction there is."""
 
-BACKWARDS: tuple[type[Compute], ...] = (Bwd, BwdInput, BwdWeight)
-"""A backward, whole and in halves."""
+BEGINS_BACKWARD: tuple[type[Compute], ...] = (Bwd, BwdInput)
+"""What takes the saved activations of a microbatch."""
 
 ENDS_BACKWARD: tuple[type[Compute], ...] = (Bwd, BwdWeight)
 """What completes the weight gradient of a microbatch."""
@@ -160,6 +166,7 @@ WHOLE_MESH: tuple[type[Instruction], ...] = (ShareMetrics, ClipGrad)
 SHORT: dict[type[Instruction], str] = {
     RecvAct: "RA",
     Fwd: "F",
+    Recompute: "RF",
     SendAct: "SA",
     RecvGrad: "RG",
     Bwd: "B",

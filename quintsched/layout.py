@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from quintsched.columns import Flags, Ints
+
+TWINS = "stage"
+"""What ties call the weights of twins: all of a stage."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,21 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """Weights that several stages hold: `number` is 0 for all weights of twins, from 1 on for the named ones."""
+
+    params: str
+    stages: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Stages on ranks, routes of microbatches, and what happens to gradients.
+    """Stages on ranks, routes of microbatches, and what happens to activations and gradients.
 
     `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds (none given: each its own); stages with the same piece are twins.
+    holds (none given: each its own); stages with the same piece are twins. `recompute` and `tied` are those of a plan.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -34,6 +47,8 @@ class Layout:
     buckets_per_stage: int
     slices: int = 1
     stage_to_part: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
+    tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -114,6 +129,42 @@ class Layout:
         """All stages that hold the same piece of the model as `stage`, itself included; () where it is the only one."""
         holders = self._holders[self.stage_to_part[stage]] if self.stage_to_part else ()
         return holders if len(holders) > 1 else ()
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """All ties, in the one order in which every rank adds up their gradients: twins first, then names."""
+        twins = sorted({self.twins(stage) for stage in range(len(self.stage_to_pp))} - {()})
+        named = (Tie(name, stages, number) for number, (name, stages) in enumerate(self.tied, start=1))
+        return (*(Tie(TWINS, stages, 0) for stages in twins), *named)
+
+    @cached_property
+    def _ties(self) -> dict[int, tuple[Tie, ...]]:
+        found: dict[int, list[Tie]] = {stage: [] for stage in range(len(self.stage_to_pp))}
+        for tie in self.ties:
+            for stage in tie.stages:
+                found[stage].append(tie)
+        return {stage: tuple(ties) for stage, ties in found.items()}
+
+    def ties_of(self, stage: int) -> tuple[Tie, ...]:
+        """The ties of a stage's weights, in the order of `ties`."""
+        return self._ties[stage]
+
+    def recompute_every(self, stage: int) -> int:
+        """Every how many blocks of `stage` one is recomputed; 0 where all activations are kept."""
+        return self.recompute[stage] if self.recompute else 0
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether `stage` drops activations in its forwards, and recomputes them for its backwards."""
+        return self.recompute_every(stage) > 0
+
+    @cached_property
+    def recomputing(self) -> Flags:
+        """`recomputes`, for all stages."""
+        return np.array([self.recomputes(stage) for stage in range(len(self.stage_to_pp))], np.bool_)
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The pp ranks that hold any of these stages, in rising order."""
+        return tuple(sorted({self.stage_to_pp[stage] for stage in stages}))
 
     def rank_of(self, stage: int) -> int:
         """The pp rank that holds `stage`."""

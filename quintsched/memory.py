@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from quintsched.columns import Columns
 from quintsched.costs import Costs
-from quintsched.dataflow import Kind
+from quintsched.dataflow import Flows, Kind
 from quintsched.events import first_maker
 from quintsched.instructions import Recv
 from quintsched.plan import Plan
 
-HELD = {Kind.SAVED: "activation", Kind.PENDING: "activation_after_input"}
+HELD = {
+    Kind.CHECKPOINT: "activation_checkpointed",
+    Kind.SAVED: "activation",
+    Kind.PENDING: "activation_after_input",
+}
 """The values that count as activations, and which of the costs says how much each holds."""
 
 
@@ -20,17 +26,27 @@ def peak_activations(plan: Plan, costs: Costs) -> tuple[float, ...]:
     """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs.
 
     An activation is held from its forward to the end of its backward; between the halves of a backward, what
-    `activation_after_input` says still stands of it.
+    `activation_after_input` says still stands of it, and between a forward and its recomputation, what
+    `activation_checkpointed` says. The keys and values of a microbatch count with its first slice.
     """
-    columns, flows, parts = plan.columns, plan.flows, plan.schedule.parts
+    columns, flows, spec, stages = plan.columns, plan.flows, plan.schedule, range(len(plan.stage_to_pp))
     change = np.zeros(len(columns))
     for kind, name in HELD.items():
-        held = np.array([costs.of_part(name, stage, parts) for stage in range(len(plan.stage_to_pp))])
-        for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
-            of_kind = flows.of_kind(uses.keys, kind)
-            stages = uses.keys[of_kind] // flows.num_numbers % flows.num_stages
-            change += sign * np.bincount(uses.rows[of_kind], weights=held[stages], minlength=len(columns))
-    return tuple(peak / parts for peak in _peaks(columns, change))
+        _add(change, flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
+    if spec.slices > 1:
+        keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
+        _add(change, flows, Kind.KEYS, keys, every=spec.slices)
+    return tuple(peak / spec.parts for peak in _peaks(columns, change))
+
+
+def _add(change: npt.NDArray[np.float64], flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
+    """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one."""
+    for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
+        counts = flows.of_kind(uses.keys, kind)
+        if every > 1:
+            counts &= uses.keys % flows.num_numbers % every == 0
+        stages = uses.keys[counts] // flows.num_numbers % flows.num_stages
+        change += sign * np.bincount(uses.rows[counts], weights=np.array(held)[stages], minlength=len(change))
 
 
 def peak_receives(plan: Plan) -> tuple[int, ...]:

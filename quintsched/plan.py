@@ -33,6 +33,12 @@ Program = tuple[Instruction, ...]
 MAX_BUCKETS = 1024
 """The most gradient buckets of a stage."""
 
+MAX_RECOMPUTE = 2**16
+"""The largest k of which every k-th block of a stage is recomputed."""
+
+MAX_TIED = 1024
+"""The most named weights that several stages hold."""
+
 
 @dataclass(frozen=True)
 class ScheduleSpec:
@@ -59,8 +65,10 @@ class ScheduleSpec:
 class Plan:
     """One program per pp coordinate; all ranks with that coordinate run the same one.
 
-    `programs[k]` belongs to pp coordinate k. A plan that was put together by hand is not checked before
-    `check()` is asked; `compile` and `load` give only well-formed ones.
+    `programs[k]` belongs to pp coordinate k. `recompute` says per stage whether its activations are kept (0), or those
+    of every k-th block recomputed (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages
+    hold each named weight. A plan that was put together by hand is not checked before `check()` is asked; `compile` and
+    `load` give only well-formed ones.
     """
 
     mode: Mode
@@ -71,6 +79,8 @@ class Plan:
     buckets_per_stage: int
     programs: tuple[Program, ...]
     stage_to_part: tuple[int, ...] | None = None
+    recompute: tuple[int, ...] = ()
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def layout(self) -> Layout:
@@ -83,6 +93,8 @@ class Plan:
             buckets_per_stage=self.buckets_per_stage,
             slices=self.schedule.slices,
             stage_to_part=self.stage_to_part or (),
+            recompute=self.recompute,
+            tied=tuple(sorted(self.tied.items())),
         )
 
     @cached_property
@@ -110,7 +122,9 @@ class Plan:
         """One line that names the plan: schedule, mesh and microbatches."""
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
-        return f"{self.schedule.name} on {self.mesh}, {self.schedule.microbatches} microbatches{chunks}{slices}"
+        recomputing = ", recomputing" if any(self.recompute) else ""
+        microbatches = f"{self.schedule.microbatches} microbatches"
+        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}"
 
     def program(self, rank: int) -> Program:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""

@@ -19,7 +19,7 @@ from quintsched import instructions as ins
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.layout import Route
 from quintsched.mesh import AXES, Mesh
-from quintsched.plan import MAX_BUCKETS, Mode, Plan, Program, ScheduleSpec
+from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, Mode, Plan, Program, ScheduleSpec
 from quintsched.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.wellformed import malformations
 
@@ -59,6 +59,8 @@ class _PlanFile(_Strict):
     stage_to_part: list[Index] | None = None
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
+    recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
+    tied: dict[str, list[Index]] | None = None
     program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
     programs: list[list[Any]]
 
@@ -81,6 +83,8 @@ def dumps(plan: Plan) -> str:
         **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
         "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
         "buckets_per_stage": plan.buckets_per_stage,
+        **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
+        **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
         "program_axes": ["pp"],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
@@ -144,7 +148,18 @@ def _plan_of(file: _PlanFile) -> Plan:
         buckets_per_stage=file.buckets_per_stage,
         programs=tuple(tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)),
         stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
+        recompute=_recompute_of(file),
+        tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
     )
+
+
+def _recompute_of(file: _PlanFile) -> tuple[int, ...]:
+    """Return which stages are recomputed; () where a file says of every stage that it is not."""
+    if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
+        raise InputError(
+            f"/recompute: it has {len(file.recompute)} values, but there are {len(file.stage_to_pp)} stages"
+        )
+    return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
 
 
 def _refuse_absurd(file: _PlanFile) -> None:

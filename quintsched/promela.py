@@ -153,7 +153,8 @@ class _Model:
     def _members(self, i: Instruction) -> tuple[int, ...]:
         """Return the pipeline ranks that meet at a collective; none for everything else."""
         if isinstance(i, SyncTied):
-            return tuple(sorted({self.plan.stage_to_pp[stage] for stage in i.stages}))
+            members = self.plan.layout.ranks_of(i.stages)
+            return members if len(members) > 1 else ()
         return tuple(range(len(self.plan.programs))) if isinstance(i, WHOLE_MESH) else ()
 
     def _flow(self, rank: int, index: int, i: Instruction) -> Flow | None:

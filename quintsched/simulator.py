@@ -1,7 +1,7 @@
 """Time a plan: the event graph of the `channel` profile, run under a cost model.
 
 Communication overlaps with computation as the runtime does it: a message starts when its value is made and its
-channel is free, and only who takes the value waits for it.
+channel is free, and only who takes the value waits for it. The gradient norm is one event of all ranks.
 
     makespan      when the last instruction ends
     bubble        1 - busy / (ranks x makespan)
@@ -12,7 +12,7 @@ channel is free, and only who takes the value waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -23,7 +23,18 @@ import numpy.typing as npt
 from quintsched.costs import Costs
 from quintsched.errors import UnsoundError
 from quintsched.events import PROFILES, Events, Run, build_graph
-from quintsched.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd, Instruction, Message
+from quintsched.instructions import (
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    ClipGrad,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    OptStep,
+    Recompute,
+)
 from quintsched.memory import peak_activations
 from quintsched.plan import Plan
 from quintsched.wellformed import malformations
@@ -53,7 +64,7 @@ class Simulation:
     """What a run would look like. `start` and `end` have a time per row of the plan's columns."""
 
     plan: Plan
-    unit: str
+    costs: Costs
     start: Times
     end: Times
     makespan: float
@@ -70,6 +81,11 @@ class Simulation:
             tuple(map(Span, program, start[row : row + len(program)], end[row : row + len(program)]))
             for row, program in zip(first[:-1], self.plan.programs, strict=True)
         )
+
+    @property
+    def unit(self) -> str:
+        """The unit of all times."""
+        return self.costs.unit
 
     @property
     def bubble(self) -> float:
@@ -128,7 +144,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     start, end = begins / plan.schedule.parts, ends / plan.schedule.parts
     return Simulation(
         plan=plan,
-        unit=costs.unit,
+        costs=costs,
         start=start,
         end=end,
         makespan=float(end.max(initial=0.0)),
@@ -148,7 +164,19 @@ def event_durations(plan: Plan, events: Events, costs: Costs) -> Times:
         of_stage = [sum(costs.of_part(n, s, parts) for n in names) for s in range(len(plan.stage_to_pp))]
         rows = columns.are(kind)
         durations[rows] = np.array(of_stage)[columns.stage[rows]]
+    ranks = range(len(plan.programs))
+    durations[columns.are(ClipGrad)] = max(_once(plan, costs, "clip", plan.layout.stages_of(rank)) for rank in ranks)
+    for row in np.flatnonzero(columns.are(OptStep)).tolist():
+        rank, index = columns.place(row)
+        step = plan.programs[rank][index]
+        assert isinstance(step, OptStep)
+        durations[row] = _once(plan, costs, "optimizer", step.stages)
     return durations[events.first_rows]
+
+
+def _once(plan: Plan, costs: Costs, name: str, stages: Iterable[int]) -> float:
+    """Return what is done once for these stages, times the plan's chunks and slices."""
+    return sum(costs.of_stage(name, stage, plan.schedule.chunks, plan.schedule.slices) for stage in stages)
 
 
 COSTS_OF: dict[type[Compute], tuple[str, ...]] = {
@@ -156,6 +184,7 @@ COSTS_OF: dict[type[Compute], tuple[str, ...]] = {
     Bwd: ("backward_input", "backward_weight"),
     BwdInput: ("backward_input",),
     BwdWeight: ("backward_weight",),
+    Recompute: ("recompute",),
 }
 """Which of the costs add up to each computation's."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quintsched import instructions as ins
-from quintsched.algebra import PRIME, Gradient, Model, Number, Saved, Sequential, backward, forward
+from quintsched.algebra import PRIME, Gradient, Model, Number, Saved, Sequential, added, backward, forward
 from quintsched.dataflow import METRICS, NORM, Kind, Value
 from quintsched.grid import excerpt
 from quintsched.instructions import Instruction
@@ -178,7 +178,7 @@ class _Run:
         if isinstance(instruction, ins.WHOLE_MESH):
             return self.ranks
         if isinstance(instruction, ins.SyncTied):
-            return [self.ranks[k] for k in sorted({self.plan.stage_to_pp[stage] for stage in instruction.stages})]
+            return [self.ranks[k] for k in self.plan.layout.ranks_of(instruction.stages)]
         return []
 
     def others(self, rank: _Rank, instruction: Instruction) -> list[_Rank]:
@@ -204,19 +204,40 @@ def _fwd(run: _Run, rank: _Rank, i: ins.Fwd) -> None:
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     before = layout.before(s, u)
     x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
-    k = rank.values.get(Value(Kind.KEYS, s, u - 1)) if u % layout.slices else model.zero
-    if k is None:
-        raise _Fault(f"needs {Value(Kind.KEYS, s, u - 1)}, which do not stand on rank {rank.number}")
-    y, keys = forward(model.weights[s], Saved(x, k))
+    saved = Saved(x, _keys_before(run, rank, i))
+    y, keys = forward(model.weights[s], saved)
     if layout.after(s, u) >= 0:
         rank.put(Kind.OUTPUT, s, u, y)
     else:
         rank.put(Kind.LOSS, s, u, model.loss(u, y))
     if (u + 1) % layout.slices:
         rank.put(Kind.KEYS, s, u, keys)
-    if layout.trains:
-        grad = model.loss_grad(u, y) if layout.after(s, u) < 0 else None
-        rank.put(Kind.SAVED, s, u, (Saved(x, k), grad))
+    if layout.trains and layout.recomputes(s):
+        rank.put(Kind.CHECKPOINT, s, u, x)
+    elif layout.trains:
+        _save(run, rank, i, saved, y)
+
+
+def _recompute(run: _Run, rank: _Rank, i: ins.Recompute) -> None:
+    saved = Saved(rank.take(Kind.CHECKPOINT, i.stage, i.microbatch), _keys_before(run, rank, i))
+    _save(run, rank, i, saved, forward(run.model.weights[i.stage], saved)[0])
+
+
+def _keys_before(run: _Run, rank: _Rank, i: ins.Compute) -> Number:
+    """Return the keys of the slice before."""
+    if i.microbatch % run.plan.layout.slices == 0:
+        return run.model.zero
+    keys = Value(Kind.KEYS, i.stage, i.microbatch - 1)
+    if keys not in rank.values:
+        raise _Fault(f"needs {keys}, which do not stand on rank {rank.number}")
+    found: Number = rank.values[keys]
+    return found
+
+
+def _save(run: _Run, rank: _Rank, i: ins.Compute, saved: Saved, y: Number) -> None:
+    """Keep what the backward needs; on the last stage the gradient of the loss too."""
+    is_last = run.plan.layout.after(i.stage, i.microbatch) < 0
+    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, run.model.loss_grad(i.microbatch, y) if is_last else None))
 
 
 def _backward_of(run: _Run, rank: _Rank, i: ins.Compute) -> Gradient:
@@ -234,7 +255,7 @@ def _backward_of(run: _Run, rank: _Rank, i: ins.Compute) -> Gradient:
         rank.put(Kind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
     if u % layout.slices:
         rank.put(Kind.KEYS_GRAD, s, u - 1, of_keys)
-    return share
+    return model.share(s, share)
 
 
 def _bwd(run: _Run, rank: _Rank, i: ins.Bwd) -> None:
@@ -253,11 +274,7 @@ def _add(run: _Run, rank: _Rank, i: ins.Compute, share: Gradient) -> None:
     rank.shares.setdefault(i.stage, []).append((i.microbatch, share))
     for bucket in range(run.plan.buckets_per_stage):
         old = rank.grads.get((i.stage, bucket), (run.model.zero,) * len(share))
-        rank.grads[i.stage, bucket] = _sum(old, share)
-
-
-def _sum(*gradients: Gradient) -> Gradient:
-    return tuple(sum(column[1:], column[0]) % PRIME for column in zip(*gradients, strict=True))
+        rank.grads[i.stage, bucket] = added(old, share)
 
 
 def _held(rank: _Rank, stage: int, bucket: int) -> Gradient:
@@ -272,11 +289,14 @@ def _all_reduce_bucket(run: _Run, rank: _Rank, i: ins.AllReduceBucket) -> None:
 
 
 def _sync_tied(run: _Run, rank: _Rank, i: ins.SyncTied) -> None:
-    holders = [(run.ranks[run.plan.stage_to_pp[stage]], stage) for stage in i.stages]
+    tie = next(tie for tie in run.plan.layout.ties if (tie.params, tie.stages) == (i.params, i.stages))
+    holders = [(run.ranks[run.plan.stage_to_pp[stage]], stage, run.model.held(tie, stage)) for stage in i.stages]
     for bucket in range(run.plan.buckets_per_stage):
-        total = _sum(*(_held(holder, stage, bucket) for holder, stage in holders))
-        for holder, stage in holders:
-            holder.grads[stage, bucket] = total
+        total = added(*(_held(holder, stage, bucket)[part] for holder, stage, part in holders))
+        for holder, stage, part in holders:
+            gradient = list(_held(holder, stage, bucket))
+            gradient[part] = total
+            holder.grads[stage, bucket] = tuple(gradient)
     _all_go_on(run, rank, i)
 
 
@@ -317,6 +337,7 @@ def _all_go_on(run: _Run, rank: _Rank, instruction: Instruction) -> None:
 _HANDLERS: dict[type[Instruction], Callable[[_Run, _Rank, Any], None]] = {
     ins.RecvAct: _recv,
     ins.Fwd: _fwd,
+    ins.Recompute: _recompute,
     ins.SendAct: _send,
     ins.RecvGrad: _recv,
     ins.Bwd: _bwd,

@@ -11,7 +11,8 @@ import numpy as np
 from quintsched import instructions as ins
 from quintsched.columns import Columns, Flags
 from quintsched.dataflow import peer_of
-from quintsched.plan import Plan
+from quintsched.layout import TWINS
+from quintsched.plan import MAX_RECOMPUTE, MAX_TIED, Mode, Plan
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,39 @@ def _head_faults(plan: Plan) -> Iterator[str]:
         yield f"the routes must hold each of the {plan.schedule.num_units} microbatches once"
     if plan.stage_to_part is not None and len(plan.stage_to_part) != len(plan.stage_to_pp):
         yield f"stage_to_part names {len(plan.stage_to_part)} stages, but there are {len(plan.stage_to_pp)}"
+    if plan.recompute:
+        yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
+    yield from tied_faults(plan)
+
+
+def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:
+    """Yield what is wrong with which stages of a plan are to be recomputed."""
+    if len(recompute) != num_stages:
+        yield f"recompute names {len(recompute)} stages, but there are {num_stages}"
+    for every in recompute:
+        if type(every) is not int or not 0 <= every <= MAX_RECOMPUTE:
+            yield (
+                f"recompute is {every!r}; give a whole number from 0 to {MAX_RECOMPUTE}: 0 keeps the activations of "
+                "a stage, 1 recomputes them, k those of every k-th block"
+            )
+    if any(recompute) and mode != "train":
+        yield "recompute: the plan only computes forward; there is nothing to recompute for"
+
+
+def tied_faults(plan: Plan) -> Iterator[str]:
+    """Yield what is wrong with the named weights that several stages of a plan hold."""
+    if plan.tied and plan.stage_to_part is not None:
+        yield "tied: stages have twins here, which hold all of their weights together; name no tied weights besides"
+    if len(plan.tied) > MAX_TIED:
+        yield f"tied: {len(plan.tied)} names are more than {MAX_TIED}"
+    visited = [{*route.stages} for route in plan.routes]
+    for name, stages in plan.tied.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200 or name == TWINS:
+            yield f"tied: {name!r} is not a name of 1 to 200 printable letters other than {TWINS!r}"
+        if len(stages) < 2 or any(type(stage) is not int for stage in stages) or sorted({*stages}) != [*stages]:
+            yield f"tied: {name!r} must name at least two stages, each once and in rising order; it names {stages}"
+        elif not any(stages_of_route.issuperset(stages) for stages_of_route in visited):
+            yield f"tied: no route visits all stages of {name!r}, {stages}; the plan has {len(plan.stage_to_pp)} stages"
 
 
 def _instruction_fault(instruction: ins.Instruction, plan: Plan, rank: int) -> str | None:
@@ -132,10 +166,12 @@ def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
 
 
 def _tied_fault(i: ins.SyncTied, plan: Plan, rank: int) -> str | None:
-    known = all(0 <= stage < len(plan.stage_to_pp) for stage in i.stages)
-    if not known or i.params != "stage" or not i.stages or plan.layout.twins(i.stages[0]) != i.stages:
-        return 'it must name all twins of a stage in rising order, and params "stage"'
-    if rank not in {plan.stage_to_pp[stage] for stage in i.stages}:
+    ties = [tie for tie in plan.layout.ties if tie.params == i.params]
+    if not ties:
+        return f"the plan ties no weight {i.params!r}"
+    if i.stages not in [tie.stages for tie in ties]:
+        return f"it must name all stages that hold {i.params!r}: {' or '.join(str(tie.stages) for tie in ties)}"
+    if rank not in plan.layout.ranks_of(i.stages):
         return f"rank {rank} holds none of these stages"
     return None
 

@@ -44,6 +44,18 @@ def compile(
         typer.Option("--costs", metavar="FILE", help="For schedules that search: a JSON file of costs to plan with."),
     ] = None,
     memory_cap: MemoryCap = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            "--recompute",
+            metavar="K",
+            help="0: keep activations; 1: recompute them; K: of every K-th block. Or one number per stage: 0,1,1,0.",
+        ),
+    ] = "0",
+    tied: Annotated[
+        list[str] | None,
+        typer.Option("--tied", metavar="NAME=STAGES", help="A weight that several stages hold: embedding=0,3."),
+    ] = None,
     buckets_per_stage: Annotated[
         int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")
     ] = 1,
@@ -71,6 +83,8 @@ def compile(
         slices=slices,
         costs=read_costs(costs),
         memory_cap=memory_cap,
+        recompute=_read_recompute(recompute),
+        tied=_read_tied(tied or []),
         after=_watch(print_after),
     )
     verdict = plan.check(profile="blocking")
@@ -83,6 +97,32 @@ def compile(
         emit({"plan": str(output), **report(verdict, "blocking")})
     else:
         say(f"{output}: {plan.title}\n{verdict.explain()}")
+
+
+def _read_recompute(text: str) -> int | tuple[int, ...]:
+    numbers = _read_numbers(text, "--recompute", "1 or 0,1,1,0")
+    return numbers if "," in text else numbers[0]
+
+
+def _read_tied(texts: list[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        name, equals, stages = text.rpartition("=")
+        if not equals:
+            raise UsageError(f"--tied: cannot read {text!r}; write a name and the stages that hold it: embedding=0,3")
+        if name in found:
+            raise UsageError(f"--tied: {name!r} is given twice; name all stages that hold it at once")
+        found[name] = _read_numbers(stages, "--tied", "embedding=0,3")
+    return found
+
+
+def _read_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and len(part) <= 9 for part in parts):
+        raise UsageError(
+            f"{option}: cannot read {text!r}; write whole numbers with commas between them, like {example}"
+        )
+    return tuple(map(int, parts))
 
 
 def _watch(print_after: str | None) -> Watch | None:

@@ -3,7 +3,7 @@
     … Bwd(s, 7)  SendGrad(s, 7)  AllReduceBucket(s, 0) …
 
 The gradient for the previous stage goes first where it follows at once: another rank waits for it. The gradients of
-twins are added up first, at the end of the programs, in one order on all ranks.
+tied weights, and of twins, are added up before that, at the end of the programs, in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from quintsched.instructions import ENDS_BACKWARD, AllReduceBucket, Compute, Ins
 from quintsched.plan import Plan, Program
 
 
-def sync_twins(plan: Plan) -> Plan:
-    """End every program with a `SyncTied` for each of its stages that has twins."""
-    layout = plan.layout
-    twins = sorted({layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()})
-    syncs = [SyncTied("stage", stages) for stages in twins]
+def sync_tied(plan: Plan) -> Plan:
+    """End every program with a `SyncTied` for each tie of its stages."""
+    ties, ranks_of = plan.layout.ties, plan.layout.ranks_of
     return replace(
         plan,
         programs=tuple(
-            (*program, *(sync for sync in syncs if {*sync.stages} & {*layout.stages_of(rank)}))
+            (*program, *(SyncTied(tie.params, tie.stages) for tie in ties if rank in ranks_of(tie.stages)))
             for rank, program in enumerate(plan.programs)
         ),
     )

@@ -42,6 +42,9 @@ class Shape:
     """What to plan with, for schedules that search."""
     memory_cap: float | None = None
     """The most activations a rank may hold, in microbatches of a whole rank, for schedules that search."""
+    recompute: tuple[int, ...] = ()
+    """Per stage, whether its activations are recomputed (not 0), for schedules that yield `Recompute` themselves; ()
+    where none are. What they leave out is placed right before the backward."""
 
     @property
     def num_units(self) -> int:

@@ -74,6 +74,12 @@ def _beyond_torch(plan: Plan) -> str | None:
         return f"its route is {plan.routes[0].stages}; torch's goes through the stages in rising order"
     if plan.schedule.slices > 1:
         return f"it cuts microbatches into {plan.schedule.slices} slices; torch computes them whole"
+    if any(plan.recompute):
+        return "it recomputes activations; torch's stages do that themselves, so leave it to their modules (checkpoint)"
+    if plan.tied:
+        return (
+            f"it adds up the gradients of tied weights, {', '.join(map(repr, plan.tied))}; torch has no word for that"
+        )
     idle = next((rank for rank in range(plan.mesh.pp) if rank not in plan.stage_to_pp), None)
     if idle is not None:
         return f"rank {idle} holds no stage; every rank of torch's holds one"

@@ -289,3 +289,41 @@ def test_the_readme_line_of_the_issue(cli, tmp_path):
     assert cli("check", "p.json").code == 0
     assert json.loads(cli("simulate", "p.json", "--json").out)["makespan"] == 27
     assert cli("show", "p.json", "--rank", 5).code == 0
+
+
+def test_compile_recomputes(cli, refused):
+    command = ("compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 3, "--recompute")
+    for text, recompute in (("1", 1), ("0,2", (0, 2)), ("0", 0)):
+        found = qs.Plan.from_json(cli(*command, text).out)
+        assert found == qs.compile("1f1b", mesh="pp=2", microbatches=3, recompute=recompute)
+    assert "RF2" in cli("show", save(cli, *command, "1")).out
+    assert "--recompute: cannot read 'all'; write whole numbers" in refused(2, *command, "all")
+    assert "--recompute: cannot read '1,'" in refused(2, *command, "1,")
+    assert "recompute names 3 stages, but there are 2" in refused(2, *command, "1,1,1")
+    assert "recompute is 99999999" in refused(2, *command, "99999999")
+
+
+def test_compile_ties(cli, refused):
+    command = ("compile", "-s", "1f1b", "--mesh", "dp=2,pp=3", "-m", 3)
+    tied = {"embedding": (0, 2), "a=b": (0, 1)}
+    found = qs.Plan.from_json(cli(*command, "--tied", "embedding=0,2", "--tied", "a=b=0,1").out)
+    assert found == qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied=tied)
+    plan = save(cli, *command, "--tied", "embedding=0,2")
+    assert "SyncTied(params=embedding, stages=0+2)" in cli("show", plan, "--rank", 2).out
+    assert "tied weights" in refused(2, "export", plan, "--to", "torch-csv")
+    assert "Recompute" not in cli("export", plan, "--to", "promela").out
+    for text, words in (
+        ("embedding", "--tied: cannot read 'embedding'; write a name and the stages"),
+        ("embedding=0;2", "--tied: cannot read '0;2'"),
+        ("=0,2", "'' is not a name"),
+        ("embedding=0", "at least two stages"),
+        ("embedding=0,9", "no route visits all stages"),
+    ):
+        assert words in refused(2, *command, "--tied", text)
+    assert "'w' is given twice" in refused(2, *command, "--tied", "w=0,1", "--tied", "w=0,2")
+
+
+def save(cli, *command: object) -> str:
+    """Compile to a file and return its name."""
+    assert cli(*command, "-o", "made.json").code == 0
+    return "made.json"

@@ -27,6 +27,7 @@ from quintsched.instructions import (
     Instruction,
     Message,
     OptStep,
+    Recompute,
     RecvAct,
     RecvGrad,
     SendAct,
@@ -50,18 +51,26 @@ MOST_INSTRUCTIONS = 120
 
 
 def small_plans() -> list[Plan]:
-    """Every schedule there is at those small shapes that it takes; with slices where it takes them."""
+    """Every schedule there is at those small shapes that it takes; with slices where it takes them.
+
+    Each plainly, and with every second stage recomputed and a weight tied between the first stage and the last.
+    """
     found = []
     for schedule in qs.all_schedules():
         for mesh, microbatches in SHAPES:
             for slices in {1, min(2, schedule.max_slices)}:
+                shape = {"mesh": mesh, "microbatches": microbatches, "slices": slices, "buckets_per_stage": 2}
                 try:
-                    plan = qs.compile(
-                        schedule, mesh=mesh, microbatches=microbatches, slices=slices, buckets_per_stage=2
-                    )
+                    plan = qs.compile(schedule, **shape)
                 except qs.UsageError:
                     continue
-                found += [plan] if plan.num_instructions <= MOST_INSTRUCTIONS else []
+                last = len(plan.stage_to_pp) - 1
+                recompute = [(stage + 1) % 2 for stage in range(last + 1)]
+                tied = {"embedding": (0, last)} if last and not schedule.bidirectional else {}
+                plans = [plan]
+                if schedule.mode == "train":
+                    plans.append(qs.compile(schedule, **shape, recompute=recompute, tied=tied))
+                found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
     return found
 
 
@@ -89,6 +98,7 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     kinds += ["renumber", "restage"] if isinstance(i, Compute | Message) else []
     kinds += ["rebucket"] if isinstance(i, AllReduceBucket) else []
     kinds += ["stages"] if isinstance(i, OptStep) else []
+    kinds += ["retie"] if isinstance(i, SyncTied) else []
     kinds += ["halves"] if isinstance(i, Bwd | BwdInput | BwdWeight) else []
     ranks, units, stages = len(plan.programs), plan.schedule.num_units, len(plan.stage_to_pp)
     match random.choice(kinds):
@@ -112,6 +122,8 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage))
         case "stages":
             program[index] = replace(i, stages=tuple(random.choices(range(stages + 1), k=random.randint(0, 3))))
+        case "retie":
+            program[index] = replace(i, params="head") if random.random() < 0.5 else replace(i, stages=i.stages[1:])
         case "halves":
             kind = random.choice([Bwd, BwdInput, BwdWeight])
             program[index] = kind(i.stage, i.microbatch)
@@ -229,7 +241,9 @@ class Judge:
             for stage in mine:
                 for token in self._weights(rank, stage):
                     self._need(rank, *token)
-                self._give(rank, "tied", stage)
+                self._give(rank, "tied", stage, i.params, i.stages)
+            if not all(("tied", stage, i.params, i.stages) in self._tied(stage) for stage in stages):
+                self.faults.append(f"{i} ties what is not tied")
             return
         if len(mine) < len(stages):
             self.faults.append(f"{i} is not for rank {rank}")
@@ -269,7 +283,13 @@ class Judge:
                 self._give(rank, "keys", s, m)
             self._give(rank, "loss" if after is None else "act", s, m)
             if self.trains:
-                self._give(rank, "saved", s, m)
+                self._give(rank, "checkpoint" if self._recomputes(s) else "saved", s, m)
+            return
+        if isinstance(i, Recompute):
+            self._take(rank, "checkpoint", s, m)
+            if earlier:
+                self._need(rank, "keys", s, m - 1)
+            self._give(rank, "saved", s, m)
             return
         if isinstance(i, Bwd | BwdInput):
             self._take(rank, "saved", s, m)
@@ -289,6 +309,9 @@ class Judge:
                 self._take(rank, "pending", s, m)
             self._give(rank, "weights", s, m)
 
+    def _recomputes(self, stage: int) -> bool:
+        return stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0
+
     def _stages(self, rank: int) -> list[int]:
         return [stage for stage, holder in enumerate(self.plan.stage_to_pp) if holder == rank]
 
@@ -299,8 +322,10 @@ class Judge:
         return [("weights", stage, unit) for owner, unit in self._owned(rank) if owner == stage]
 
     def _tied(self, stage: int) -> list[Token]:
-        parts = self.plan.stage_to_part
-        return [("tied", stage)] if parts is not None and parts.count(parts[stage]) > 1 else []
+        parts = self.plan.stage_to_part or ()
+        twins = tuple(other for other, part in enumerate(parts) if part == parts[stage])
+        found: list[Token] = [("tied", stage, "stage", twins)] if len(twins) > 1 else []
+        return found + [("tied", stage, name, held) for name, held in self.plan.tied.items() if stage in held]
 
     def _gradients(self, rank: int, stages: list[int] | tuple[int, ...]) -> Iterator[Token]:
         replicas = [size for name, size in self.plan.mesh.axes if name in ("dp", "cp", "ep") and size > 1]

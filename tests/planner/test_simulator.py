@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from independent import orders_of, times
 
 import quintsched as qs
-from quintsched.instructions import Bwd, Compute, Fwd, Message, Send
+from quintsched.instructions import Bwd, Compute, Fwd, Message, Send, short
 from quintsched.plan import Plan
 
 CASES = [
@@ -143,3 +143,55 @@ def test_summary_is_plain_json(plan: Plan):
 
 def test_costs_from_python_take_lists_and_whole_numbers():
     assert qs.Costs(forward=[1, 2], p2p=0) == qs.Costs(forward=(1.0, 2.0))
+
+
+def test_the_end_of_a_step_takes_time():
+    """The norm waits for all ranks and takes as long as the one with the most to do; each steps on its own."""
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    simulation = plan.simulate(qs.Costs(clip=(0.5, 2.0), optimizer=(3.0, 1.0)))
+    last = [[(s.start, s.end) for s in row[-2:]] for row in simulation.timeline]
+    assert last == [[(9, 11), (11, 14)], [(9, 11), (11, 12)]]
+    assert simulation.makespan == 14
+    assert simulation.busy == (6.0, 6.0)
+    assert simulation.bubble == 1 - 12 / 28
+    assert simulation.spans == plan.simulate().spans, "a span ends with the last weight gradient"
+    assert_consistent(simulation, simulation.costs)
+
+
+@pytest.mark.parametrize(("name", "chunks", "slices"), [("interleaved-1f1b", 3, 1), ("seq-1f1b", 1, 3)])
+def test_what_is_done_once_is_for_a_whole_rank(name, chunks, slices):
+    plan = qs.compile(name, mesh="pp=2", microbatches=2, chunks=chunks, slices=slices)
+    idle = plan.simulate().makespan
+    assert plan.simulate(qs.Costs(clip=5.0, optimizer=7.0)).makespan == pytest.approx(idle + 12, rel=1e-15)
+    stages = len(plan.stage_to_pp)
+    listed = plan.simulate(qs.Costs(clip=(1.0,) * stages, optimizer=(2.0,) * stages))
+    assert listed.makespan == pytest.approx(idle + 3 * chunks, rel=1e-15)
+
+
+def test_whole_numbers_stay_exact():
+    plan = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=3, recompute=1)
+    costs = qs.Costs(forward=1, recompute=1, backward_input=1, backward_weight=1, clip=1, optimizer=1, activation=1)
+    assert plan.simulate(costs).makespan == 6
+    assert plan.simulate(costs.model_copy(update={"keys": 1.0})).peak_activations == (1 + 1 / 3,)
+
+
+def test_keys_stand_from_the_forward_of_the_first_slice_to_its_backward():
+    alone = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2)
+    assert alone.simulate(qs.Costs(activation=4.0, keys=6.0)).peak_activations == (10.0,)
+    plan = qs.compile("seq-1f1b", mesh="pp=1", microbatches=2, slices=2)
+    assert [short(i, with_stage=False) for i in plan.programs[0]][:5] == ["F0", "F1", "B1", "F2", "B0"]
+    assert plan.simulate(qs.Costs(activation=4.0, keys=6.0)).peak_activations == (6.0 + 2.0 + 6.0 + 2.0,)
+    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=2)
+    assert plan.simulate(qs.Costs(activation=0.0, keys=(1.0, 3.0))).peak_activations == (2.0, 6.0)
+    whole = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    assert whole.simulate(qs.Costs(keys=6.0)).peak_activations == whole.simulate().peak_activations
+
+
+def test_a_simulation_knows_its_costs(plan: Plan):
+    costs = qs.Costs(unit="ms", optimizer=2.0)
+    assert plan.simulate(costs).costs == costs
+    assert plan.simulate(costs).unit == "ms"
+    assert plan.simulate().costs == qs.Costs()
+    for name in ("optimizer", "clip", "keys", "recompute", "activation_checkpointed"):
+        with pytest.raises(qs.InputError, match=f"/{name} has 3 values, but the plan has 2 stages"):
+            plan.simulate(qs.Costs(**{name: (1.0, 2.0, 3.0)}))
