@@ -1,4 +1,5 @@
-"""Pictures of plans: `render` draws one simulated plan, `compare` stacks several on one time axis.
+"""Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step under it,
+`compare` stacks several plans on one time axis, `save_events` writes what Perfetto and Chrome show.
 
     from quintsched.viz import compare, render
 
@@ -13,15 +14,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .timeline import compare, render
+    from .perfetto import save_events
+    from .timeline import compare, render, render_measured
 
-__all__ = ["compare", "render"]
+__all__ = ["compare", "render", "render_measured", "save_events"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
-    return getattr(import_module(".timeline", __name__), name)
+    home = ".perfetto" if name == "save_events" else ".timeline"
+    return getattr(import_module(home, __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,19 @@ from quintsched.instructions import Instruction
 from .rows import Scale, messages_shown
 from .scene import Scene
 from .sheet import Key
-from .style import CARGO, IDLE, IDLE_HATCH, LOOKS, Look, ink_on, look_of, shade
+from .style import (
+    CARGO,
+    IDLE,
+    IDLE_HATCH,
+    LOOKS,
+    WAIT,
+    WAIT_HATCH,
+    WAIT_PATTERN,
+    Look,
+    ink_on,
+    look_of,
+    shade,
+)
 
 MOST_SWATCHES = 8
 
@@ -21,10 +33,12 @@ def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
     """Return the keys of what the scenes show; `size` is the size of the legend's text."""
     computations = _in_order({type(box.instruction) for scene in scenes for box in scene.boxes})
     marks = _in_order({mark.what for scene in scenes for mark in scene.marks})
+    waits = any(scene.waits for scene in scenes)
     cargo = {arrow.kind for scene in scenes if messages_shown(scene, scale) for arrow in scene.arrows}
     return [
         *(_box_key(look_of(what), scale.chunks, size) for what in computations),
-        Key("idle", size * 1.6, _idle(size)),
+        Key("idle", size * 1.6, _hatched(size, IDLE, IDLE_HATCH, "////")),
+        *([Key("waiting", size * 1.6, _hatched(size, WAIT, WAIT_HATCH, WAIT_PATTERN))] if waits else []),
         *(_arrow_key(look, size) for kind, look in CARGO.items() if kind in cargo),
         *(_mark_key(look_of(what), size) for what in marks),
     ]
@@ -54,11 +68,11 @@ def _box_key(look: Look, chunks: int, size: float) -> Key:
     return Key(f"{look.label} of chunk" if chunks > 1 else look.label, side * len(shown), draw)
 
 
-def _idle(size: float) -> Callable[[Axes, float, float], None]:
+def _hatched(size: float, colour: str, hatch_colour: str, pattern: str) -> Callable[[Axes, float, float], None]:
     def draw(axes: Axes, x: float, y: float) -> None:
-        swatch = Rectangle(
-            (x, y - size * 0.6), size * 1.6, size * 1.2, facecolor=IDLE, edgecolor=IDLE_HATCH, linewidth=0, hatch="////"
-        )
+        corner = (x, y - size * 0.6)
+        swatch = Rectangle(corner, size * 1.6, size * 1.2, facecolor=colour, edgecolor=hatch_colour, hatch=pattern)
+        swatch.set_linewidth(0)
         axes.add_patch(swatch)
 
     return draw

@@ -24,6 +24,9 @@ from .style import (
     IDLE,
     IDLE_HATCH,
     QUIET,
+    WAIT,
+    WAIT_HATCH,
+    WAIT_PATTERN,
     Rgb,
     ink_on,
     look_of,
@@ -68,6 +71,8 @@ def draw_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
     _draw_idle(axes, scene)
     if messages_shown(scene, scale):
         _draw_arrows(axes, scene, scale)
+    _draw_waits(axes, scene)
+    _draw_bars(axes, scene)
     _draw_boxes(axes, scene, scale)
     _draw_numbers(axes, scene.boxes, scale)
     _draw_marks(axes, scene.marks, scale)
@@ -106,6 +111,27 @@ def _draw_idle(axes: Axes, scene: Scene) -> None:
         PolyCollection(bands, facecolors=IDLE, edgecolors=IDLE_HATCH, linewidths=0, hatch="////", zorder=1),
         autolim=False,
     )
+
+
+def _draw_waits(axes: Axes, scene: Scene) -> None:
+    bands = [_rectangle(wait.start, wait.end, *_band(wait.rank)) for wait in scene.waits]
+    if bands:
+        drawn = PolyCollection(
+            bands, facecolors=WAIT, edgecolors=WAIT_HATCH, linewidths=0, hatch=WAIT_PATTERN, zorder=2.5, gid="waits"
+        )
+        axes.add_collection(drawn, autolim=False)
+
+
+def _draw_bars(axes: Axes, scene: Scene) -> None:
+    if scene.bars:
+        drawn = PolyCollection(
+            [_rectangle(bar.start, bar.end, *_band(bar.rank)) for bar in scene.bars],
+            facecolors=[shade(look_of(bar.what).colour, 1, 2) for bar in scene.bars],
+            linewidths=0,
+            zorder=3,
+            gid="batch-work",
+        )
+        axes.add_collection(drawn, autolim=False)
 
 
 def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:

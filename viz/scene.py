@@ -1,8 +1,9 @@
-"""What a picture shows, as plain data: a simulation sorted into boxes, arrows, marks and what is held.
+"""What a picture shows, as plain data: a simulation or a measured step, sorted into what is drawn.
 
     rank 0   [F0][F1] . . [ B0 ]        Box: a computation
-               ╲          ╱             Arrow: a message, from the sender's row to the receiver's
-    rank 1   .  [F0][ B0 ] . .  ◆       Mark: anything else, at its time
+               ╲          ╱             Arrow: a message, from the sender's row to the receiver's taker
+    rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, where that was measured
+                                        Mark: anything else, at its time; Bar: that, where it takes time
 
 No matplotlib here, and no coordinate but rank and time.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintsched.dataflow import Kind, flow, message_value
-from quintsched.instructions import Compute, Instruction, Message, Send
+from quintsched.dataflow import Kind, Value, flow, message_value
+from quintsched.instructions import Compute, Instruction, Recv, Send
 from quintsched.memory import HELD
 from quintsched.simulator import Simulation
+from quintsched.trace import MeasuredSpan, MeasuredStep
 
 ROUNDING = 1e-9
 """Times closer than this share of the makespan are the same, but for the rounding of sums."""
@@ -52,6 +54,25 @@ class Mark:
     what: type[Instruction]
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The time that a marked instruction takes."""
+
+    rank: int
+    start: float
+    end: float
+    what: type[Instruction]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The time that an instruction waits for another rank before it runs."""
+
+    rank: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Scene:
     """All that is drawn of one pipeline."""
@@ -62,6 +83,8 @@ class Scene:
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     marks: tuple[Mark, ...]
+    bars: tuple[Bar, ...] = ()
+    waits: tuple[Wait, ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -69,31 +92,45 @@ class Scene:
         return max((box.chunk for box in self.boxes), default=0) + 1
 
 
-def stage_scene(simulation: Simulation) -> Scene:
-    """Sort a simulation's spans into what is drawn."""
-    layout = simulation.plan.layout
-    chunk_of = {stage: c for rank in range(len(simulation.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
-    boxes, arrows = [], []
+def stage_scene(run: Simulation | MeasuredStep) -> Scene:
+    """Sort the spans of a simulation or a measured step into what is drawn."""
+    layout = run.plan.layout
+    chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
+    arrivals = _arrivals(run)
+    boxes, arrows, bars, waits = [], [], [], []
     marks: dict[Mark, None] = {}
-    for rank, row in enumerate(simulation.timeline):
+    for rank, row in enumerate(run.timeline):
         for span in row:
+            began = span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
             match span.instruction:
                 case Compute() as i:
-                    boxes.append(Box(rank, span.start, span.end, i, chunk_of[i.stage]))
+                    boxes.append(Box(rank, began, span.end, i, chunk_of[i.stage]))
                 case Send() as i:
-                    arrows.append(Arrow(rank, i.peer, span.start, span.end, message_value(i, layout).kind))
-                case Message():
-                    pass
+                    value = message_value(i, layout)
+                    arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))
+                case Recv():
+                    continue
                 case i:
-                    marks[Mark(rank, span.start, type(i))] = None
+                    marks[Mark(rank, began, type(i))] = None
+                    bars += [Bar(rank, began, span.end, type(i))] if span.end > began else []
+            waits += [Wait(rank, span.start, began)] if began > span.start else []
     return Scene(
-        ranks=len(simulation.timeline),
-        makespan=simulation.makespan,
-        busy=simulation.busy,
+        ranks=len(run.timeline),
+        makespan=run.makespan,
+        busy=run.busy,
         boxes=tuple(boxes),
         arrows=tuple(arrows),
         marks=tuple(marks),
+        bars=tuple(bars),
+        waits=tuple(waits),
     )
+
+
+def _arrivals(run: Simulation | MeasuredStep) -> dict[Value, float]:
+    """Return when each message was there, or, where that was measured, when its taker had it."""
+    layout = run.plan.layout
+    spans = (span for row in run.timeline for span in row)
+    return {message_value(span.instruction, layout): span.end for span in spans if isinstance(span.instruction, Recv)}
 
 
 @dataclass(frozen=True)
@@ -107,24 +144,29 @@ class Held:
 
 def held_activations(simulation: Simulation) -> tuple[Held, ...]:
     """Return what each rank holds over time: from a forward's start to its backward's end; () if nothing is kept."""
-    plan = simulation.plan
-    changes: list[list[tuple[float, int]]] = []
+    plan, costs = simulation.plan, simulation.costs
+    changes: list[list[tuple[float, float]]] = []
+
+    def amount(value: Value) -> float:
+        return costs.of_part(HELD[value.kind], value.stage, plan.schedule.parts)
+
     for rank, row in enumerate(simulation.timeline):
-        of_rank: list[tuple[float, int]] = []
+        of_rank: list[tuple[float, float]] = []
         for span in row:
             used = flow(span.instruction, plan.layout, rank)
-            of_rank += [(span.end, -1) for value in used.consumes if value.kind in HELD]
-            of_rank += [(span.start, 1) for value in used.produces if value.kind is Kind.SAVED]
-            of_rank += [(span.end, 1) for value in used.produces if value.kind is Kind.PENDING]
+            of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in HELD]
+            for value in used.produces:
+                if value.kind in HELD:  # what a backward leaves takes the place of what it takes
+                    of_rank.append((span.end if value.kind is Kind.PENDING else span.start, amount(value)))
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
         return ()
     return tuple(_add_up(of_rank, plan.schedule.parts, simulation.makespan * ROUNDING) for of_rank in changes)
 
 
-def _add_up(changes: Sequence[tuple[float, int]], parts: int, instant: float) -> Held:
+def _add_up(changes: Sequence[tuple[float, float]], parts: int, instant: float) -> Held:
     """Add up changes in the order of time; those less than `instant` apart are one step."""
-    at, now, peak = 0.0, 0, 0
+    at, now, peak = 0.0, 0.0, 0.0
     after = {at: now}
     for time, change in changes:
         at = time if time - at > instant else at

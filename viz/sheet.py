@@ -1,4 +1,4 @@
-"""A sheet of paper: blocks below each other, measured in inches, then saved as PNG or SVG.
+"""A sheet of paper: blocks below each other, measured in inches, then saved as PNG, as SVG or as a page around that.
 
     sheet = Sheet(width=9.0, left=0.6, right=0.8)
     sheet.line(…)           text across the sheet
@@ -11,7 +11,6 @@ Sizes are said, never found out by the layout, so that nothing overlaps and the 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,11 @@ from matplotlib.figure import Figure
 
 from quintsched.errors import UsageError
 
+from .files import page_around, write_whole
 from .style import INK, text_width
 
 POINTS = 72.0
-SUFFIXES = (".png", ".svg")
+SUFFIXES = (".png", ".svg", ".html")
 PNG_DPI = 144
 
 
@@ -115,19 +115,26 @@ class Sheet:
     def save(self, path: Path) -> None:
         """Write the sheet; raises `UsageError` where that cannot be done."""
         self.arrange()
+        suffix = path.suffix.lower()
+        data = self._png() if suffix == ".png" else self._svg()
+        write_whole(path, page_around(data, path.stem) if suffix == ".html" else data)
+
+    def _svg(self) -> bytes:
         picture = io.BytesIO()
-        if path.suffix.lower() == ".svg":
-            FigureCanvasSVG(self.figure).print_svg(picture, metadata={"Date": None})
-        else:
-            self.figure.set_dpi(PNG_DPI)
-            FigureCanvasAgg(self.figure).print_png(picture, metadata={"Software": None})
-        _write(path, picture.getvalue())
+        FigureCanvasSVG(self.figure).print_svg(picture, metadata={"Date": None})
+        return picture.getvalue()
+
+    def _png(self) -> bytes:
+        picture = io.BytesIO()
+        self.figure.set_dpi(PNG_DPI)
+        FigureCanvasAgg(self.figure).print_png(picture, metadata={"Software": None})
+        return picture.getvalue()
 
 
 def check_suffix(path: Path) -> None:
     """Raise `UsageError` for a file name that asks for no picture we can draw."""
     if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"{path}: cannot draw a {path.suffix or 'nameless'} file; end the name in .png or .svg")
+        raise UsageError(f"{path}: cannot draw a {path.suffix or 'nameless'} file; end the name in .png, .svg or .html")
 
 
 def _flow(widths: Sequence[float], space: float, room: float) -> list[tuple[int, float]]:
@@ -147,14 +154,3 @@ def _break_lines(widths: Sequence[float], space: float, room: float) -> list[tup
         places.append((line, x))
         x += width + space
     return places
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write by way of a temporary name, so that a reader never sees half a picture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot write the picture: {error.strerror}") from error

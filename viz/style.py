@@ -24,6 +24,7 @@ from quintsched.instructions import (
     Fwd,
     Instruction,
     OptStep,
+    Recompute,
     ShareMetrics,
     SyncTied,
 )
@@ -35,6 +36,9 @@ QUIET = "#5F6B7A"
 HAIRLINE = "#C3CAD3"
 IDLE = "#EEF0F3"
 IDLE_HATCH = "#D3D8DF"
+WAIT = "#F6F1FA"
+WAIT_HATCH = "#C6B3D9"
+WAIT_PATTERN = "\\\\\\\\\\\\"
 
 DIGIT_EM = 0.64
 """Width of a digit in units of the font's size (DejaVu Sans: all digits are equally wide)."""
@@ -54,7 +58,8 @@ LOOKS: dict[type[Instruction], Look] = {
     Bwd: Look("backward", "#D55E00"),
     BwdInput: Look("input gradient", "#E69F00"),
     BwdWeight: Look("weight gradient", "#009E73"),
-    SyncTied: Look("twins added up", "#000000", "s"),
+    Recompute: Look("recomputation", "#8C6BB1"),
+    SyncTied: Look("tied gradients added up", "#000000", "s"),
     AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
     ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
     ClipGrad: Look("global norm", "#56B4E9", "v"),

@@ -1,7 +1,8 @@
-"""Draw simulated plans: a row per pipeline rank over time, and below it what each rank holds.
+"""Draw plans and measured steps: a row per pipeline rank over time, and below it what each rank holds.
 
 render(plan.simulate(), Path("1f1b.png"))                one plan, with its memory panel
 compare([a.simulate(), b.simulate()], Path("two.svg"))   several on one time axis
+render_measured(plan.simulate(costs), step, Path("x.png"))  a measured step under its plan, on one time axis
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 
 from quintsched.errors import UsageError
 from quintsched.simulator import Simulation
+from quintsched.trace import MeasuredStep
 
 from .held import draw_held, held_height, held_key
 from .legend import keys_of
@@ -32,7 +34,7 @@ TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
 
 
 def render(simulation: Simulation, path: Path) -> None:
-    """Draw one simulated plan into a `.png` or `.svg` file; the same plan always gives the same bytes.
+    """Draw one simulated plan into a `.png`, `.svg` or `.html` file; the same plan always gives the same bytes.
 
     Raises `UsageError` for another suffix and for a path that cannot be written.
     """
@@ -42,7 +44,7 @@ def render(simulation: Simulation, path: Path) -> None:
 
 
 def compare(simulations: Sequence[Simulation], path: Path) -> None:
-    """Draw several simulated plans below each other on one time axis, into a `.png` or `.svg` file.
+    """Draw several simulated plans below each other on one time axis, into a file as `render` does.
 
     Raises `UsageError` for another suffix, for a path that cannot be written, for no simulation at all, and for
     simulations in different units of time.
@@ -54,6 +56,18 @@ def compare(simulations: Sequence[Simulation], path: Path) -> None:
         raise UsageError(f"a comparison needs simulations in one unit of time; {found}")
     with house_style():
         draw_comparison(simulations).save(path)
+
+
+def render_measured(simulation: Simulation, step: MeasuredStep, path: Path) -> None:
+    """Draw a measured step under its simulated plan, on one time axis, into a file as `render` does.
+
+    Raises `UsageError` as `render` does, and for times in different units.
+    """
+    check_suffix(path)
+    if simulation.unit != step.unit:
+        raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
+    with house_style():
+        draw_measured(simulation, step).save(path)
 
 
 def draw_plan(simulation: Simulation) -> Sheet:
@@ -92,12 +106,43 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
     return sheet
 
 
-def _figures(simulation: Simulation) -> str:
+def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
+    """Return a drawing of a measured step under its simulated plan, in the style that is set."""
+    scenes = [stage_scene(simulation), stage_scene(step)]
+    until = max(scene.makespan for scene in scenes)
+    sheet, scale = _lay_out(scenes, rows_per_inch=2.2)
+    sheet.line(printable(simulation.plan.title), TITLE, bold=True)
+    sheet.line(_comparison(simulation, step), TEXT, colour=QUIET)
+    sheet.space(0.06)
+    sheet.legend(keys_of(scenes, scale, SMALL * sheet.font_scale), SMALL)
+    names = ("planned", f"measured, step {step.number}")
+    for name, scene, figures in zip(names, scenes, (_main_figures(simulation), _main_figures(step)), strict=True):
+        sheet.space(0.1)
+        sheet.line(name, TITLE * 0.8, bold=True)
+        sheet.line(figures, TEXT, colour=QUIET)
+        sheet.space(0.03)
+        axes = _add_rows(sheet, scene, scale, until)
+        if scene is scenes[0]:
+            _hide_times(axes)
+    _name_times(sheet, axes, step.unit)
+    return sheet
+
+
+def _comparison(simulation: Simulation, step: MeasuredStep) -> str:
+    if not simulation.makespan:
+        return "measured under planned"
+    more = step.makespan / simulation.makespan - 1
     return (
-        f"makespan {duration(simulation.makespan, simulation.unit)}"
-        f" · bubble {percent(simulation.bubble)} of all ranks' time"
-        f" · span bubble {percent(simulation.span_bubble)} of the longest rank's span"
+        f"measured under planned: the step took {percent(abs(more))} {'longer' if more >= 0 else 'less'} than planned"
     )
+
+
+def _main_figures(run: Simulation | MeasuredStep) -> str:
+    return f"makespan {duration(run.makespan, run.unit)} · bubble {percent(run.bubble)} of all ranks' time"
+
+
+def _figures(simulation: Simulation) -> str:
+    return f"{_main_figures(simulation)} · span bubble {percent(simulation.span_bubble)} of the longest rank's span"
 
 
 def _lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale]:

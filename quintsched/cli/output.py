@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quintsched.errors import UsageError
+
 if TYPE_CHECKING:
     from quintsched.costs import Costs
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
     from quintsched.simulator import Simulation
+    from quintsched.trace import Trace
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
@@ -63,9 +66,25 @@ def read_costs(file: Path | None) -> Costs | None:
     return None if file is None else Costs.load(file)
 
 
-def simulate_plan(plan: Plan, costs: Path | None = None) -> Simulation:
+def read_trace(directory: Path, plan: Plan) -> Trace:
+    """Read the trace that a run of a plan left in a directory."""
+    from quintsched.trace import Trace
+
+    return Trace.load(directory, plan)
+
+
+def write_costs(costs: Costs, file: Path) -> None:
+    """Write a costs file that holds what was set; raises `UsageError` where that cannot be done."""
+    text = json.dumps(costs.model_dump(mode="json", exclude_unset=True, exclude_none=True), indent=1)
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file}: cannot write the costs: {error.strerror}") from error
+
+
+def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
     """Time a plan, with a word on standard error where it is not sound: then the times mean little."""
-    simulation = plan.simulate(read_costs(costs))
+    simulation = plan.simulate(costs)
     if not plan.check().sound:
         note("warning: this plan is not sound; `quintsched check` says why")
     return simulation

@@ -1,43 +1,89 @@
-"""`quintsched render`: a picture of a plan over time."""
+"""`quintsched render`: a picture of a plan over time, and of what a run made of it."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.output import AsJson, CostsFile, PlanFile, emit, read_plan, say, simulate_plan
+from quintsched.cli.output import (
+    AsJson,
+    CostsFile,
+    PlanFile,
+    emit,
+    percent,
+    read_costs,
+    read_plan,
+    read_trace,
+    say,
+    simulate_plan,
+)
 from quintsched.errors import UsageError
 
-FORMATS = (".png", ".svg")
+if TYPE_CHECKING:
+    from quintsched.simulator import Simulation
+    from quintsched.trace import MeasuredStep
+
+PICTURES = (".png", ".svg")
+PAGE, EVENTS = ".html", ".json"
 
 
 def render(
     plan: PlanFile,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PICTURE", help="A .png or .svg file.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PICTURE", help="A .png, .svg or .html file; .json for Perfetto.")
+    ],
     costs: CostsFile = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="DIR", help="The traces of a run: draw a measured step under the plan."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a plan over time, and the activations that stand."""
-    path = picture_path(output)
-    simulation = simulate_plan(read_plan(plan), costs)
+    """Draw a plan over time, and the activations that stand.
+
+    With --trace, draw what a run measured (the step with the median makespan) under the plan, on one time axis; the
+    plan then is timed by costs from the trace, unless --costs gives others.
+    """
+    path = picture_path(output, (*PICTURES, PAGE, EVENTS))
+    read = read_plan(plan)
+    traced = None if trace is None else read_trace(trace, read)
+    used = traced.costs() if traced is not None and costs is None else read_costs(costs)
+    simulation = simulate_plan(read, used)
+    step = None if traced is None else traced.step(unit=simulation.unit)
+    write_picture(path, lambda: _draw(simulation, step, path))
+    if as_json:
+        measured = {} if step is None else {"measured": step.summary()}
+        emit({"picture": str(path), **simulation.summary(), **measured})
+    else:
+        say([f"{path}: {simulation.plan.title}", *(_outcome(simulation, step) if step is not None else ())])
+
+
+def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None:
     from quintsched import viz
 
-    write_picture(path, lambda: viz.render(simulation, path))
-    if as_json:
-        emit({"picture": str(path), **simulation.summary()})
+    if path.suffix.lower() == EVENTS:
+        viz.save_events(simulation, step, path)
+    elif step is None:
+        viz.render(simulation, path)
     else:
-        say(f"{path}: {simulation.plan.title}")
+        viz.render_measured(simulation, step, path)
 
 
-def picture_path(path: Path) -> Path:
-    """Return the path if a picture can be drawn there; raises `UsageError`."""
-    if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{path}: cannot draw this format; name it {' or '.join(FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
+def _outcome(simulation: Simulation, step: MeasuredStep) -> list[str]:
+    named = ("planned", simulation), (f"measured, step {step.number}", step)
+    return [f"{name}: makespan {run.makespan:g} {run.unit}, bubble {percent(run.bubble)}" for name, run in named]
+
+
+def picture_path(path: Path, formats: Sequence[str] = PICTURES) -> Path:
+    """Return the path if one of these formats can be drawn there; raises `UsageError`."""
+    suffix = path.suffix.lower()
+    if suffix not in formats:
+        raise UsageError(f"{path}: cannot draw this format; name it {' or '.join(formats)}")
+    if suffix != EVENTS and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("pictures need matplotlib; pip install 'quintsched[viz]'")
     return path
 

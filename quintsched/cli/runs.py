@@ -22,6 +22,9 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     nproc: Annotated[
         int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes; default: the mesh's ranks.")
@@ -37,6 +40,7 @@ def run(
     arguments = ["--config", str(job), *([str(plan)] if plan else [])]
     for override in overrides or ():
         arguments += ["--set", override]
+    arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else []
     arguments += ["--nproc", str(nproc)] if nproc else []
     raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch", *arguments]))

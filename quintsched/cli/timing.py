@@ -21,8 +21,10 @@ from quintsched.cli.output import (
     read_costs,
     read_plan,
     read_schedule,
+    read_trace,
     say,
     simulate_plan,
+    write_costs,
 )
 from quintsched.errors import UsageError
 
@@ -36,16 +38,56 @@ MOST_STEPS = 12
 """How many computations of a critical path people are shown at its beginning, and at its end."""
 
 
-def simulate(plan: PlanFile, costs: CostsFile = None, as_json: AsJson = False) -> None:
+FROM_TRACE = "from-trace"
+
+
+def simulate(
+    plan: PlanFile,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="The traces of a run, for --costs from-trace.")
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            "--costs",
+            metavar="FILE",
+            help="A JSON file of costs, or from-trace; default: unit costs.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="COSTS", help="Write the costs that were used to this file."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Time a plan under a cost model.
 
-    Makespan, both bubbles, peak activations and the critical path.
+    Makespan, both bubbles, peak activations and the critical path. `--costs from-trace DIR` takes what the
+    instructions of a run really took, as medians over the recorded steps.
     """
-    simulation = simulate_plan(read_plan(plan), costs)
+    read = read_plan(plan)
+    used = _read_costs(costs, directory, read)
+    simulation = simulate_plan(read, used)
+    if output is not None:
+        from quintsched.costs import Costs
+
+        write_costs(used or Costs(), output)
     if as_json:
         emit(simulation.summary())
     else:
         say(_describe(simulation))
+
+
+def _read_costs(costs: str | None, directory: Path | None, plan: Plan) -> Costs | None:
+    """Return the costs of a file, or those of the traces in a directory."""
+    if costs == FROM_TRACE:
+        if directory is None:
+            raise UsageError("--costs from-trace needs the directory of the traces: --costs from-trace DIR")
+        return read_trace(directory, plan).costs()
+    if directory is not None:
+        raise UsageError(f"{directory}: a directory of traces goes with --costs from-trace only")
+    return read_costs(None if costs is None else Path(costs))
 
 
 def _describe(simulation: Simulation) -> Iterator[str]:

@@ -215,9 +215,9 @@ def test_comparison_shows_every_schedule_with_its_figures(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.png.gz", ".svg"])
 def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
     simulation = simulate("1f1b", 2, 2)
-    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png or .svg")):
+    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png, .svg or .html")):
         render(simulation, tmp_path / name)
-    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png or .svg")):
+    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png, .svg or .html")):
         compare([simulation], tmp_path / name)
     assert not list(tmp_path.iterdir())
 

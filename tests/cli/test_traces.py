@@ -1,0 +1,80 @@
+"""Traces on the command line: costs from them, and pictures of them."""
+
+import json
+
+import pytest
+
+import quintsched as qs
+from tests.traces import write_trace
+
+COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=9.0, p2p=0.5, optimizer=4.0, clip=2.0)
+
+
+@pytest.fixture
+def simulation(plan_file, tmp_path):
+    made = qs.Plan.load(plan_file).simulate(COSTS)
+    write_trace(tmp_path / "traces", made)
+    return made
+
+
+def test_simulate_takes_costs_from_a_trace(cli, simulation, plan_file):
+    data = cli("simulate", plan_file, "--costs", "from-trace", "traces", "--json").data
+    assert data["unit"] == "ms"
+    assert data["makespan"] == pytest.approx(simulation.makespan, rel=0.001)
+    assert "time in ms" in cli("simulate", plan_file, "--costs", "from-trace", "traces").out
+
+
+def test_the_costs_of_a_trace_are_a_costs_file(cli, simulation, plan_file, tmp_path):
+    traced = cli("simulate", plan_file, "--costs", "from-trace", "traces", "-o", "costs.json", "--json").data
+    assert json.loads((tmp_path / "costs.json").read_text())["forward"] == [10.0, 10.0]
+    assert cli("simulate", plan_file, "--costs", "costs.json", "--json").data == traced
+
+
+def test_any_costs_that_were_used_are_written(cli, plan_file, tmp_path):
+    (tmp_path / "given.json").write_text(COSTS.model_dump_json(exclude_none=True))
+    cli("simulate", plan_file, "--costs", "given.json", "-o", "used.json")
+    assert qs.Costs.load(tmp_path / "used.json") == COSTS
+    cli("simulate", plan_file, "-o", "unit.json")
+    assert qs.Costs.load(tmp_path / "unit.json") == qs.Costs()
+
+
+def test_what_does_not_go_together(refused, simulation, plan_file, tmp_path):
+    assert "--costs from-trace DIR" in refused(2, "simulate", plan_file, "--costs", "from-trace")
+    assert "goes with --costs from-trace only" in refused(2, "simulate", plan_file, "traces")
+    assert "no such directory" in refused(2, "simulate", plan_file, "--costs", "from-trace", "nowhere")
+    assert "cannot write the costs" in refused(2, "simulate", plan_file, "-o", "no/such/costs.json")
+    qs.compile("gpipe", mesh="dp=2,pp=2,tp=2", microbatches=4).save(tmp_path / "other.json")
+    assert "the trace of another plan" in refused(3, "simulate", "other.json", "--costs", "from-trace", "traces")
+    (tmp_path / "traces" / "rank5.json").unlink()
+    assert "rank5.json is missing" in refused(1, "render", plan_file, "--trace", "traces", "-o", "x.svg")
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_render_draws_measured_under_planned(cli, simulation, plan_file, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = cli("render", plan_file, "--trace", "traces", "-o", "both.svg")
+    assert done.code == 0
+    planned, measured = done.out.splitlines()[1:]
+    assert planned.startswith(f"planned: makespan {simulation.makespan:g} ms, bubble ")
+    assert measured.startswith(f"measured, step 2: makespan {simulation.makespan:g} ms, bubble ")
+    assert "measured, step 2" in (tmp_path / "both.svg").read_text()
+    data = cli("render", plan_file, "--trace", "traces", "-o", "both.html", "--json").data
+    assert data["measured"]["makespan"] == pytest.approx(data["makespan"], rel=0.001)
+
+
+def test_render_times_the_plan_by_other_costs_in_their_unit(cli, refused, simulation, plan_file, tmp_path):
+    (tmp_path / "costs.json").write_text('{"unit": "s", "forward": 0.02, "backward_input": 0.01, "backward_weight": 0}')
+    render = ("render", plan_file, "--trace", "traces", "-o", "both.json", "--costs")
+    data = cli(*render, "costs.json", "--json").data
+    assert data["unit"] == data["measured"]["unit"] == "s"
+    assert data["measured"]["makespan"] == pytest.approx(simulation.makespan / 1000, rel=0.001)
+    (tmp_path / "costs.json").write_text('{"forward": 2.0}')
+    assert "cannot be told in 'forward'" in refused(2, *render, "costs.json")
+
+
+def test_events_need_no_matplotlib(cli, simulation, plan_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli("render", plan_file, "-o", "events.json").code == 0
+    assert cli("render", plan_file, "--trace", "traces", "-o", "both.json").code == 0
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}

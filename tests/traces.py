@@ -1,0 +1,70 @@
+"""Traces made up from simulations: what a run would leave that goes exactly as simulated, but for what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+import quintsched as qs
+from quintsched.dataflow import flow, message_value
+from quintsched.instructions import ClipGrad, Compute, OptStep, Recv
+from quintsched.trace import Trace
+from quintsched.tracefile import RankTrace, digest_of
+
+EPOCH_S = 1.7e9
+
+Spans = list[tuple[float, float, float]]
+
+
+def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans:
+    """(start, end, wait) of a pp rank's instructions, in the simulation's unit of time.
+
+    Each instruction starts when the one before has handed over, and waits until it can run; `gap` is how long before
+    the next one's start it ends.
+    """
+    row = simulation.timeline[pp_rank]
+    layout = simulation.plan.layout
+    at, spans, taken = 0.0, {}, {}
+    for index, span in enumerate(row):
+        if not isinstance(span.instruction, Compute | ClipGrad | OptStep):
+            spans[index] = (at, at, 0.0)
+            continue
+        for value in flow(span.instruction, layout, pp_rank).consumes:
+            taken[value] = (span.start, span.start - at)
+        spans[index] = (at, max(span.end - gap, span.start), span.start - at)
+        at = span.end
+    for index, span in enumerate(row):
+        if isinstance(span.instruction, Recv):
+            end, wait = taken[message_value(span.instruction, layout)]
+            spans[index] = (min(spans[index][0], end - wait), end, wait)
+    return [spans[index] for index in range(len(row))]
+
+
+def rank_traces(
+    simulation: qs.Simulation,
+    scales: Sequence[float] = (1.0,),
+    gap: float = 0.0,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Iterator[RankTrace]:
+    """One trace per global rank; step k (from 2 on) is slower by `scales[k]`, ends vary by `jitter` of their spans."""
+    plan, random = simulation.plan, np.random.default_rng(seed)
+    for rank in range(plan.mesh.size):
+        pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+        start, end, wait = np.array(spans_of(simulation, pp_rank, gap)).reshape(-1, 3).T / 1000
+        steps = []
+        for number, scale in enumerate(scales):
+            late = EPOCH_S + number * 3 * simulation.makespan / 1000
+            noise = (end - start - wait) * random.uniform(-jitter, 0, len(start))
+            steps.append((start * scale + late, (end + noise) * scale + late, wait * scale))
+        times = (np.stack(part) for part in zip(*steps, strict=True))
+        yield RankTrace(digest_of(plan), rank, pp_rank, tuple(range(2, 2 + len(scales))), *times)
+
+
+def write_trace(directory: Path, simulation: qs.Simulation, **how: object) -> Trace:
+    """Write what `rank_traces` yields, and read it back."""
+    for of_rank in rank_traces(simulation, **how):  # type: ignore[arg-type]
+        of_rank.save(directory)
+    return Trace.load(directory, simulation.plan)

@@ -1,0 +1,173 @@
+"""Pictures and events of traces: a measured step under its plan, waits apart from run time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import quintsched as qs
+from quintsched.instructions import Compute, OptStep, Recv, Send
+from quintsched.trace import MeasuredStep, Trace
+from quintsched.viz import render, render_measured, save_events
+from quintsched.viz.scene import stage_scene
+from quintsched.viz.style import house_style
+from quintsched.viz.timeline import draw_measured
+from tests.traces import write_trace
+
+from .test_timeline import count_drawn, read_svg, texts_of, visible_texts
+
+COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
+
+
+def measured(directory: Path, name: str = "1f1b", mesh: str = "pp=3") -> tuple[qs.Simulation, MeasuredStep]:
+    simulation = qs.compile(name, mesh=mesh, microbatches=4).simulate(COSTS)
+    trace: Trace = write_trace(directory, simulation, scales=(1.2,))
+    return simulation, trace.step()
+
+
+def test_waits_end_where_their_computation_runs(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    planned, scene = stage_scene(simulation), stage_scene(step)
+    assert not planned.waits
+    assert [box.instruction for box in scene.boxes] == [box.instruction for box in planned.boxes]
+    for box, other in zip(scene.boxes, planned.boxes, strict=True):
+        assert (box.start, box.end) == pytest.approx((1.2 * other.start, 1.2 * other.end), abs=0.01)
+    starts = {(box.rank, box.start) for box in scene.boxes} | {(bar.rank, bar.start) for bar in scene.bars}
+    assert scene.waits
+    assert {(wait.rank, wait.end) for wait in scene.waits} <= starts
+    waited = sum(wait.end - wait.start for wait in scene.waits)
+    spans = [span for row in step.timeline for span in row if not isinstance(span.instruction, Recv)]
+    assert waited == pytest.approx(sum(span.wait for span in spans))
+
+
+def test_what_takes_time_for_the_whole_batch_is_a_bar(tmp_path: Path) -> None:
+    for scene in map(stage_scene, measured(tmp_path)):
+        steps = [bar for bar in scene.bars if bar.what is OptStep]
+        assert [bar.rank for bar in steps] == [0, 1, 2]
+        assert max(bar.end for bar in steps) == pytest.approx(scene.makespan)
+
+
+def test_messages_go_from_the_send_to_where_they_are_taken(tmp_path: Path) -> None:
+    _, step = measured(tmp_path)
+    scene = stage_scene(step)
+    assert len(scene.arrows) == sum(isinstance(i, Send) for program in step.plan.programs for i in program)
+    starts = {(box.rank, box.start) for box in scene.boxes}
+    for arrow in scene.arrows:
+        assert any(rank == arrow.target and start == pytest.approx(arrow.end, abs=0.01) for rank, start in starts)
+        assert arrow.end > arrow.start
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str) -> None:
+    simulation, step = measured(tmp_path, name)
+    render_measured(simulation, step, tmp_path / "both.svg")
+    root = read_svg(tmp_path / "both.svg")
+    texts = texts_of(root)
+    assert {"planned", "measured, step 2", "waiting", "idle", "time (ms)", simulation.plan.title} <= {*texts}
+    for run in (simulation, step):
+        figures = f"makespan {run.makespan:.4g} ms · bubble {100 * run.bubble:.1f} % of all ranks' time"
+        assert figures in texts
+    assert re.search(r"the step took 20\.\d % longer than planned", "\n".join(texts))
+    computations = sum(isinstance(i, Compute) for program in step.plan.programs for i in program)
+    assert count_drawn(root, "computations") == 2 * computations
+    assert count_drawn(root, "waits") == len(stage_scene(step).waits)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=8"])
+def test_nothing_is_cut_off_and_no_text_hides_another(tmp_path: Path, mesh: str) -> None:
+    with house_style():
+        sheet = draw_measured(*measured(tmp_path, mesh=mesh))
+        texts = list(visible_texts(sheet))
+    paper = sheet.figure.bbox
+    for text, box in texts:
+        assert 0 <= box.x0 < box.x1 <= paper.width, text
+        assert 0 <= box.y0 < box.y1 <= paper.height, text
+    for (one, a), (other, b) in itertools.combinations(texts, 2):
+        assert a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1, (one, other)
+
+
+def test_times_in_different_units_are_not_drawn_together(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    with pytest.raises(qs.UsageError, match="in forward, those of the step in ms"):
+        render_measured(simulation.plan.simulate(), step, tmp_path / "two.png")
+
+
+def test_pages_stand_on_their_own(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    render_measured(simulation, step, tmp_path / "a & b.html")
+    text = (tmp_path / "a & b.html").read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<title>a &amp; b</title>" in text
+    picture = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
+    assert "measured, step 2" in texts_of(ElementTree.fromstring(picture))
+    assert 'href="http' not in text.replace("xlink:href", "")
+    render(simulation, tmp_path / "plan.html")
+    assert simulation.plan.title in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def read_events(path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]  # type: ignore[no-any-return]
+
+
+def test_events_are_what_perfetto_reads(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    save_events(simulation, step, tmp_path / "events.json")
+    events = read_events(tmp_path / "events.json")
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "planned", 1: "measured, step 2"}
+    assert {e["ph"] for e in events} == {"M", "X", "s", "f"}
+    for event in events:
+        assert {"pid", "name", "ph"} <= event.keys()
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+            assert 0 <= event["tid"] < 3
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+    last = [max(e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)]
+    assert last == pytest.approx([1000 * simulation.makespan, 1000 * step.makespan])
+    for pid in (0, 1):
+        shown = [
+            e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] == 0 and e["cat"] == "Fwd"
+        ]
+        assert shown == ["F0", "F1", "F2", "F3"]
+
+
+def test_slices_of_a_rank_nest(tmp_path: Path) -> None:
+    """Perfetto drops what overlaps on a thread without lying within."""
+    simulation, step = measured(tmp_path)
+    save_events(simulation, step, tmp_path / "events.json")
+    slices = [e for e in read_events(tmp_path / "events.json") if e["ph"] == "X"]
+    for place in itertools.product((0, 1), range(3)):
+        own = [(e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == place]
+        for (a, b), (c, d) in itertools.combinations(sorted(own, key=lambda s: (s[0], -s[1])), 2):
+            assert c >= b - 1e-3 or d <= b + 1e-3, (a, b, c, d)
+
+
+def test_flows_end_in_the_slice_that_takes_the_message(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    save_events(simulation, step, tmp_path / "events.json")
+    events = read_events(tmp_path / "events.json")
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    begins = {e["id"]: e for e in events if e["ph"] == "s"}
+    assert ends.keys() == begins.keys()
+    assert len(ends) == 2 * sum(isinstance(i, Send) for program in step.plan.programs for i in program)
+    slices = [e for e in events if e["ph"] == "X" and e["cat"] in ("Fwd", "Bwd")]
+    for number, end in ends.items():
+        assert (end["pid"], end["bp"]) == (begins[number]["pid"], "e")
+        assert end["ts"] >= begins[number]["ts"]
+        own = [e for e in slices if (e["pid"], e["tid"]) == (end["pid"], end["tid"])]
+        assert any(e["ts"] <= end["ts"] <= e["ts"] + e["dur"] for e in own)
+
+
+def test_plans_alone_have_events_too(tmp_path: Path) -> None:
+    simulation = qs.compile("1f1b", mesh="pp=2", microbatches=2).simulate()
+    save_events(simulation, None, tmp_path / "plan.json")
+    slices = [e for e in read_events(tmp_path / "plan.json") if e["ph"] == "X"]
+    assert max(e["ts"] + e["dur"] for e in slices) == 1000 * simulation.makespan
+    with pytest.raises(qs.UsageError, match="cannot write"):
+        save_events(simulation, None, tmp_path / "no" / "plan.json")

@@ -1,0 +1,44 @@
+"""How pictures get into files: whole or not at all, and SVG as a page that stands on its own."""
+
+from __future__ import annotations
+
+import html
+import os
+from pathlib import Path
+
+from quintsched.errors import UsageError
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ margin: 0; background: white; overflow-x: auto; }}
+svg {{ display: block; margin: 0 auto; min-width: 800px; width: 100%; max-width: 1800px; height: auto; }}
+</style>
+</head>
+<body>
+{svg}
+</body>
+</html>
+"""
+
+
+def page_around(svg: bytes, title: str) -> bytes:
+    """Return an HTML page that holds an SVG picture, which scales with the window."""
+    text = svg.decode("utf-8")
+    picture = text[text.index("<svg") :].strip()
+    return PAGE.format(title=html.escape(title), svg=picture).encode("utf-8")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write by way of a temporary name, so that a reader never sees half; raises `UsageError` where it cannot."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot write the picture: {error.strerror}") from error

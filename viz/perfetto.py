@@ -1,0 +1,99 @@
+"""A simulation, and a measured step beside it, as trace events: what Perfetto and chrome://tracing open.
+
+    process 0 "planned"    thread per pp rank   [F0][F1]…         complete events ("X"), microseconds
+    process 1 "measured"   thread per pp rank   [wait|F0][F1]…    a wait lies within its instruction
+                                 ╲▶                               a flow ("s", "f") from each send to its taker
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+No matplotlib here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias
+
+from quintsched.dataflow import Kind, Value, flow, message_value
+from quintsched.instructions import Compute, Recv, Send, short
+from quintsched.simulator import Simulation, Span
+from quintsched.trace import UNITS, MeasuredSpan, MeasuredStep
+
+from .files import write_whole
+
+Event: TypeAlias = dict[str, object]
+
+FORWARD_US = 1000.0
+"""How long a forward is drawn where that is the unit of time."""
+
+
+def save_events(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None:
+    """Write a `.json` file of trace events; raises `UsageError` where that cannot be done."""
+    events = [*_events_of(simulation, 0, "planned")]
+    if step is not None:
+        events += _events_of(step, 1, f"measured, step {step.number}")
+    data = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan": simulation.plan.title,
+            "planned": {"makespan": simulation.makespan, "bubble": simulation.bubble, "unit": simulation.unit},
+            **({} if step is None else {"measured": step.summary()}),
+        },
+    }
+    write_whole(path, json.dumps(data, allow_nan=False).encode())
+
+
+def _events_of(run: Simulation | MeasuredStep, pid: int, name: str) -> Iterator[Event]:
+    scale = UNITS["us"] / UNITS[run.unit] if run.unit in UNITS else FORWARD_US
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    several = len(run.plan.stage_to_pp) > run.plan.mesh.pp
+    for rank, row in enumerate(run.timeline):
+        place: Event = {"pid": pid, "tid": rank}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": f"rank {rank}"}}
+        for span in row:
+            if not isinstance(span.instruction, Recv):
+                yield from _slices(span, place, scale, several)
+    yield from _flows(run, pid, scale)
+
+
+def _slices(span: Span, place: Event, scale: float, several: bool) -> Iterator[Event]:
+    i = span.instruction
+    # The send of a simulated plan lasts as long as its message; on the rank it takes no time.
+    length = 0.0 if isinstance(i, Send) and not isinstance(span, MeasuredSpan) else span.end - span.start
+    event = {"ph": "X", "cat": i.op, **place, "ts": span.start * scale}
+    arguments = {field.name: getattr(i, field.name) for field in fields(i)}
+    yield event | {"name": short(i, with_stage=several), "dur": length * scale, "args": arguments}
+    if isinstance(span, MeasuredSpan) and span.wait:
+        yield event | {"name": "wait", "cat": "wait", "dur": span.wait * scale}
+
+
+def _flows(run: Simulation | MeasuredStep, pid: int, scale: float) -> Iterator[Event]:
+    """Yield an arrow from each send to the computation that takes its message."""
+    layout, numbers = run.plan.layout, count(pid, 2)
+    takers = _takers(run)
+    for rank, row in enumerate(run.timeline):
+        for span in row:
+            if isinstance(span.instruction, Send):
+                value = message_value(span.instruction, layout)
+                if (taken := takers.get((span.instruction.peer, value))) is None:
+                    continue
+                name = "activation" if value.kind is Kind.OUTPUT else "gradient"
+                event = {"name": name, "cat": "message", "id": next(numbers), "pid": pid}
+                yield event | {"ph": "s", "tid": rank, "ts": span.start * scale}
+                yield event | {"ph": "f", "bp": "e", "tid": span.instruction.peer, "ts": taken * scale}
+
+
+def _takers(run: Simulation | MeasuredStep) -> dict[tuple[int, Value], float]:
+    """Return when the computation that takes a value on a rank runs."""
+    return {
+        (rank, value): span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
+        for rank, row in enumerate(run.timeline)
+        for span in row
+        if isinstance(span.instruction, Compute)
+        for value in flow(span.instruction, run.plan.layout, rank).consumes
+    }
