@@ -1,6 +1,6 @@
 """The wires between ranks: in one process, over gloo, or over NCCL, behind one interface."""
 
-from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
+from .base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work, describe
 from .distributed import as_group, connect
 from .local import LocalTransport, run_local
 from .local_world import LocalWorld
@@ -11,6 +11,7 @@ __all__ = [
     "LocalTransport",
     "LocalWorld",
     "ReduceOp",
+    "Rules",
     "SelfGroup",
     "Transport",
     "Work",

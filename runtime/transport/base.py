@@ -15,12 +15,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
+
+Rules = Literal["mailbox", "rendezvous", "nccl"]
+"""What a wire does with a message, from the most lenient to the strictest.
+
+mailbox     matched by tag; copied when it is sent, so that no sender ever waits
+rendezvous  matched by tag; a send is done when its receive is there: gloo's own
+nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send is done when it is there
+"""
 
 
 class ReduceOp(Enum):
@@ -75,24 +83,24 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Combine `tensor` over the members, in place; the result is bitwise the same on all of them."""
         self._require_contiguous(tensor)
-        return self._all_reduce(tensor.detach(), op)
+        return self._all_reduce(_data(tensor), op)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """Fill `output` (size × n, …) with the members' `tensor` (n, …), in the order of `ranks`."""
         self._require_multiple("all_gather", output, tensor)
-        return self._all_gather(output.detach(), tensor.detach())
+        return self._all_gather(_data(output), _data(tensor))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's part of the sum."""
         self._require_multiple("reduce_scatter", tensor, output)
-        return self._reduce_scatter(output.detach(), tensor.detach())
+        return self._reduce_scatter(_data(output), _data(tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Overwrite `tensor` with that of the member at index `source` of this group."""
         self._require_contiguous(tensor)
         if not 0 <= source < self.size:
             self._refuse(f"broadcast from member {source}, but there are {self.size}")
-        return self._broadcast(tensor.detach(), source)
+        return self._broadcast(_data(tensor), source)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
@@ -151,7 +159,8 @@ class Transport(ABC):
 
     Attributes:
         name: "local", "gloo" or "nccl".
-        profile: the transport profile (DESIGN, section 5) that a plan must be proved for: "tagged" or "channel".
+        profile: the transport profile (DESIGN, section 5) that a plan must be proved for: "tagged" where messages
+            are matched by name, "channel" where the rules are NCCL's and the order of a directed channel is all.
         rank: mine.
         world_size: how many ranks there are.
         device: where tensors that are sent and received live.
@@ -164,6 +173,7 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self._device_type = device.type
         self._channels: set[tuple[int, int]] = set()
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
@@ -203,15 +213,16 @@ class Transport(ABC):
         """Send a contiguous `tensor` to rank `peer`.
 
         Args:
-            tensor: of any shape; belongs to the transport until the Work was waited for.
+            tensor: of any shape; must not change until the Work was waited for, but may be sent again meanwhile.
             peer: the destination, a global rank.
             tag: a small number that the receiver names too (NCCL ignores it: there, order is identity).
 
         Raises:
             MisfitError: no such channel, wrong device, or not contiguous.
         """
-        self._require_ready(tensor, (self.rank, peer))
-        return self._send(tensor.detach(), peer, tag)
+        if not self._is_ready(tensor, (self.rank, peer)):
+            self._refuse(tensor, (self.rank, peer))
+        return self._send(_data(tensor), peer, tag)
 
     def recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         """Receive from rank `peer` into a contiguous `buffer`; the same tag is first in, first out.
@@ -219,8 +230,9 @@ class Transport(ABC):
         Raises:
             MisfitError: no such channel, wrong device, or not contiguous.
         """
-        self._require_ready(buffer, (peer, self.rank))
-        return self._recv(buffer.detach(), peer, tag)
+        if not self._is_ready(buffer, (peer, self.rank)):
+            self._refuse(buffer, (peer, self.rank))
+        return self._recv(_data(buffer), peer, tag)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
@@ -242,16 +254,24 @@ class Transport(ABC):
     @abstractmethod
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work: ...
 
-    def _require_ready(self, tensor: Tensor, channel: tuple[int, int]) -> None:
+    def _is_ready(self, tensor: Tensor, channel: tuple[int, int]) -> bool:
+        is_open = channel in self._channels
+        return is_open and tensor.device.type == self._device_type and tensor.is_contiguous()
+
+    def _refuse(self, tensor: Tensor, channel: tuple[int, int]) -> NoReturn:
         where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
         if channel not in self._channels:
             raise MisfitError(f"{where} was never opened; name it in open_channels")
-        if tensor.device.type != self.device.type:
+        if tensor.device.type != self._device_type:
             raise MisfitError(f"{where}: {describe(tensor)} is on {tensor.device}, the transport is on {self.device}")
-        if not tensor.is_contiguous():
-            raise MisfitError(f"{where}: {describe(tensor)} is not contiguous; pass .contiguous()")
+        raise MisfitError(f"{where}: {describe(tensor)} is not contiguous; pass .contiguous()")
 
 
 def describe(tensor: Tensor) -> str:
     """Say dtype and shape in a few letters, as error messages do: "float32 (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _data(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph, which a message has no business keeping."""
+    return tensor.detach() if tensor.requires_grad else tensor

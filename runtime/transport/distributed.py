@@ -1,7 +1,8 @@
 """Gloo and NCCL, through torch.distributed.
 
-    gloo   messages: one process group for all of them, matched by tag        collectives: a process group each
-    nccl   messages: one process group (communicator, stream) per channel     collectives: a process group each
+    gloo             messages: one process group for all of them, matched by tag      collectives: a process group each
+    gloo, as nccl    the same without tags: a directed channel is first in, first out
+    nccl             messages: one process group (communicator, stream) per channel   collectives: a process group each
 
 Process groups are made with plain `new_group`, called by every rank for every group, members or not. That costs a
 rank that is no member 8 µs and no message, and the groups get the same names everywhere. The option
@@ -19,6 +20,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,28 +29,37 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
-from .peers import Blame, run_bounded, stall_errors
+from .base import Group, ReduceOp, Rules, SelfGroup, Transport, Work, describe
+from .peers import Blame, raise_stall, run_bounded, stall_errors
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
 
 
-def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0) -> Transport:
+def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
     """Join the other ranks, with the addresses that torchrun put into the environment.
 
     Args:
         backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one).
         timeout_s: the longest that one wait may take, in seconds.
+        rules: the backend's own if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
-        UsageError: not started by torchrun, or no such backend.
+        UsageError: not started by torchrun, no such backend, or rules that it cannot follow.
         MisfitError: nccl with fewer devices than local ranks.
         StallError: the others did not come.
     """
-    transports: dict[str, type[_TorchTransport]] = {"gloo": GlooTransport, "nccl": NcclTransport}
+    transports: dict[str, dict[Rules, type[_TorchTransport]]] = {
+        "gloo": {"rendezvous": GlooTransport, "nccl": FifoGlooTransport},
+        "nccl": {"nccl": NcclTransport},
+    }
     if backend not in transports:
         raise UsageError(f"unknown transport {backend!r}{suggest(backend, transports)}")
+    by_rules = transports[backend]
+    own: Rules = next(iter(by_rules))
+    transport = by_rules.get(own if rules is None else rules)
+    if transport is None:
+        raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
     device = _cuda_device() if backend == "nccl" else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
     owns_world = not dist.is_initialized()
@@ -56,7 +67,7 @@ def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0) -> Tran
         _require_torchrun()
         with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
             dist.init_process_group(backend, timeout=timeout)
-    return transports[backend](device, timeout, owns_world)
+    return transport(device, timeout, owns_world)
 
 
 def as_group(group: Group | dist.ProcessGroup) -> Group:
@@ -84,51 +95,57 @@ class TorchGroup(Group):
         self._process_group = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        what = self._name(f"all_reduce {op.value}", tensor)
-        with stall_errors(what, self._blame):
-            work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._process_group, async_op=True)
-        return _TorchWork(work, (tensor,), what, self._blame)
+        issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
+        return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        what = self._name("all_gather", tensor)
         # torch 2.13 deprecates the old name and has the new one only since.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with stall_errors(what, self._blame):
-            work = gather(output, tensor, group=self._process_group, async_op=True)
-        return _TorchWork(work, (output, tensor), what, self._blame)
+        return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        what = self._name("reduce_scatter", tensor)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with stall_errors(what, self._blame):
-            work = scatter(output, tensor, group=self._process_group, async_op=True)
-        return _TorchWork(work, (output, tensor), what, self._blame)
+        return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        what = self._name(f"broadcast from rank {self.ranks[source]}", tensor)
-        with stall_errors(what, self._blame):
-            work = dist.broadcast(tensor, self.ranks[source], group=self._process_group, async_op=True)
-        return _TorchWork(work, (tensor,), what, self._blame)
+        issue = partial(dist.broadcast, tensor, self.ranks[source])
+        return self._issue(issue, f"broadcast from rank {self.ranks[source]}", tensor, tensor)
+
+    def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
+        name = partial(self._name, kind, tensor)
+        try:
+            work = issue(group=self._process_group, async_op=True)
+        except RuntimeError as error:
+            raise_stall(error, name(), self._blame)
+        return _TorchWork(work, output, name, self._blame)
 
     def _name(self, kind: str, tensor: Tensor) -> str:
         return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
 
 
 class _TorchWork:
-    """A torch Work that keeps its tensors until waited for, and whose errors are ours."""
+    """A torch Work that keeps its tensors until waited for, and whose errors are ours.
 
-    def __init__(self, work: dist.Work | None, tensors: tuple[Tensor, ...], what: str, blame: Blame) -> None:
+    `name` says in words what is under way. It is called when something failed: a message is a matter of
+    microseconds, and so would be the words.
+    """
+
+    __slots__ = ("_blame", "_name", "_tensor", "_work")
+
+    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], blame: Blame) -> None:
         self._work = work
-        self._tensors = tensors
-        self._what = what
+        self._tensor: Tensor | None = tensor
+        self._name: Callable[[], str] | None = name
         self._blame = blame
 
     def wait(self) -> None:
-        if self._work is not None:
-            with stall_errors(self._what, self._blame):
-                self._work.wait()
-        self._work = None
-        self._tensors = ()
+        if self._work is None or self._name is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise_stall(error, self._name(), self._blame)
+        self._work = self._tensor = self._name = None
 
 
 class _TorchTransport(Transport):
@@ -165,12 +182,18 @@ class _TorchTransport(Transport):
     @abstractmethod
     def _warm_up(self, group: Group) -> None: ...
 
-    def _point_to_point(self, is_send: bool, tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Work:
-        verb = f"sending to rank {peer}" if is_send else f"receiving from rank {peer}"
-        what = f"rank {self.rank} {verb}: {describe(tensor)}, tag {tag}"
-        with stall_errors(what, self._blame):
-            work = (dist.isend if is_send else dist.irecv)(tensor, peer, group=group, tag=tag)
-        return _TorchWork(work, (tensor,), what, self._blame)
+    def _issue(self, post: Callable[..., dist.Work], tensor: Tensor, group_rank: int, peer: int, tag: int) -> Work:
+        """Post as torch's isend and irecv do, less looking up that `peer` is `group_rank` in its process group."""
+        name = partial(self._name, post.__name__, tensor, peer, tag)
+        try:
+            work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
+        except RuntimeError as error:
+            raise_stall(error, name(), self._blame)
+        return _TorchWork(work, tensor, name, self._blame)
+
+    def _name(self, verb: str, tensor: Tensor, peer: int, tag: int) -> str:
+        doing = "sending to" if verb == "send" else "receiving from"
+        return f"rank {self.rank} {doing} rank {peer}: {describe(tensor)}, tag {tag}"
 
     def abort(self, error: BaseException) -> None:
         """Leave word of who failed, then hang up, which wakes the others."""
@@ -210,19 +233,40 @@ class GlooTransport(_TorchTransport):
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         assert self._messages is not None
-        return self._point_to_point(True, tensor, peer, self._messages, tag)
+        return self._issue(self._messages.send, tensor, peer, peer, tag)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         assert self._messages is not None
-        return self._point_to_point(False, buffer, peer, self._messages, tag)
+        return self._issue(self._messages.recv, buffer, peer, peer, tag)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         self._messages = None
         super()._hang_up(destroy)
 
 
+class FifoGlooTransport(GlooTransport):
+    """Gloo by NCCL's rules, to find out without a GPU what owes its success to tags.
+
+    Gloo's send is a rendezvous at any size, and messages with the same tag are first in, first out. With one tag for
+    all, a directed pair of ranks is a channel as NCCL has it: the k-th send meets the k-th receive, whatever they are.
+    """
+
+    profile = "channel"
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return super()._send(tensor, peer, 0)
+
+    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        return super()._recv(buffer, peer, 0)
+
+
 class NcclTransport(_TorchTransport):
     """Tensors on CUDA devices; a communicator and a stream per directed channel, first in, first out.
+
+    The stream is the process group's own: it waits for what the caller's current stream was given up to the call, so
+    that a message goes when its tensor is ready, whatever is computed next; and a wait makes the current stream wait
+    for the message. A stream of ours on top would cost two more events per message and change nothing. The Work
+    keeps its tensor until then, for the allocator would give freed memory to the next tensor of the current stream.
 
     A wait only holds up the current stream, so a dead peer shows at a later synchronisation, or in torch's watchdog
     after the timeout; torchrun ends the others when one rank exits with an error.
@@ -250,10 +294,10 @@ class NcclTransport(_TorchTransport):
                 torch.cuda.synchronize(self.device)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self._point_to_point(True, tensor, peer, self._links[self.rank, peer], tag)
+        return self._issue(self._links[self.rank, peer].send, tensor, int(peer > self.rank), peer, tag)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        return self._point_to_point(False, buffer, peer, self._links[peer, self.rank], tag)
+        return self._issue(self._links[peer, self.rank].recv, buffer, int(peer > self.rank), peer, tag)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         self._links.clear()

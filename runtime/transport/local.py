@@ -1,39 +1,46 @@
 """All ranks in one process, a thread each: the transport for tests and debugging.
 
-    rank 0 ─ send ─▶ mailbox (0, 1, tag) ─ recv ─▶ rank 1
-       └─── k-th collective ──▶ meeting k of the group ◀───┘
+    rank 0 ─ send ─▶ message k of (0, 1, tag) ◀─ recv ─ rank 1
+       └───▶ collective k of the group: the last one to come does the work ◀───┘
 
-The tensor is copied when it is sent, so a sender never waits; the k-th receive of a mailbox gets its k-th
-message. Members of a group leave what they bring at a meeting and combine it in the order of ranks when they
-wait, so that results are bitwise the same on all ranks and from run to run.
+What a send waits for, and whether tags matter, is up to the world's rules: "mailbox" is the most lenient, "nccl" is as
+strict as NCCL, so that what would hang or go wrong there does so here, and says why.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
-
-from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
-from .local_world import LocalWorld, Meeting
+from .base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work
+from .local_meetings import Collective, Share
+from .local_world import Awaited, LocalWorld
 
 Result = TypeVar("Result")
+
+_COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
 
 
 class LocalTransport(Transport):
     """One rank of a LocalWorld."""
 
     name = "local"
-    profile = "tagged"
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(rank, world.world_size, world.device)
+        self.profile = "channel" if world.rules == "nccl" else "tagged"
         self._world = world
+        self._wire = world.wire
+        self._copies = world.rules != "nccl"
         self._num_groups = 0
 
     def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
@@ -45,41 +52,20 @@ class LocalTransport(Transport):
         return LocalGroup(self._world, call, ranks, self.rank)
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Mailboxes appear when they are used."""
+        """Channels appear when they are used."""
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        message = tensor.clone()
-        with self._world.changed:
-            box = self._world.mailboxes[self.rank, peer, tag]
-            number, box.sent = box.sent, box.sent + 1
-            box.messages[number] = message
-            self._world.changed.notify_all()
-        if not self._world.rendezvous:
-            return DoneWork()
-        what = f"rank {peer} to receive message {number} with tag {tag}, {describe(tensor)}"
-
-        def meet() -> None:
-            with self._world.changed:
-                self._world.wait_until(self.rank, lambda: number < box.expected, what)
-
-        return _LocalWork(meet)
+        payload = tensor.clone() if self._copies else tensor
+        with self._world.lock:
+            message = self._wire.send(self.rank, peer, tag, payload)
+            self._world.wake(peer)
+        return DoneWork() if self._wire.is_buffered else _LocalWork(self._world, self.rank, message)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        with self._world.changed:
-            box = self._world.mailboxes[peer, self.rank, tag]
-            number, box.expected = box.expected, box.expected + 1
-            self._world.changed.notify_all()
-        what = f"message {number} from rank {peer} with tag {tag}, {describe(buffer)}"
-
-        def deliver() -> None:
-            with self._world.changed:
-                self._world.wait_until(self.rank, lambda: number in box.messages, what)
-                message = box.messages.pop(number)
-            if describe(message) != describe(buffer):
-                raise MisfitError(f"rank {self.rank} expected {what}, but it is {describe(message)}")
-            buffer.copy_(message)
-
-        return _LocalWork(deliver)
+        with self._world.lock:
+            message = self._wire.receive(peer, self.rank, tag, buffer)
+            self._world.wake(peer)
+        return _LocalWork(self._world, self.rank, message)
 
     def abort(self, error: BaseException) -> None:
         """Wake all ranks with a StallError that names this one."""
@@ -96,84 +82,69 @@ class LocalGroup(Group):
     def __init__(self, world: LocalWorld, call: int, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks, ranks.index(rank), world.device)
         self._world = world
-        self._call = call
+        self._key = (call, ranks)
         self._rank = rank
-        self._num_meetings = 0
+        with world.lock:
+            world.meetings.enter(rank, self._key)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return self._meet(f"all_reduce {op.value}", tensor, tensor, lambda meeting: meeting.combined, op)
+        collective = Collective("all_reduce", op, tensor)
+        return self._meet(collective, tensor, lambda brought: [reduce(_COMBINE[op], brought)] * len(brought))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._meet("all_gather", tensor, output, lambda meeting: torch.cat(meeting.in_order))
+        collective = Collective("all_gather", None, tensor)
+        return self._meet(collective, output, lambda brought: [torch.cat(brought)] * len(brought))
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._meet(
-            "reduce_scatter", tensor, output, lambda meeting: meeting.combined.chunk(self.size)[self.index]
-        )
+        collective = Collective("reduce_scatter", None, tensor)
+        return self._meet(collective, output, lambda brought: reduce(torch.add, brought).chunk(len(brought)))
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._meet(f"broadcast from {source}", tensor, tensor, lambda meeting: meeting.in_order[source])
+        collective = Collective("broadcast from member", source, tensor)
+        return self._meet(collective, tensor, lambda brought: [brought[source]] * len(brought))
 
-    def _meet(
-        self,
-        kind: str,
-        tensor: Tensor,
-        output: Tensor,
-        take: Callable[[Meeting], Tensor],
-        op: ReduceOp = ReduceOp.SUM,
-    ) -> Work:
-        """Leave `tensor` at the next meeting; the Work copies what `take` makes of the full meeting into `output`."""
-        key = (self._call, self.ranks, self._num_meetings)
-        self._num_meetings += 1
-        signature = f"{kind} {describe(tensor)}"
-        what = f"{signature} with ranks {list(self.ranks)}, collective {key[2]} of the group"
-        meeting = self._join(key, Meeting(self.ranks, signature, op), tensor)
-
-        def finish() -> None:
-            with self._world.changed:
-                self._world.wait_until(self._rank, meeting.full, what)
-                meeting.taken += 1
-                if meeting.taken == self.size:
-                    del self._world.meetings[key]
-            output.copy_(take(meeting))
-
-        return _LocalWork(finish)
-
-    def _join(self, key: tuple[int, tuple[int, ...], int], fresh: Meeting, tensor: Tensor) -> Meeting:
-        mine = tensor.clone()
-        with self._world.changed:
-            meeting = self._world.meetings.setdefault(key, fresh)
-            if meeting.signature != fresh.signature:
-                others = f"rank {min(meeting.brought)} issued {meeting.signature}"
-                raise MisfitError(f"collective {key[2]}: {others}, rank {self._rank} {fresh.signature}")
-            meeting.brought[self._rank] = mine
-            self._world.changed.notify_all()
-        return meeting
+    def _meet(self, collective: Collective, output: Tensor, share: Share) -> Work:
+        with self._world.lock:
+            meeting = self._world.meetings.join(self._rank, self._key, collective, output, share)
+            if meeting.arrival_s is not None:
+                for rank in self.ranks:
+                    self._world.wake(rank)
+        return _LocalWork(self._world, self._rank, meeting)
 
 
 class _LocalWork:
-    """Runs `finish` at the first wait."""
+    """A rank's share in something that it can wait for."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish: Callable[[], None] | None = finish
+    __slots__ = ("_awaited", "_rank", "_world")
+
+    def __init__(self, world: LocalWorld, rank: int, awaited: Awaited) -> None:
+        self._world = world
+        self._rank = rank
+        self._awaited: Awaited | None = awaited
 
     def wait(self) -> None:
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        if self._awaited is not None:
+            self._world.wait_for(self._rank, self._awaited)
+            self._awaited = None
 
 
 def run_local(
-    world_size: int, fn: Callable[[Transport], Result], timeout_s: float = 60.0, *, rendezvous: bool = False
+    world_size: int,
+    fn: Callable[[Transport], Result],
+    timeout_s: float = 60.0,
+    *,
+    rules: Rules = "mailbox",
+    wire_s: float = 0.0,
 ) -> list[Result]:
     """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
 
-    With `rendezvous`, a send is done only when its receive is there: for finding out what deadlocks on such a wire.
+    `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
+    wires. A message is under way for `wire_s`, and a directed channel carries one at a time.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
     The threads take over the caller's grad mode; torch's global random generator is shared between them.
     """
-    world = LocalWorld(world_size, timeout_s=timeout_s, rendezvous=rendezvous)
+    world = LocalWorld(world_size, timeout_s=timeout_s, rules=rules, wire_s=wire_s)
     results: dict[int, Result] = {}
     grad_enabled = torch.is_grad_enabled()
 

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -45,10 +45,15 @@ def stall_errors(what: str, blame: Blame | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _NOT_A_STALL.search(str(error)):
-            raise
-        reason = (blame.read() if blame else None) or f"a peer died or does not answer ({_first_line(error)})"
-        raise StallError(f"{what}: {reason}") from error
+        raise_stall(error, what, blame)
+
+
+def raise_stall(error: RuntimeError, what: str, blame: Blame | None = None) -> NoReturn:
+    """Raise what torch raised as a StallError that says `what` was under way; as it is, if no peer is to blame."""
+    if _NOT_A_STALL.search(str(error)):
+        raise error
+    reason = (blame.read() if blame else None) or f"a peer died or does not answer ({_first_line(error)})"
+    raise StallError(f"{what}: {reason}") from error
 
 
 def run_bounded(call: Callable[[], Answer], timeout_s: float) -> Answer | None:

@@ -12,6 +12,8 @@ from quintsched.runtime.transport import Group, ReduceOp, Transport, connect
 
 WORLD = 4
 CHANNELS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+# In clock cycles of a device at 1.5 to 2 GHz.
+ONE_SECOND = 2_000_000_000
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 
 
@@ -71,6 +73,47 @@ def check_dropped_tensors(t: Transport) -> None:
             assert buffer.eq(i).all()
 
 
+def check_a_message_waits_for_what_came_before(t: Transport) -> None:
+    """A send goes when its tensor is ready, and the host waits neither for that nor for the receiver."""
+    tensor = torch.zeros(1 << 20, device=t.device)
+    if t.rank == 0:
+        torch.cuda._sleep(ONE_SECOND)
+        tensor.fill_(7.0)
+        work = t.send(tensor, 1, 0)
+        assert not torch.cuda.current_stream().query()
+        work.wait()
+    if t.rank == 1:
+        t.recv(tensor, 0, 0).wait()
+        assert tensor.eq(7.0).all()
+
+
+def check_a_message_does_not_wait_for_what_comes_after(t: Transport) -> None:
+    """The message is there while both ends still compute what was issued after the call."""
+    tensor = torch.full((1 << 20,), float(t.rank), device=t.device)
+    computing, waiting = torch.cuda.current_stream(), torch.cuda.Stream()
+    if t.rank > 1:
+        return
+    work = t.send(tensor, 1, 0) if t.rank == 0 else t.recv(tensor, 0, 0)
+    torch.cuda._sleep(3 * ONE_SECOND)
+    with torch.cuda.stream(waiting):
+        work.wait()
+        assert tensor.eq(0.0).all()
+    assert not computing.query()
+
+
+def check_one_tensor_to_two_peers(t: Transport) -> None:
+    tensor = torch.full((1 << 20,), float(t.rank), device=t.device)
+    if t.rank == 1:
+        works = [t.send(tensor, peer, 0) for peer in (0, 2) for _ in range(3)]
+    elif t.rank in (0, 2):
+        works = [t.recv(torch.empty_like(tensor), 1, 0), t.recv(torch.empty_like(tensor), 1, 0), t.recv(tensor, 1, 0)]
+    else:
+        works = []
+    for work in works:
+        work.wait()
+    assert tensor.eq(1.0 if t.rank < 3 else 3.0).all()
+
+
 def run_rank(rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
@@ -82,10 +125,16 @@ def run_rank(rank: int, port: int) -> None:
     transport.open_channels(CHANNELS)
     for group in groups:
         check_collectives(transport, group)
-    checks: list[Callable[[Transport], None]] = [check_both_directions_at_once, check_dropped_tensors]
+    checks: list[Callable[[Transport], None]] = [
+        check_both_directions_at_once,
+        check_dropped_tensors,
+        check_a_message_waits_for_what_came_before,
+        check_a_message_does_not_wait_for_what_comes_after,
+        check_one_tensor_to_two_peers,
+    ]
     for check in checks:
         check(transport)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     groups[-1].all_reduce(torch.zeros(1, device=transport.device)).wait()
     torch.cuda.synchronize()
     transport.close()

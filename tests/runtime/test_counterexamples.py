@@ -40,7 +40,7 @@ def replay(plan: qs.Plan) -> dict[int, int]:
         standing[transport.rank] = -1
 
     with pytest.raises(qs.StallError):
-        run_local(len(ranks), walk, timeout_s=10, rendezvous=True)
+        run_local(len(ranks), walk, timeout_s=10, rules="rendezvous")
     return standing
 
 

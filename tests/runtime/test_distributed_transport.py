@@ -1,10 +1,12 @@
-"""Four real processes over gloo; and what can be said of connecting without any."""
+"""Real processes over gloo, four of them and two by NCCL's rules; and what can be said of connecting without any."""
 
 import json
 import multiprocessing
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,12 +117,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(180)
-def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
+def run_ranks(target: Callable[[int, int, Path], None], world_size: int, folder: Path) -> list[int | None]:
+    """Call `target(rank, port, folder)` in a process per rank and return their exit codes."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
-    processes = [context.Process(target=run_rank, args=(rank, port, tmp_path)) for rank in range(WORLD)]
+    processes = [context.Process(target=target, args=(rank, port, folder)) for rank in range(world_size)]
     try:
         for process in processes:
             process.start()
@@ -131,13 +132,95 @@ def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
             if process.is_alive():
                 process.kill()
                 process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0, 9]
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
+    assert run_ranks(run_rank, WORLD, tmp_path) == [0, 0, 0, 9]
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert all(t["after_s"] < 20 and t["close_s"] < 5 and t["cause"] == "RuntimeError" for t in told)
     assert told[2]["error"].startswith("rank 2 receiving from rank 3: float32 (2,), tag 5: a peer died")
     for rank in (0, 1):
         waited = f"rank {rank} receiving from rank {rank + 1}: float32 (2,), tag 5: "
         assert told[rank]["error"] == waited + "rank 2 failed first: ValueError: bad batch"
+
+
+def check_order(t: Transport) -> None:
+    """The k-th send meets the k-th receive though their tags say otherwise, and waits may come in any order."""
+    tensors = [torch.full((3,), float(i)) for i in range(4)]
+    if t.rank == 1:
+        for tensor in tensors:
+            tensor.zero_()
+    move = t.send if t.rank == 0 else t.recv
+    works = [move(tensor, 1 - t.rank, tag if t.rank == 0 else 3 - tag) for tag, tensor in enumerate(tensors)]
+    for work in reversed(works):
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0, 3.0]
+
+
+def check_rendezvous(t: Transport, group: Group) -> None:
+    """A send is done when its receive is there, not before; the other direction does not wait for it."""
+    posted, token = torch.zeros(1, dtype=torch.float64), torch.ones(1)
+    if t.rank == 0:
+        work = t.send(token, 1, 0)
+        t.recv(token.clone(), 1, 0).wait()
+        work.wait()
+        done = time.monotonic()
+    else:
+        t.send(token, 0, 0).wait()
+        time.sleep(0.1)
+        posted += time.monotonic()
+        t.recv(token, 0, 0).wait()
+        done = time.monotonic()
+    group.broadcast(posted, 1).wait()
+    assert done >= posted.item()
+
+
+def stall(t: Transport) -> dict[str, object]:
+    """Both ranks send before they receive: a deadlock where a send is a rendezvous."""
+    began = time.monotonic()
+    try:
+        t.send(torch.zeros(2), 1 - t.rank, 7).wait()
+    except StallError as error:
+        told = {"error": str(error), "after_s": time.monotonic() - began}
+        t.abort(error)
+        began = time.monotonic()
+        t.close()
+        return {**told, "close_s": time.monotonic() - began, "threads": threading.active_count()}
+    return {}
+
+
+def run_fifo_rank(rank: int, port: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    transport = connect("gloo", timeout_s=3, rules="nccl")
+    assert (transport.name, transport.profile) == ("gloo", "channel")
+    group = transport.make_group([(0, 1)])
+    transport.open_channels([(0, 1), (1, 0)])
+    check_order(transport)
+    check_rendezvous(transport, group)
+    check_collectives(transport, group, torch.float32)
+    (folder / f"{rank}.json").write_text(json.dumps(stall(transport)))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_gloo_by_the_rules_of_nccl_until_it_stalls(tmp_path: Path) -> None:
+    assert run_ranks(run_fifo_rank, 2, tmp_path) == [0, 0]
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert all(t["after_s"] < 10 and t["close_s"] < 5 and t["threads"] == 1 for t in told)
+    assert max(t["after_s"] for t in told) >= 3
+    for rank in range(2):
+        assert told[rank]["error"].startswith(f"rank {rank} sending to rank {1 - rank}: float32 (2,), tag 0: ")
+
+
+def test_a_backend_is_held_to_rules_that_it_can_follow() -> None:
+    with pytest.raises(UsageError, match="gloo cannot follow the rules 'mailbox', only rendezvous, nccl"):
+        connect("gloo", rules="mailbox")
+    with pytest.raises(UsageError, match="nccl cannot follow the rules 'rendezvous', only nccl"):
+        connect("nccl", rules="rendezvous")
 
 
 def test_connecting_without_torchrun_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
