@@ -4,6 +4,8 @@
     Trainer, load_job, plan_of  that loop written out, driven by a job file
     run_local, connect          all ranks in one process; gloo and NCCL
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
+    defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
     build_model, measure_costs  the model in one piece; what its blocks cost
 
     torchrun --nproc-per-node N -m quintsched.runtime [plan.json] --config job.yaml
@@ -17,8 +19,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .blocks import build_model, measure_costs
+    from .blocks import Carry, build_model, measure_costs
     from .config import JobConfig
+    from .deferred import defer
     from .engine import Engine, StepResult, connect_for
     from .job import plan_of
     from .jobfile import load_job
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
     from .transport import Group, Transport, connect, run_local
 
 _HOMES = {
-    "blocks": ("build_model", "measure_costs"),
+    "blocks": ("Carry", "build_model", "measure_costs"),
+    "deferred": ("defer",),
     "config": ("JobConfig",),
     "engine": ("Engine", "StepResult", "connect_for"),
     "job": ("plan_of",),
@@ -49,6 +53,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Carry",
     "ColumnParallelLinear",
     "Engine",
     "Group",
@@ -62,6 +67,7 @@ __all__ = [
     "build_model",
     "connect",
     "connect_for",
+    "defer",
     "load_job",
     "measure_costs",
     "plan_of",

@@ -8,6 +8,7 @@ it wait a little, so that its error is what the user sees first.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("plan", nargs="?", help="a plan file; it wins over the job's parallel section")
     parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
+    parser.add_argument("--trace", metavar="DIR", help="write down there when each instruction of some steps ran")
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
     return parser.parse_args(argv)
 
@@ -60,7 +62,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
     from .job import plan_of, require_world
     from .jobfile import load_job
 
-    job = load_job(arguments.config, arguments.set)
+    traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
+    job = load_job(arguments.config, [*arguments.set, *traced])
     plan = plan_of(job, arguments.plan)
     if job.runtime.transport != "local":
         require_world(plan, int(os.environ.get("WORLD_SIZE", 1)))
@@ -73,9 +76,12 @@ def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
     from .transport import run_local
 
     if job.runtime.transport == "local":
-        run_local(plan.mesh.size, lambda transport: train(job, plan, transport, resume), job.runtime.timeout_s)
+        rules = job.runtime.rules or "mailbox"
+        run_local(
+            plan.mesh.size, lambda transport: train(job, plan, transport, resume), job.runtime.timeout_s, rules=rules
+        )
         return
-    transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport)
+    transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
     try:
         train(job, plan, transport, resume)
     except BaseException as error:

@@ -45,6 +45,46 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """What goes from one block to the next: the activation, and by name what rides along to later blocks."""
+
+    activation: TensorSpec
+    riders: tuple[tuple[str, TensorSpec], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what rides along, in the order in which it is sent."""
+        return tuple(name for name, _ in self.riders)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The activation's spec, then those of the riders."""
+        return (self.activation, *(spec for _, spec in self.riders))
+
+    def __str__(self) -> str:
+        return " + ".join([str(self.activation), *(f"{name}: {spec}" for name, spec in self.riders)])
+
+
+class Carry:
+    """A block's output with tensors that ride along, past the blocks between, to later blocks that take them by name.
+
+        class Down(nn.Module):
+            def forward(self, x):            return Carry(self.pool(x), skip=x)
+        class Up(nn.Module):
+            def forward(self, x, skip):      return self.join(torch.cat([self.widen(x), skip], 1))
+
+    On the way they cross stages with the activation, and their gradients come back with its gradient. A rider ends its
+    ride at the last block whose `forward` has a parameter of its name.
+    """
+
+    __slots__ = ("output", "riders")
+
+    def __init__(self, output: Tensor, /, **riders: Tensor) -> None:
+        self.output = output
+        self.riders = riders
+
+
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
     """Seed torch's global generator for block `number`, and leave it afterwards as it was."""
@@ -77,9 +117,13 @@ def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     return lambda name: takes_all or name in parameters
 
 
-def split_output(output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return a block's output and its auxiliary loss, which a block may return beside it."""
-    return output if isinstance(output, tuple) else (output, None)
+BlockResult = Tensor | Carry | tuple[Tensor | Carry, Tensor]
+
+
+def split_result(result: BlockResult) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Return a block's output, what rides along from there, and the auxiliary loss that may stand beside it."""
+    output, auxiliary = result if isinstance(result, tuple) else (result, None)
+    return (output.output, output.riders, auxiliary) if isinstance(output, Carry) else (output, {}, auxiliary)
 
 
 def estimate_costs(blocks: Blocks) -> list[float]:
@@ -101,19 +145,23 @@ def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 
     `example` is a microbatch of the model's input; one block is built at a time.
     """
     costs = []
+    riders: dict[str, Tensor] = {}
     for number, block in enumerate(blocks):
         dtype = example.dtype if example.is_floating_point() else None
         module = build_block(block, number, seed, dtype).to(example.device)
+        accepts = accepted_extras(module)
+        beside = {name: tensor for name, tensor in riders.items() if accepts(name)}
         taken = []
         for _ in range(rounds):
             start = _now_s(example.device)
             given = example.detach().requires_grad_(number > 0 and example.is_floating_point())
-            output, _ = split_output(module(given))
+            output, fresh, _ = split_result(module(given, **beside))
             output.sum().backward()
             taken.append(_now_s(example.device) - start)
         module.zero_grad()
         costs.append(min(taken))
         example = output.detach()
+        riders.update({name: tensor.detach() for name, tensor in fresh.items()})
     return costs
 
 
@@ -126,28 +174,55 @@ def _now_s(device: torch.device) -> float:
 
 def trace_shapes(
     blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec], dtype: torch.dtype | None = None
-) -> list[TensorSpec]:
-    """Return the spec of every block's output for one microbatch, found on the meta device: no data, no memory.
+) -> list[Parcel]:
+    """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
     `dtype` is that of the weights; None leaves them as they are built.
     Raises `MisfitError` that names the block that cannot take what the one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    specs = []
+    left: list[Tensor] = []
+    riders: dict[str, _Ride] = {}
     for number, block in enumerate(blocks):
         module = _on_meta(block)
         accepts = accepted_extras(module)
         taken = {name: extra for name, extra in beside.items() if accepts(name)}
+        for name, ride in riders.items():
+            if accepts(name):
+                ride.until = number
+                taken[name] = ride.tensor
         try:
-            given, _ = split_output(_call_on_meta(module, given, taken, dtype))
+            given, fresh, _ = split_result(_call_on_meta(module, given, taken, dtype))
         except Exception as error:
             raise MisfitError(
                 f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "
                 "blocks on torch's meta device)"
             ) from error
-        specs.append(TensorSpec.of(given))
-    return specs
+        left.append(given)
+        for name, tensor in fresh.items():
+            if name in beside or name in riders:
+                raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
+            riders[name] = _Ride(tensor, number, number)
+    for name, ride in riders.items():
+        if ride.until == ride.since:
+            raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
+    return [
+        Parcel(
+            TensorSpec.of(output),
+            tuple((name, TensorSpec.of(r.tensor)) for name, r in riders.items() if r.since <= number < r.until),
+        )
+        for number, output in enumerate(left)
+    ]
+
+
+@dataclass
+class _Ride:
+    """A tensor that rides along from block `since` to block `until`."""
+
+    tensor: Tensor
+    since: int
+    until: int
 
 
 def _on_meta(block: Block) -> nn.Module:
@@ -159,11 +234,11 @@ def _on_meta(block: Block) -> nn.Module:
 
 def _call_on_meta(
     module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> BlockResult:
     weights = {
         name: t.to("meta", dtype if t.is_floating_point() else None)
         for name, t in (*module.named_parameters(), *module.named_buffers())
     }
     with torch.no_grad():
-        output: Tensor | tuple[Tensor, Tensor] = torch.func.functional_call(module, weights, (given,), extras)
-    return output
+        result: BlockResult = torch.func.functional_call(module, weights, (given,), extras)
+    return result

@@ -19,6 +19,9 @@ from pydantic import Field, PlainValidator, model_validator
 
 from .settings import Settings
 
+Numbers = Annotated[tuple[int, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
 
 def _mesh(value: object) -> object:
     """Check no more than the form; `quintsched.Mesh` knows the axes."""
@@ -38,6 +41,8 @@ class ModelConfig(Settings):
     """A built-in model, or a function of one's own: "my_file.py:build"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The options of that model."""
+    tied: dict[str, Names] = Field(default_factory=dict)
+    """Weights of a model of one's own that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
 
 
 class DataConfig(Settings):
@@ -62,6 +67,12 @@ class ParallelConfig(Settings):
     """Microbatches per step and data-parallel replica."""
     chunks: int = Field(default=1, ge=1)
     """Stages per pipeline rank."""
+    slices: int = Field(default=1, ge=1)
+    """Pieces of a microbatch along the sequence, for schedules that take them."""
+    recompute: int | Numbers = 0
+    """0: keep all activations; 1: recompute them; k: those of every k-th block of a stage. A list: one per stage."""
+    tied: dict[str, Numbers] = Field(default_factory=dict)
+    """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
     bucket_mb: float = Field(default=25.0, gt=0)
@@ -129,8 +140,18 @@ class RuntimeConfig(Settings):
 
     transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
     """What carries the messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
-    precision: Literal["float32", "float64"] = "float32"
-    """Type of weights, activations and gradients."""
+    rules: Literal["rendezvous", "nccl"] | None = None
+    """Stricter rules than the transport's own, for tests: a send waits for its receive; messages in NCCL's order."""
+    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type to compute in; with bfloat16, gradients are added up and weights are stepped in float32."""
+    compile: bool = False
+    """Whether torch.compile compiles each stage."""
+    trace: str | None = None
+    """A directory to write down in when each instruction ran, for `render --trace`; none: nothing is written."""
+    trace_first: int = Field(default=2, ge=0)
+    """The first step that is traced, counted from 0."""
+    trace_steps: int = Field(default=8, ge=1)
+    """How many steps are traced."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without progress after which a run counts as stalled."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +19,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintsched.compiler import compile
+from quintsched.costs import Costs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.instructions import AllReduceBucket, OptStep
-from quintsched.plan import Plan
+from quintsched.instructions import AllReduceBucket, BwdInput, OptStep
+from quintsched.plan import Plan, ScheduleSpec
 
 from .blocks import Blocks, TensorSpec, estimate_costs
+from .deferred import WeightQueue, defer_weights
+from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
 from .job import require_world
-from .machine import SENDS_KEPT, Batch, Clock, LossFn, Machine, MetricFn
+from .machine import SENDS_KEPT, Batch, Clock, LossFn, Machine, MetricFn, Tally
+from .precision import Masters
+from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
 from .stages import build_stages, cut, require_separate
 from .state import full_weights, load_state, state_of
-from .transport import LocalTransport, LocalWorld, Transport, Work, connect
+from .tied import TiedWeights
+from .tracing import Recorder
+from .transport import LocalTransport, LocalWorld, Rules, Transport, Work, connect
 
 OptimizerFn = Callable[[Any], Optimizer]
 
@@ -92,7 +100,11 @@ class Engine:
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
             fast as can be.
         bucket_mb: gradients are reduced in pieces of at most this many megabytes.
-        dtype: the floating-point type of weights and inputs; None leaves blocks as they are built.
+        dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
+            the optimizer works on float32 masters, and gradients are added up in float32.
+        tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
+        compiled: whether torch.compile compiles each stage (linear layers of split backwards stay outside).
+        trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
     Raises:
@@ -113,6 +125,9 @@ class Engine:
         block_costs: Sequence[float] | None = None,
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
+        tied: Mapping[str, Sequence[str]] | None = None,
+        compiled: bool = False,
+        trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 300.0,
@@ -131,8 +146,6 @@ class Engine:
         require_world(plan, self.transport.world_size)
         if plan.mesh.axis_size("cp") > 1:
             raise UsageError(f"mesh {plan.mesh}: plans with cp can be compiled and simulated, but not run yet")
-        if plan.schedule.slices > 1:
-            raise UsageError(f"{plan.schedule.name}: plans with slices can be compiled and simulated, but not run yet")
         verdict = plan.check(profile=self.transport.profile)
         verdict.raise_if_unsound()
         self._sends_kept = SENDS_KEPT if verdict.profiles["blocking"] else None
@@ -152,12 +165,26 @@ class Engine:
             blocks, self._cuts, plan.layout, self._pp_rank, self._groups, seed=seed, dtype=dtype, device=device
         )
         self.clock = Clock(device)
-        self._loss_fn, self._metrics, self._clip = loss_fn, dict(metrics or {}), clip
+        self._loss_fn, self._metrics, self._clip, self._compiled = loss_fn, dict(metrics or {}), clip, compiled
+        self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
+        self._queues, self.deferred_share = self._defer()
+        self.masters = Masters(self.stages)
         self._gradients = self._make_gradients(bucket_mb)
         self.optimizers = self._make_optimizers(optimizer)
+        self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
+        self._num_steps = 0
+        self._metric_names = tuple(self._metrics)
         self._broken = False
         self._training: Interpreter | None = None
         self._evaluation: Interpreter | None = None
+
+    def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:
+        """Let the weight gradients of stages with split backwards wait; return also the share of weights that can."""
+        split = {i.stage for i in self.plan.programs[self._pp_rank] if isinstance(i, BwdInput)}
+        queues = {stage: WeightQueue(compiled=self._compiled) for stage in split}
+        waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
+        total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
+        return queues, waiting / total if total else None
 
     def _make_gradients(self, bucket_mb: float) -> Gradients:
         program = self.plan.programs[self._pp_rank]
@@ -165,9 +192,11 @@ class Engine:
             self.stages,
             [(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)],
             self._groups,
+            self.masters,
             buckets_per_stage=self.plan.buckets_per_stage,
             piece_bytes=int(bucket_mb * 1e6),
             device=self.transport.device,
+            tied=self._tied,
             twin_stages=[s for s in self.stages if self.plan.layout.twins(s)[:1] not in ((), (s,))],
         )
 
@@ -176,7 +205,11 @@ class Engine:
         wants_names = next(iter(inspect.signature(build).parameters), "").startswith("named")
         made = {}
         for step in (i for i in self.plan.programs[self._pp_rank] if isinstance(i, OptStep)):
-            named = [pair for stage in step.stages for pair in self.stages[stage].named_weights().items()]
+            named = [
+                (name, self.masters.of(parameter))
+                for stage in step.stages
+                for name, parameter in self.stages[stage].named_weights().items()
+            ]
             if named:
                 made[step.stages] = build(named if wants_names else [parameter for _, parameter in named])
         return made
@@ -220,14 +253,40 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        batch = self._batch(inputs, targets, extras)
+        batch = self._batch(self.plan, inputs, targets, extras)
+        result = self._run(self._trainer(batch), batch)
+        self._num_steps += 1
+        return result
+
+    def _trainer(self, batch: Batch) -> Interpreter:
         if self._training is None:
             self._training = self._resolve(self.plan, batch)
-        return self._run(self._training, batch)
+        return self._training
+
+    def step_counting_saved(
+        self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor
+    ) -> tuple[StepResult, SavedBytes]:
+        """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
+        batch = self._batch(self.plan, inputs, targets, extras)
+        interpreter = self._trainer(batch)
+        counted = SavedBytes(interpreter.machine, self.stages, batch)
+        with counted:
+            result = self._run(interpreter, batch, interpreter.watched(counted))
+        self._num_steps += 1
+        return result, counted
+
+    def saved_costs(self, counted: SavedBytes) -> Costs:
+        """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
+        return counted.costs(self._groups.world, self.transport.device)
+
+    def save_trace(self, directory: str | Path) -> None:
+        """Write down when each instruction of the traced steps ran on this rank (`quintsched render --trace`)."""
+        if self._recorder is not None:
+            self._recorder.save(Path(directory))
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._batch(inputs, targets, extras)
+        batch = self._batch(self._evaluation_plan, inputs, targets, extras)
         if self._evaluation is None:
             self._evaluation = self._resolve(self._evaluation_plan, batch)
         trained = [module for stage in self.stages.values() for module in stage.modules() if module.training]
@@ -240,37 +299,49 @@ class Engine:
             for module in trained:
                 module.training = True
 
-    def _run(self, interpreter: Interpreter, batch: Batch) -> StepResult:
+    def _run(self, interpreter: Interpreter, batch: Batch, calls: list[Callable[[], None]] | None = None) -> StepResult:
         machine = interpreter.machine
         if self._broken:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
-        for microbatch in batch.inputs[:1]:
-            machine.require_input(microbatch)
+        for unit in batch.inputs[:1]:
+            machine.require_input(unit)
         self._broken = True
-        interpreter.run(batch)
+        interpreter.run(batch, self._num_steps, calls)
         self._broken = False
+        assert machine.sums is not None
         assert machine.shared is not None
-        return StepResult(machine.tally, machine.shared, tuple(self._metrics), machine.norm, machine.skipped)
+        return StepResult(machine.sums, machine.shared, self._metric_names, machine.norm, machine.skipped)
 
-    def _batch(self, inputs: Tensor | None, targets: Tensor | None, extras: Mapping[str, Tensor]) -> Batch:
-        cut_extras = {name: self._microbatches(name, tensor) for name, tensor in extras.items()}
-        units = range(self.plan.schedule.microbatches)
+    def _batch(self, plan: Plan, inputs: Tensor | None, targets: Tensor | None, extras: Mapping[str, Tensor]) -> Batch:
+        spec = plan.schedule
+        parts = {name: self._units(spec, name, tensor) for name, tensor in extras.items()}
+        units = range(spec.microbatches * spec.slices)
         return Batch(
-            inputs=self._microbatches("inputs", inputs) if self.needs_inputs else (),
-            targets=self._microbatches("targets", targets) if self.needs_targets else (),
-            extras=[{name: parts[unit] for name, parts in cut_extras.items()} for unit in units],
+            inputs=self._units(spec, "inputs", inputs) if self.needs_inputs else (),
+            targets=self._units(spec, "targets", targets) if self.needs_targets else (),
+            extras=[{name: cut[unit] for name, cut in parts.items()} for unit in units] if parts else [{}] * len(units),
         )
 
-    def _microbatches(self, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
+    def _units(self, spec: ScheduleSpec, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
+        """Cut a tensor into microbatches, and those along the sequence (dimension 1) into slices."""
+        microbatches = self._microbatches(spec.microbatches, name, tensor)
+        if spec.slices == 1:
+            return microbatches
+        first = microbatches[0]
+        if first.dim() < 2 or first.shape[1] % spec.slices:
+            raise MisfitError(f"{name} of shape {tuple(first.shape)} cannot be cut into {spec.slices} equal slices")
+        return [part for whole in microbatches for part in whole.split(first.shape[1] // spec.slices, 1)]
+
+    def _microbatches(self, count: int, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
         """Move a tensor to the device and cut it into microbatches of equal size."""
-        count = self.plan.schedule.microbatches
         if tensor is None:
             raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
         if tensor.dim() == 0 or tensor.shape[0] % count or not tensor.shape[0]:
             raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
         dtype = self._dtype if name == "inputs" and tensor.is_floating_point() else None
-        moved = tensor.to(self.transport.device, dtype, non_blocking=tensor.device.type == "cpu")
-        return list(moved.split(tensor.shape[0] // count))
+        moved: Tensor = tensor.to(self.transport.device, dtype, non_blocking=tensor.device.type == "cpu")
+        pieces: Sequence[Tensor] = moved.split(tensor.shape[0] // count)
+        return pieces
 
     def _resolve(self, plan: Plan, batch: Batch) -> Interpreter:
         """Agree on shapes with the other ranks, and bind the plan's program to this rank's machine."""
@@ -278,25 +349,36 @@ class Engine:
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
         inputs = tell_spec(own, source, self._groups.pipeline, device)
-        specs = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
+        parcels = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
+        trains = plan.mode == "train"
         machine = Machine(
             plan=plan,
             pp_rank=self._pp_rank,
-            stages=self.stages,
+            forwards={
+                number: StageForward(
+                    {int(block): module for block, module in stage.blocks.items()},
+                    parcels,
+                    recompute=plan.layout.recompute_every(number) if trains else 0,
+                    compiled=self._compiled,
+                )
+                for number, stage in self.stages.items()
+            },
             input_spec=inputs,
-            specs={stage: specs[blocks.stop - 1] for stage, blocks in enumerate(self._cuts)},
+            parcels={stage: parcels[blocks.stop - 1] for stage, blocks in enumerate(self._cuts)},
             transport=self.transport,
             groups=self._groups,
             clock=self.clock,
             loss_fn=self._loss_fn,
             metrics=self._metrics,
-            tally=torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=device),
+            tally=Tally(len(self._metrics), device),
             gradients=self._gradients,
+            queues=self._queues,
+            masters=self.masters,
             optimizers=self.optimizers,
             clip=self._clip,
             sends_kept=self._sends_kept,
         )
-        return Interpreter(machine, self._rank)
+        return Interpreter(machine, self._rank, self._recorder if trains else None)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).
@@ -309,11 +391,11 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>"."""
-        return state_of(self.stages, self.optimizers)
+        return state_of(self.stages, self.optimizers, self.masters)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit."""
-        load_state(self.stages, self.optimizers, state)
+        load_state(self.stages, self.optimizers, self.masters, state)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""
@@ -343,7 +425,7 @@ class Engine:
         self.transport.close()
 
 
-def connect_for(plan: Plan, timeout_s: float, name: str = "auto") -> Transport:
+def connect_for(plan: Plan, timeout_s: float, name: str = "auto", rules: Rules | None = None) -> Transport:
     """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
 
     Raises `MisfitError` for a mesh of several ranks outside torchrun, or a world size that is not the mesh's.
@@ -352,6 +434,6 @@ def connect_for(plan: Plan, timeout_s: float, name: str = "auto") -> Transport:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     require_world(plan, world_size)
     if not launched:
-        return LocalTransport(LocalWorld(1, timeout_s=timeout_s), 0)
+        return LocalTransport(LocalWorld(1, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
     wants_nccl = torch.cuda.is_available() if name == "auto" else name == "nccl"
-    return connect("nccl" if wants_nccl else "gloo", timeout_s)
+    return connect("nccl" if wants_nccl else "gloo", timeout_s, rules=rules)

@@ -5,45 +5,49 @@
 
 In a stage's last backward a piece is ready when all its parameters have their gradient. Ready pieces are launched in
 one fixed order, that of the plan's reductions, on all replicas alike: a piece that is ready early waits for those
-before it. The plan's `AllReduceBucket` launches what is left.
+before it. The plan's `AllReduceBucket` launches what is left. Weights that several stages hold stand in pieces of their
+own, which are ready when they have been added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
-from .groups import MeshGroups
+from .groups import MeshGroups, Sharing
+from .precision import Masters, is_low
 from .stages import Stage
-from .tensor_parallel import shard_of
-from .transport import Group, Work
+from .tied import TiedWeights
+from .transport import Work
 
 Bucket = tuple[int, int]
 
 
 class Piece:
-    """Some parameters of a stage, whose gradients are views into one flat tensor."""
+    """Some parameters of a stage, whose gradients are views into one flat tensor, float32 where theirs are shorter."""
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
         self.bucket = bucket
         self.parameters = tuple(parameters)
         first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        dtype = torch.float32 if is_low(first.dtype) else first.dtype
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=first.device)
         self.missing = len(parameters)
         self.ready = False
         views = self.flat.split([p.numel() for p in parameters])
         self.views = [view.view_as(parameter) for parameter, view in zip(parameters, views, strict=True)]
+        self._homes = [masters.of(parameter) for parameter in parameters]
         self.attach()
 
     def attach(self) -> None:
-        """Let every parameter's gradient be its view, also where `zero_grad` took it away."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is not view:
-                parameter.grad = view
+        """Let every weight's gradient be its view, also where `zero_grad` took it away."""
+        for home, view in zip(self._homes, self.views, strict=True):
+            if home.grad is not view:
+                home.grad = view
 
 
 class Gradients:
@@ -57,44 +61,46 @@ class Gradients:
         stages: Mapping[int, Stage],
         reductions: Sequence[Bucket],
         groups: MeshGroups,
+        masters: Masters,
         *,
         buckets_per_stage: int,
         piece_bytes: int,
         device: torch.device,
+        tied: TiedWeights,
         twin_stages: Collection[int] = (),
     ) -> None:
         self._groups = groups
         self._device = device
-        self._last_backward_of: int | None = None
+        self._tied = tied
+        self._home: dict[nn.Parameter, tuple[Piece, Tensor]] = {}
         by_bucket: dict[Bucket, list[Piece]] = {}
         for stage in stages.values():
-            for piece in cut_pieces(stage, buckets_per_stage, piece_bytes):
-                by_bucket.setdefault(piece.bucket, []).append(piece)
-                self._watch(piece)
+            for bucket, parameters in cut_pieces(stage, buckets_per_stage, piece_bytes, tied.parameters):
+                piece = Piece(bucket, parameters, masters)
+                by_bucket.setdefault(bucket, []).append(piece)
+                self._home.update({p: (piece, view) for p, view in zip(parameters, piece.views, strict=True)})
         self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
         self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ())]
-        self._launched: list[Work] = []
-        self._counted = [
-            view
-            for piece in self._pieces
-            for parameter, view in zip(piece.parameters, piece.views, strict=True)
-            if self._counts(parameter) and piece.bucket[0] not in twin_stages
-        ]
+        self.launched: list[Work] = []
+        self._counted = list(self._find_counted(twin_stages))
+        for parameter, (_, view) in self._home.items():
+            if parameter.dtype != view.dtype:
+                parameter.register_post_accumulate_grad_hook(partial(_move_into, view))
+
+    def _find_counted(self, twin_stages: Collection[int]) -> Iterator[Tensor]:
+        """Yield what this rank counts in the global norm: whole pieces where it can."""
+        for piece in self._pieces:
+            if piece.bucket[0] not in twin_stages:
+                views = [view for p, view in zip(piece.parameters, piece.views, strict=True) if self._counts(p)]
+                yield from [piece.flat] if len(views) == len(piece.views) else views
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter in the global norm: of tensor-parallel copies, one does."""
-        return shard_of(parameter) is not None or self._groups.tensor.index == 0
+        """Whether this rank counts a parameter: of tensor-parallel copies, and of tied ones, one does."""
+        return self._tied.counts(parameter) and self._groups.counts(parameter)
 
-    def _watch(self, piece: Piece) -> None:
-        def arrived(_: Tensor) -> None:
-            if self._last_backward_of == piece.bucket[0]:
-                piece.missing -= 1
-                if not piece.missing:
-                    piece.ready = True
-                    self._launch_ready()
-
-        for parameter in piece.parameters:
-            parameter.register_post_accumulate_grad_hook(arrived)
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, as a backward does."""
+        self._home[parameter][1].add_(gradient)
 
     def attach(self) -> None:
         """See to it that backwards add to the pieces, whatever was done to the parameters between steps."""
@@ -104,41 +110,61 @@ class Gradients:
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
         """A context in which pieces of `stage` are launched as soon as the backward in it has filled them."""
-        self._last_backward_of = stage
+        pieces = [piece for piece in self._pieces if piece.bucket[0] == stage and self._is_filled_by_backwards(piece)]
+        hooks = [
+            p.register_post_accumulate_grad_hook(self._noting(piece)) for piece in pieces for p in piece.parameters
+        ]
         yield
-        self._last_backward_of = None
+        for hook in hooks:
+            hook.remove()
 
-    def add_up(self, stage: int, group: Group) -> None:
-        """Sum the gradients of a stage over the ranks that hold the same piece of the model."""
-        for work in [group.all_reduce(piece.flat) for piece in self._pieces if piece.bucket[0] == stage]:
-            work.wait()
+    def _is_filled_by_backwards(self, piece: Piece) -> bool:
+        return self._groups.replicas.size > 1 and self._tied.parameters.isdisjoint(piece.parameters)
+
+    def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            piece.missing -= 1
+            if not piece.missing:
+                piece.ready = True
+                self._launch_ready()
+
+        return arrived
+
+    def add_up(self, params: str, stages: tuple[int, ...]) -> None:
+        """Sum the gradients of what several stages hold: all weights of twins ("stage"), or one that is named."""
+        sharing = self._groups.sharing.get(stages)
+        if params == "stage":
+            own = [piece.flat for piece in self._pieces if piece.bucket[0] in stages]
+            _sum_over([[flat] for flat in own], sharing)
+        else:
+            own = [self._home[parameter][1] for parameter in self._tied.own(params)]
+            _sum_over([own], sharing)
 
     def reduce(self, bucket: Bucket) -> None:
         """Launch what is left of a bucket; parameters that no backward reached bring their zeros."""
-        for piece in self._order[len(self._launched) :]:
+        for piece in self._order[len(self.launched) :]:
             if piece.bucket == bucket:
                 piece.ready = True
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        while len(self._launched) < len(self._order) and self._order[len(self._launched)].ready:
-            piece = self._order[len(self._launched)]
-            self._launched.append(self._groups.replicas.all_reduce(piece.flat))
+        while len(self.launched) < len(self._order) and self._order[len(self.launched)].ready:
+            piece = self._order[len(self.launched)]
+            self.launched.append(self._groups.replicas.all_reduce(piece.flat))
 
     def finish(self, weight: Tensor) -> None:
-        """Wait for all sums, and divide them by the batch's total loss weight (a 0-dimensional tensor)."""
-        for work in self._launched:
-            work.wait()
-        self._launched.clear()
+        """Divide the sums, which have been waited for, by the batch's total loss weight (a 0-dimensional tensor)."""
+        self.launched.clear()
         for piece in self._pieces:
             piece.flat.div_(weight)
 
-    def global_norm(self) -> Tensor:
-        """Return the 2-norm of the whole model's gradient: 0-dimensional, float64, the same on every rank."""
-        total = get_total_norm(self._counted)
-        square = total.to(self._device, torch.float64).square()
-        self._groups.model.all_reduce(square).wait()
-        return square.sqrt()
+    def global_norm(self) -> tuple[Tensor, Work]:
+        """Return the square of the 2-norm of the whole model's gradient, to be waited for: 0-dimensional, float64."""
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._counted:
+            norms = torch._foreach_norm(self._counted)
+            square = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+        return square, self._groups.model.all_reduce(square)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient with `factor`."""
@@ -153,17 +179,44 @@ class Gradients:
                 piece.missing, piece.ready = len(piece.parameters), False
 
 
-def cut_pieces(stage: Stage, buckets: int, piece_bytes: int) -> list[Piece]:
-    """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype."""
-    parameters = list(reversed(list(stage.named_weights().values())))
+def _move_into(view: Tensor, parameter: Tensor) -> None:
+    """Add a parameter's new gradient to its sum of longer type; one that was put off is not there yet."""
+    if parameter.grad is not None:
+        view.add_(parameter.grad)
+        parameter.grad = None
+
+
+def _sum_over(copies: Sequence[Sequence[Tensor]], sharing: Sharing | None) -> None:
+    """Let all tensors of each list, here and on the other ranks that share them, be their sum."""
+    sums = []
+    for own in copies:
+        total = own[0]
+        for other in own[1:]:
+            total.add_(other)
+        sums.append(total)
+    for work in [sharing.group.all_reduce(total) for total in sums] if sharing else []:
+        work.wait()
+    for own in copies:
+        for other in own[1:]:
+            other.copy_(own[0])
+
+
+def cut_pieces(
+    stage: Stage, buckets: int, piece_bytes: int, apart: Collection[nn.Parameter] = ()
+) -> list[tuple[Bucket, list[nn.Parameter]]]:
+    """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
+
+    Those that stand `apart` come last, each in a piece of its own.
+    """
+    parameters = [p for p in reversed(list(stage.named_weights().values())) if p not in apart]
     total = sum(p.numel() for p in parameters)
-    pieces: list[Piece] = []
+    pieces: list[tuple[Bucket, list[nn.Parameter]]] = []
     gathered: list[nn.Parameter] = []
     done = bucket = 0
 
     def close() -> None:
         if gathered:
-            pieces.append(Piece((stage.index, bucket), gathered))
+            pieces.append(((stage.index, bucket), [*gathered]))
             gathered.clear()
 
     for parameter in parameters:
@@ -175,7 +228,8 @@ def cut_pieces(stage: Stage, buckets: int, piece_bytes: int) -> list[Piece]:
             close()
             bucket += 1
     close()
-    return pieces
+    alone = [p for p in stage.named_weights().values() if p in apart]
+    return [*pieces, *(((stage.index, buckets - 1), [parameter]) for parameter in alone)]
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

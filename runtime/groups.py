@@ -11,14 +11,25 @@ mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forwar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from quintsched.instructions import Message, Send
 from quintsched.mesh import REPLICA_AXES, Mesh
 from quintsched.plan import Plan
 
+from .shards import shard_of
 from .transport import Group, Transport
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that hold the same weights; `first` is the index of the one whose stage comes first."""
+
+    group: Group
+    first: int
 
 
 @dataclass(frozen=True)
@@ -32,25 +43,33 @@ class MeshGroups:
     model: Group
     holders: Group
     world: Group
-    twins: Mapping[tuple[int, ...], Group]
-    """Per set of stages that hold the same piece of the model: the ranks that hold one of them, in each replica."""
+    sharing: Mapping[tuple[int, ...], Sharing]
+    """Per set of stages on several ranks that share weights: the ranks that hold one of them, in each replica."""
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter in the global norm: of tensor-parallel copies, one does."""
+        return shard_of(parameter) is not None or self.tensor.index == 0
 
 
 def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
     """Make all groups of a plan, in the order of the fields; every rank calls this at the same point."""
     mesh = plan.mesh
     along = (("tp",), REPLICA_AXES, ("pp",), ("pp", *REPLICA_AXES), ("pp", "tp"), ("tp", *REPLICA_AXES))
-    tensor, replicas, pipeline, metrics, model, holders, world = (
+    tensor, replicas, pipeline, metrics, model, holders_group, world = (
         transport.make_group(mesh.groups(*axes)) for axes in (*along, ("pp", "tp", *REPLICA_AXES))
     )
-    sets = sorted({plan.layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()})
-    twins = {stages: transport.make_group(_twin_partition(mesh, plan, stages)) for stages in sets}
-    return MeshGroups(tensor, replicas, pipeline, metrics, model, holders, world, twins)
+    layout, sharing = plan.layout, {}
+    twins = {layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()}
+    for stages in sorted(twins | set(plan.tied.values())):
+        holders = sorted({plan.stage_to_pp[stage] for stage in stages})
+        if len(holders) > 1:
+            group = transport.make_group(_sharing_partition(mesh, holders))
+            sharing[stages] = Sharing(group, holders.index(plan.stage_to_pp[stages[0]]))
+    return MeshGroups(tensor, replicas, pipeline, metrics, model, holders_group, world, sharing)
 
 
-def _twin_partition(mesh: Mesh, plan: Plan, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the ranks that hold these stages, together in each replica; all others are alone."""
-    holders = {plan.stage_to_pp[stage] for stage in stages}
+def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks at these pp coordinates, together in each replica; all others are alone."""
     partition: list[tuple[int, ...]] = []
     for line in mesh.groups("pp"):
         partition.append(tuple(sorted(line[k] for k in holders)))

@@ -8,6 +8,8 @@ from quintsched.compiler import compile
 from quintsched.errors import MisfitError
 from quintsched.mesh import Mesh
 from quintsched.plan import Plan
+from quintsched.schedules import find_schedule
+from quintsched.userfile import names_file
 
 from .config import JobConfig, ParallelConfig
 
@@ -26,6 +28,9 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
             mesh=Mesh.parse(parallel.mesh),
             microbatches=parallel.microbatches,
             chunks=parallel.chunks if "chunks" in parallel.model_fields_set else None,
+            slices=parallel.slices,
+            recompute=parallel.recompute,
+            tied=parallel.tied or _first_and_last(job),
         )
     else:
         plan = Plan.load(path)
@@ -34,18 +39,33 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     return plan
 
 
+def _first_and_last(job: JobConfig) -> dict[str, tuple[int, ...]]:
+    """Return what the plan must tie for a built-in model: weights of its first block and its last, if apart."""
+    if names_file(job.model.name):
+        return {}
+    from .models import tied_weights
+
+    parallel = job.parallel
+    chunks = parallel.chunks if "chunks" in parallel.model_fields_set else None
+    schedule = find_schedule(parallel.schedule)
+    stages = schedule.shape(Mesh.parse(parallel.mesh).pp, parallel.microbatches, chunks, parallel.slices).stage_to_pp
+    return dict.fromkeys(tied_weights(job.model), (0, len(stages) - 1)) if len(stages) > 1 else {}
+
+
 def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
     said: dict[str, object] = {
         "mesh": Mesh.parse(parallel.mesh),
         "schedule": parallel.schedule,
         "microbatches": parallel.microbatches,
         "chunks": parallel.chunks,
+        "slices": parallel.slices,
     }
     has: dict[str, object] = {
         "mesh": plan.mesh,
         "schedule": plan.schedule.name,
         "microbatches": plan.schedule.microbatches,
         "chunks": plan.schedule.chunks,
+        "slices": plan.schedule.slices,
     }
     odd = [
         f"{key} is {said[key]} in the job file but {has[key]} in the plan"

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from quintsched.dataflow import Flow, Kind, Value, flow
 from quintsched.errors import MisfitError
-from quintsched.instructions import ENDS_BACKWARD, Compute, Instruction
+from quintsched.instructions import ENDS_BACKWARD, Instruction
 from quintsched.plan import Plan
 
-from .blocks import TensorSpec
+from .backward import Root
+from .blocks import Parcel, TensorSpec
+from .deferred import Products, WeightQueue
+from .forward import Extras, Outputs, StageForward
 from .gradients import Gradients
 from .groups import MeshGroups
-from .stages import Stage
+from .precision import Masters
+from .recompute import Rerun
+from .slices import Store
+from .tracing import Recorder
 from .transport import Transport, Work
 
 LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
@@ -34,30 +43,76 @@ That wait is free of deadlock only for plans that are so under the `blocking` pr
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's share of a batch, cut into microbatches; what the rank does not need is empty."""
+    """This rank's share of a batch, cut into units (microbatches or their slices); what it does not need is empty."""
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
-    extras: Sequence[Mapping[str, Tensor]]
+    extras: Sequence[Extras]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What a forward keeps for its backward: the input, and the outputs that the backward starts from.
+class Start(NamedTuple):
+    """Where a backward starts: the edges of outputs, whose gradients come from elsewhere, then those of losses.
 
-    `gradient` is that of the output, kept by the input half of a backward for the weight half.
+    `numbers` says which output each of the first is; `ones` are the gradients of the others.
     """
 
-    given: Tensor
-    output: Tensor
-    auxiliary: Tensor | None
-    gradient: Tensor | None = None
+    roots: tuple[Root, ...] = ()
+    numbers: tuple[int, ...] = ()
+    ones: tuple[Tensor, ...] = ()
 
-    def roots(self, gradient: Tensor | None) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return where a backward starts, and with which gradients: the output, and the auxiliary loss."""
-        roots = [(self.output, gradient), (self.auxiliary, None)]
-        used = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
-        return [root for root, _ in used], [grad for _, grad in used]
+    def with_loss(self, loss: Tensor) -> Start:
+        """Return a start at `loss` as well, if it has a gradient."""
+        if not loss.requires_grad:
+            return self
+        return Start((*self.roots, get_gradient_edge(loss)), self.numbers, (*self.ones, torch.ones_like(loss)))
+
+
+class Saved(NamedTuple):
+    """What a forward keeps for its backward."""
+
+    given: Outputs
+    start: Start
+    reruns: list[Rerun]
+
+
+class Cell:
+    """Where one value stands between two instructions. One that comes from another rank is waited for when taken."""
+
+    __slots__ = ("held", "receive", "works")
+
+    def __init__(self) -> None:
+        self.held: Outputs = ()
+        self.works: Sequence[Work] = ()
+        self.receive: int | None = None
+
+
+class Tally:
+    """Loss, loss weight and metrics of a step: collected per microbatch, added up once."""
+
+    def __init__(self, num_metrics: int, device: torch.device) -> None:
+        self._device = device
+        self._columns: list[list[Tensor | float]] = [[] for _ in range(2 + num_metrics)]
+        self.losses, self.weights, *self.metrics = self._columns
+
+    def sums(self) -> Tensor:
+        """Return the sums, float64: loss, loss weight, then one per metric; begin again."""
+        sums = [_total(column) for column in self._columns]
+        for column in self._columns:
+            column.clear()
+        if not any(isinstance(total, Tensor) for total in sums):
+            return torch.tensor(sums, dtype=torch.float64, device=self._device)
+        return torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self._device) for s in sums])
+
+
+def _total(column: Iterable[Tensor | float]) -> Tensor | float:
+    """Add up numbers on the host and tensors where they are, in double precision."""
+    tensors = [x for x in column if isinstance(x, Tensor)]
+    numbers = sum(x for x in column if not isinstance(x, Tensor))
+    if not tensors:
+        return numbers
+    if len({t.dtype for t in tensors}) > 1:
+        tensors = [t.to(torch.float64) for t in tensors]
+    return torch.stack(tensors).sum(dtype=torch.float64) + numbers
 
 
 class Clock:
@@ -109,32 +164,37 @@ def _event_now() -> torch.cuda.Event:
 
 @dataclass
 class Machine:
-    """One rank's state while it runs programs. Handlers in `interpreter` are bound to it.
+    """One rank's state while it runs programs. Handlers are bound to it.
 
-    `specs` says what each stage gives for a microbatch. `tally` holds the sums of the step, float64: loss, loss
-    weight, then one per metric.
+    `parcels` says what each stage leaves for the next, for one unit. `tally` collects the step's loss and metrics,
+    `sums` holds them once they are shared.
     """
 
     plan: Plan
     pp_rank: int
-    stages: Mapping[int, Stage]
+    forwards: Mapping[int, StageForward]
     input_spec: TensorSpec
-    specs: Mapping[int, TensorSpec]
+    parcels: Mapping[int, Parcel]
     transport: Transport
     groups: MeshGroups
     clock: Clock
     loss_fn: LossFn
     metrics: Mapping[str, MetricFn]
-    tally: Tensor
+    tally: Tally
     gradients: Gradients | None = None
+    queues: Mapping[int, WeightQueue] = field(default_factory=dict)
     optimizers: Mapping[tuple[int, ...], Optimizer] = field(default_factory=dict)
+    masters: Masters | None = None
     clip: float | None = None
     sends_kept: int | None = SENDS_KEPT
     batch: Batch = field(default_factory=lambda: Batch((), (), ()))
-    values: dict[Value, Tensor] = field(default_factory=dict)
-    arrivals: dict[Value, Work] = field(default_factory=dict)
+    cells: dict[Value, Cell] = field(default_factory=dict)
     saved: dict[Value, Saved] = field(default_factory=dict)
-    sent: dict[int, deque[tuple[Work, Tensor]]] = field(default_factory=dict)
+    pending: dict[Value, Products] = field(default_factory=dict)
+    stores: dict[tuple[int, int], Store] = field(default_factory=dict)
+    sent: dict[Value, tuple[Sequence[Work], Outputs]] = field(default_factory=dict)
+    recorder: Recorder | None = None
+    sums: Tensor | None = None
     shared: Work | None = None
     norm: Tensor | None = None
     skipped: bool = False
@@ -148,52 +208,80 @@ class Machine:
         """Return what an instruction takes and makes on this rank."""
         return flow(instruction, self.plan.layout, self.pp_rank)
 
-    def is_last_backward(self, instruction: Compute) -> bool:
-        """Whether it completes the weight gradients of its stage."""
-        ends = (i for i in reversed(self.plan.programs[self.pp_rank]) if isinstance(i, ENDS_BACKWARD))
-        return next((i for i in ends if i.stage == instruction.stage), None) == instruction
+    @cached_property
+    def last_backwards(self) -> frozenset[Instruction]:
+        """What completes the weight gradients of each stage."""
+        last = {i.stage: i for i in self.plan.programs[self.pp_rank] if isinstance(i, ENDS_BACKWARD)}
+        return frozenset(last.values())
 
-    def take(self, value: Value) -> Tensor:
-        """Return a value and forget it; one that comes from another rank is waited for first."""
-        work = self.arrivals.pop(value, None)
-        if work is not None:
+    def cell(self, value: Value) -> Cell:
+        """Return the place of a value."""
+        return self.cells.setdefault(value, Cell())
+
+    def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
+        """Return what takes a value away for instruction `index`, waiting for it if it comes from another rank.
+
+        A gradient that comes back says that the activation it belongs to has arrived: what was sent is let go.
+        """
+        cell = self.cell(value)
+        forward = Value(Kind.OUTPUT, value.stage, value.number) if value.kind is Kind.OUTPUT_GRAD else None
+
+        def take() -> Outputs:
+            if cell.works:
+                self.wait(cell.works, index, cell.receive)
+                cell.works = ()
+                if forward is not None:
+                    self.let_go(forward, index)
+            held, cell.held = cell.held, ()
+            return held
+
+        return take
+
+    def wait(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
+        """Wait for what comes from other ranks; the time counts as instruction `index`'s, and as its receive's."""
+        recorder = self.recorder
+        if recorder is None:
+            for work in works:
+                work.wait()
+            return
+        since = recorder.now()
+        for work in works:
             work.wait()
-        return self.values.pop(value)
+        until = recorder.now()
+        recorder.add_wait(index, since, until)
+        if receive is not None:
+            recorder.add_wait(receive, since, until)
+            recorder.mark(receive, end=until)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Send without blocking; of older sends of the channel only the last few may still be under way."""
-        channel = self.sent.setdefault(peer, deque())
-        if self.sends_kept is not None and len(channel) >= self.sends_kept:
-            channel.popleft()[0].wait()
-        channel.append((self.transport.send(tensor, peer, tag), tensor))
+    def let_go(self, value: Value, index: int) -> None:
+        """Let go of what was sent, once that is done."""
+        works_and_tensors = self.sent.pop(value, None)
+        if works_and_tensors is not None:
+            self.wait(works_and_tensors[0], index)
 
-    def require_input(self, microbatch: Tensor) -> None:
-        """Raise `MisfitError` unless a microbatch of inputs has the shape that the ranks agreed on."""
-        if TensorSpec.of(microbatch) != self.input_spec:
+    def require_input(self, unit: Tensor) -> None:
+        """Raise `MisfitError` unless a unit of inputs has the shape that the ranks agreed on."""
+        if TensorSpec.of(unit) != self.input_spec:
             raise MisfitError(
-                f"a microbatch of inputs is {TensorSpec.of(microbatch)}; the first step's was {self.input_spec}, and "
+                f"a microbatch of inputs is {TensorSpec.of(unit)}; the first step's was {self.input_spec}, and "
                 "buffers are made once: pad the batch, and give padded samples no loss weight"
             )
 
     def begin(self, batch: Batch) -> None:
         """Start a step on `batch`. What was sent in the step before has been received by now: let go of it."""
-        for channel in self.sent.values():
-            while channel:
-                channel.popleft()[0].wait()
+        for works, _ in self.sent.values():
+            for work in works:
+                work.wait()
+        self.sent.clear()
         self.batch = batch
-        self.tally = torch.zeros_like(self.tally)
-        self.shared = self.norm = None
+        self.sums = self.shared = self.norm = None
         self.skipped = False
         if self.trains and self.gradients is not None:
             self.gradients.attach()
 
-    def weight(self) -> Tensor:
+    def weight(self, index: int) -> Tensor:
         """Return the batch's total loss weight, waiting until it is known."""
+        assert self.sums is not None
         if self.shared is not None:
-            self.shared.wait()
-        return self.tally[1]
-
-
-def tag_of(value: Value) -> int:
-    """Return the tag of the message that carries a value: one per stage and direction."""
-    return 2 * value.stage + (value.kind is Kind.OUTPUT_GRAD)
+            self.wait([self.shared], index)
+        return self.sums[1]

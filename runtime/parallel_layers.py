@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quintsched.errors import MisfitError
 
 from .collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from .deferred import embedding, linear
 from .replicas import require_same
 from .shards import Shard, mark_shard, take_shard
 from .transport import Group
@@ -81,6 +81,7 @@ class ColumnParallelLinear(ShardedModule):
         MisfitError: `parts` × size does not divide `out_features`.
     """
 
+    deferrable = ("weight", "bias")
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -119,7 +120,7 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, in) to (…, out / size), or (…, out) with `gather_output`."""
-        y = functional.linear(copy_to_group(x, self.group), self.weight, self.bias)
+        y = linear(copy_to_group(x, self.group), self.weight, self.bias)
         if not self.gather_output:
             return y
         return gather_from_group(y.view(*y.shape[:-1], self.parts, -1), self.group, -1).flatten(-2)
@@ -146,6 +147,7 @@ class RowParallelLinear(ShardedModule):
         MisfitError: the size does not divide `in_features`, or the ranks come with different biases.
     """
 
+    deferrable = ("weight",)
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -192,7 +194,7 @@ class RowParallelLinear(ShardedModule):
                 f"a row-parallel layer over {self.group.size} ranks takes {self.weight.shape[1]} of {self.in_features} "
                 f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
             )
-        y = reduce_from_group(functional.linear(x, self.weight), self.group)
+        y = reduce_from_group(linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -216,6 +218,7 @@ class VocabParallelEmbedding(ShardedModule):
         MisfitError: the size does not divide `num_embeddings`.
     """
 
+    deferrable = ("weight",)
     weight: nn.Parameter
 
     def __init__(
@@ -255,7 +258,7 @@ class VocabParallelEmbedding(ShardedModule):
         local = ids - self.group.index * num_local
         is_elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ((local < 0) | (local >= num_local))
         # Ids that are nobody's stay out of range here too, so that the lookup itself refuses them.
-        rows = functional.embedding(local.masked_fill(is_elsewhere, 0), self.weight, self._local_padding())
+        rows = embedding(local.masked_fill(is_elsewhere, 0), self.weight, self._local_padding())
         return reduce_from_group(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def _local_padding(self) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from .blocks import Blocks, TensorSpec, trace_shapes
+from .blocks import Blocks, Parcel, TensorSpec, trace_shapes
 from .transport import Group, ReduceOp
 
 _DTYPES = (
@@ -63,8 +63,8 @@ def find_shapes(
     dtype: torch.dtype | None,
     world: Group,
     device: torch.device,
-) -> list[TensorSpec]:
-    """Return the spec of every block's output for one microbatch; raises `MisfitError` where ranks disagree."""
-    specs = trace_shapes(blocks, inputs, {name: TensorSpec.of(tensor) for name, tensor in extras.items()}, dtype)
-    agree("the shapes of what travels", " ".join(map(str, [inputs, *specs])), world, device)
-    return specs
+) -> list[Parcel]:
+    """Return what every block leaves for the next, for one unit; raises `MisfitError` where ranks disagree."""
+    parcels = trace_shapes(blocks, inputs, {name: TensorSpec.of(tensor) for name, tensor in extras.items()}, dtype)
+    agree("the shapes of what travels", " ".join(map(str, [inputs, *parcels])), world, device)
+    return parcels

@@ -16,7 +16,7 @@ from quintsched.errors import MisfitError
 from quintsched.layout import Layout
 from quintsched.partition import partition
 
-from .blocks import Block, Blocks, accepted_extras, build_block, split_output
+from .blocks import Block, Blocks, build_block
 from .groups import MeshGroups
 from .tensor_parallel import apply_tensor_parallel
 from .transport import Group
@@ -25,23 +25,12 @@ BlockBuilder = Callable[[Block, int], nn.Module]
 
 
 class Stage(nn.Module):
-    """One contiguous piece of the model; blocks keep their numbers in the whole model."""
+    """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it."""
 
     def __init__(self, index: int, blocks: Mapping[int, nn.Module]) -> None:
         super().__init__()
         self.index = index
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
-        self._extras_of = [accepted_extras(block) for block in blocks.values()]
-
-    def forward(self, given: Tensor, extras: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the output activation and the sum of the auxiliary losses (None where no block has one)."""
-        total: Tensor | None = None
-        for block, accepts in zip(self.blocks.values(), self._extras_of, strict=True):
-            taken = {name: extra for name, extra in extras.items() if accepts(name)} if extras else {}
-            given, auxiliary = split_output(block(given, **taken))
-            if auxiliary is not None:
-                total = auxiliary if total is None else total + auxiliary
-        return given, total
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight"."""
@@ -75,8 +64,8 @@ def build_stages(
         module = build_block(blocks[number], number, seed, dtype).to(device)
         for tensor in (*module.parameters(), *module.buffers()):
             _same_everywhere(tensor, groups.holders)
-            if layout.twins(stage):
-                _same_everywhere(tensor, groups.twins[layout.twins(stage)])
+            if layout.twins(stage) in groups.sharing:
+                _same_everywhere(tensor, groups.sharing[layout.twins(stage)].group)
         _require_no_dropout(module, number, groups.tensor)
         return apply_tensor_parallel(module, groups.tensor)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
 
+from .precision import Masters
 from .stages import Stage
 from .tensor_parallel import gather_full
 from .transport import Group
@@ -22,34 +23,38 @@ Stages = Mapping[int, Stage]
 Optimizers = Mapping[tuple[int, ...], Optimizer]
 
 
-def _weights(stages: Stages) -> dict[str, Tensor]:
+def _weights(stages: Stages, masters: Masters | None = None) -> dict[str, Tensor]:
+    """Return weights, as their masters where there are any, and buffers."""
     return {
-        name.removeprefix("blocks."): tensor
+        name.removeprefix("blocks."): masters.of(tensor) if masters and isinstance(tensor, nn.Parameter) else tensor
         for stage in stages.values()
         for name, tensor in stage.state_dict(keep_vars=True).items()
     }
 
 
-def _optimizer_state(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, Tensor, dict[str, object]]]:
+def _optimizer_state(
+    stages: Stages, optimizers: Optimizers, masters: Masters
+) -> Iterator[tuple[str, Tensor, dict[str, object]]]:
     for step, optimizer in optimizers.items():
         for stage in step:
             for name, parameter in stages[stage].named_weights().items():
-                yield name, parameter, optimizer.state[parameter]
+                master = masters.of(parameter)
+                yield name, master, optimizer.state[master]
 
 
-def state_of(stages: Stages, optimizers: Optimizers) -> dict[str, Tensor]:
-    """Return weights, buffers and optimizer state; a plain number becomes a 0-dimensional tensor."""
-    state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages).items()}
-    for name, _, kept in _optimizer_state(stages, optimizers):
+def state_of(stages: Stages, optimizers: Optimizers, masters: Masters) -> dict[str, Tensor]:
+    """Return weights (float32 masters where there are any), buffers and optimizer state; numbers become tensors."""
+    state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages, masters).items()}
+    for name, _, kept in _optimizer_state(stages, optimizers, masters):
         for key, value in kept.items():
             if value is not None:
                 state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return state
 
 
-def load_state(stages: Stages, optimizers: Optimizers, state: Mapping[str, Tensor]) -> None:
+def load_state(stages: Stages, optimizers: Optimizers, masters: Masters, state: Mapping[str, Tensor]) -> None:
     """Take over a state in place; raises `MisfitError` for names or shapes that are not this rank's."""
-    weights = _weights(stages)
+    weights = _weights(stages, masters)
     given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
     if given != set(weights):
         odd = sorted(given ^ set(weights))
@@ -59,7 +64,8 @@ def load_state(stages: Stages, optimizers: Optimizers, state: Mapping[str, Tenso
         if found.shape != weight.shape or found.dtype != weight.dtype:
             raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
         weight.detach().copy_(found)
-    for name, parameter, kept in _optimizer_state(stages, optimizers):
+    masters.publish(list(stages))
+    for name, parameter, kept in _optimizer_state(stages, optimizers, masters):
         prefix = f"optimizer.{name}."
         brought = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
         kept.clear()

@@ -26,17 +26,17 @@ from quintsched.strictjson import describe_faults
 
 from .blocks import Blocks, estimate_costs, measure_costs
 from .checkpoint import Checkpoints, remembered
-from .config import JobConfig
+from .config import JobConfig, RuntimeConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from .engine import Engine, StepResult
 from .figures import Sums, Window
 from .history import Record, Reporter
 from .losses import correct_sum, cross_entropy_sum
-from .models import build_model
+from .models import build_model, tied_weights
 from .optim import build_optimizer, learning_rate_factor
 from .transport import Group, Transport
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def _nan_for_null(value: object) -> object:
@@ -93,6 +93,9 @@ class Trainer:
             block_costs=self._block_costs(blocks, sizes.spec, transport),
             bucket_mb=job.parallel.bucket_mb,
             dtype=DTYPES[job.runtime.precision],
+            tied=tied_weights(job.model),
+            compiled=job.runtime.compile,
+            trace_steps=_traced_steps(job.runtime),
             seed=job.train.seed,
             transport=transport,
         )
@@ -139,6 +142,8 @@ class Trainer:
             reporter.record({"event": "start", "plan": self.plan.title, "step": self.progress.step})
             while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train_epoch()
+            if self.job.runtime.trace is not None:
+                self.engine.save_trace(self.job.runtime.trace)
         return self.progress.history
 
     def _train_epoch(self) -> None:
@@ -279,6 +284,10 @@ class Trainer:
             )
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
+
+
+def _traced_steps(runtime: RuntimeConfig) -> range | None:
+    return range(runtime.trace_first, runtime.trace_first + runtime.trace_steps) if runtime.trace is not None else None
 
 
 def _needs_data(plan: Plan, rank: int) -> bool:

@@ -20,25 +20,33 @@ from ..blocks import Blocks
 from ..config import ModelConfig
 from ..data import DataSpec
 from ..settings import Settings, read_settings
+from .gpt import GPTOptions, gpt, gpt_tied
 from .vit import ViTOptions, vit
 
 Builder: TypeAlias = Callable[[], nn.Module]
+TiedNames: TypeAlias = dict[str, tuple[str, ...]]
 Options = TypeVar("Options", bound=Settings)
 
 
 @dataclass(frozen=True)
 class ModelKind(Generic[Options]):
-    """A built-in model: the class of its options, and the function that turns sizes and options into blocks."""
+    """A built-in model: the class of its options, and the function that turns sizes and options into blocks.
+
+    `tied` says which of its weights are one, by their names in the whole model.
+    """
 
     options: type[Options]
     build: Callable[[DataSpec, Options], list[Builder]]
+    tied: Callable[[Options], TiedNames] = lambda _: {}
 
-    def blocks(self, data: DataSpec, options: Mapping[str, Any]) -> list[Builder]:
-        """Check `options` and return the blocks."""
-        return self.build(data, read_settings(self.options, options, "job", prefix="model.options"))
+    def read(self, options: Mapping[str, Any]) -> Options:
+        """Check the options of a job."""
+        return read_settings(self.options, options, "job", prefix="model.options")
 
 
-MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType({"vit": ModelKind(ViTOptions, vit)})
+MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
+    {"vit": ModelKind(ViTOptions, vit), "gpt": ModelKind(GPTOptions, gpt, gpt_tied)}
+)
 
 
 def build_model(config: ModelConfig, data: DataSpec) -> Blocks:
@@ -50,9 +58,25 @@ def build_model(config: ModelConfig, data: DataSpec) -> Blocks:
     """
     if names_file(config.name):
         return _user_blocks(config.name, call_object(config.name, data, **config.options))
-    if config.name not in MODELS:
-        raise UsageError(f"model.name: there is no model {config.name!r}{suggest(config.name, MODELS)}")
-    return MODELS[config.name].blocks(data, config.options)
+    kind = _kind(config.name)
+    return kind.build(data, kind.read(config.options))
+
+
+def tied_weights(config: ModelConfig) -> TiedNames:
+    """Return what a job's model ties: a name, and the weights that are one; for a user's own function, `model.tied`.
+
+    Raises UsageError for an unknown name or wrong options.
+    """
+    if names_file(config.name) or config.tied:
+        return dict(config.tied)
+    kind = _kind(config.name)
+    return kind.tied(kind.read(config.options))
+
+
+def _kind(name: str) -> ModelKind[Any]:
+    if name not in MODELS:
+        raise UsageError(f"model.name: there is no model {name!r}{suggest(name, MODELS)}")
+    return MODELS[name]
 
 
 def _user_blocks(name: str, blocks: object) -> Blocks:

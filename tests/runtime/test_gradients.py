@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.gradients import cut_pieces
+from quintsched.runtime.gradients import Piece, cut_pieces
 from quintsched.runtime.losses import cross_entropy_sum
+from quintsched.runtime.precision import Masters
 from quintsched.runtime.stages import Stage
 from quintsched.runtime.transport import DoneWork, Transport, run_local
 
@@ -21,22 +22,22 @@ def test_pieces_hold_every_parameter_once_last_first(piece_bytes: int, pieces: i
     stage = Stage(0, {n: nn.Linear(4, 4) for n in range(4)})
     cut = cut_pieces(stage, 1, piece_bytes)
     assert len(cut) == pieces
-    held = [parameter for piece in cut for parameter in piece.parameters]
+    held = [parameter for _, parameters in cut for parameter in parameters]
     assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
 
 
 def test_a_gradient_is_a_view_into_its_piece() -> None:
-    stage = Stage(0, {0: nn.Linear(3, 2)})
-    (piece,) = cut_pieces(stage, 1, 10**9)
-    output, _ = stage(torch.ones(1, 3), {})
-    output.sum().backward()
+    layer = nn.Linear(3, 2)
+    piece = Piece((0, 0), list(layer.parameters()), Masters({}))
+    layer(torch.ones(1, 3)).sum().backward()
     assert piece.flat.tolist() == [1.0] * 8
 
 
 def test_mixed_types_and_buckets_are_cut_apart() -> None:
     stage = Stage(0, {0: nn.Linear(4, 4), 1: nn.Linear(4, 4).double(), 2: nn.Linear(4, 4)})
-    assert [piece.flat.dtype for piece in cut_pieces(stage, 1, 10**9)] == [torch.float32, torch.float64, torch.float32]
-    assert {piece.bucket for piece in cut_pieces(stage, 3, 10**9)} == {(0, 0), (0, 1), (0, 2)}
+    types = [parameters[0].dtype for _, parameters in cut_pieces(stage, 1, 10**9)]
+    assert types == [torch.float32, torch.float64, torch.float32]
+    assert {bucket for bucket, _ in cut_pieces(stage, 3, 10**9)} == {(0, 0), (0, 1), (0, 2)}
 
 
 class Watched(nn.Linear):

@@ -20,6 +20,7 @@ from quintsched.runtime import checkpoint
 from quintsched.runtime.checkpoint import Checkpoints
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.machine import Clock
+from quintsched.runtime.precision import Masters
 from quintsched.runtime.stages import Stage
 from quintsched.runtime.state import load_state
 from quintsched.runtime.transport import Transport, run_local
@@ -120,7 +121,7 @@ def test_loaded_optimizer_state_lies_beside_its_parameter() -> None:
     stages = {0: Stage(0, {0: nn.Linear(2, 2, bias=False, device="meta")})}
     optimizer = torch.optim.Adam(stages[0].parameters())
     state = {"model.0.weight": torch.ones(2, 2), "optimizer.0.weight.exp_avg": torch.ones(2, 2)}
-    load_state(stages, {(0,): optimizer}, state | {"optimizer.0.weight.step": torch.tensor(1.0)})
+    load_state(stages, {(0,): optimizer}, Masters(stages), state | {"optimizer.0.weight.step": torch.tensor(1.0)})
     kept = optimizer.state[stages[0].get_parameter("blocks.0.weight")]
     assert kept["exp_avg"].is_meta
     assert not kept["step"].is_meta

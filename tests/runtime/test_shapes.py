@@ -13,11 +13,13 @@ from .toys import tiny_vit
 
 
 def test_shapes_are_found_without_data_or_memory() -> None:
-    specs = trace_shapes(tiny_vit(), TensorSpec((2, 1, 8, 8), torch.float64), {}, torch.float64)
+    parcels = trace_shapes(tiny_vit(), TensorSpec((2, 1, 8, 8), torch.float64), {}, torch.float64)
+    specs = [parcel.activation for parcel in parcels]
     assert [spec.shape for spec in specs] == [(2, 17, 16)] * 5 + [(2, 10)]
     assert {spec.dtype for spec in specs} == {torch.float64}
     huge = [lambda: nn.Linear(10**6, 10**6, bias=False)]
-    assert trace_shapes(huge, TensorSpec((10**6, 10**6), torch.float32), {})[0].shape == (10**6, 10**6)
+    (left,) = trace_shapes(huge, TensorSpec((10**6, 10**6), torch.float32), {})
+    assert left.activation.shape == (10**6, 10**6)
 
 
 @pytest.mark.parametrize("spec", [TensorSpec((3, 1, 28, 28), torch.float32), TensorSpec((), torch.int64)])

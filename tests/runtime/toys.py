@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +13,19 @@ from quintsched.runtime.blocks import Blocks, build_model
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.vit import ViTOptions, vit
-from quintsched.runtime.transport import Transport, run_local
+from quintsched.runtime.transport import Rules, Transport, run_local
 
 CLASSES = 10
 
 
 def tiny_vit(depth: int = 4) -> Blocks:
     return vit(DataSpec(input_shape=(1, 8, 8), num_classes=CLASSES), ViTOptions(hidden=16, depth=depth, heads=4))
+
+
+def tiny_gpt(length: int = 8, *, depth: int = 4, tied: bool = False) -> Blocks:
+    return gpt(DataSpec(input_shape=(length,), num_classes=CLASSES), GPTOptions(hidden=16, depth=depth, tied=tied))
 
 
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -48,6 +53,15 @@ class Task:
         return cls(inputs, targets)
 
 
+def ids_task(steps: int, samples: int, length: int) -> Task:
+    """Batches of token ids, with the next token as target; some targets are padding."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, CLASSES, (steps, samples, length + 1), generator=random)
+    targets = ids[..., 1:].clone()
+    targets[torch.rand(targets.shape, generator=random) < 0.1] = -100
+    return Task(ids[..., :-1].contiguous(), targets)
+
+
 @dataclass(frozen=True)
 class Outcome:
     losses: list[float]
@@ -60,17 +74,24 @@ def train_plainly(
     microbatches: int,
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = sgd,
     clip: float | None = None,
+    dtype: torch.dtype | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
 ) -> Outcome:
     """Train in one process with nothing of ours but the initial weights: the ground that everything stands on."""
-    model = build_model(blocks, 0, task.inputs.dtype)
+    model = build_model(blocks, 0, dtype or task.inputs.dtype)
+    for first, *others in (tied or {}).values():
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(first))
     stepper = optimizer(list(model.parameters()))
     losses = []
     for inputs, targets in zip(task.inputs, task.targets, strict=True):
         stepper.zero_grad()
-        weight = (targets != -100).sum().to(task.inputs.dtype)
+        weight = (targets != -100).sum().to(dtype or task.inputs.dtype)
         total = torch.zeros((), dtype=torch.float64)
         for some_inputs, some_targets in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            loss = nn.functional.cross_entropy(model(some_inputs), some_targets, ignore_index=-100, reduction="sum")
+            logits = model(some_inputs).flatten(0, -2)
+            loss = nn.functional.cross_entropy(logits, some_targets.flatten(), ignore_index=-100, reduction="sum")
             loss.backward()
             total += loss.detach()
         for parameter in model.parameters():
@@ -90,27 +111,46 @@ def train_on(
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = sgd,
     clip: float | None = None,
     bucket_mb: float = 25.0,
+    dtype: torch.dtype | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
+    rules: Rules = "mailbox",
 ) -> list[Outcome]:
     """Train with the engine on every rank of the plan, in process; returns each rank's losses and own weights."""
 
     def run(transport: Transport) -> Outcome:
-        engine = Engine(
-            plan,
-            blocks,
-            cross_entropy_sum,
-            optimizer,
-            metrics={"accuracy": correct_sum},
-            clip=clip,
-            bucket_mb=bucket_mb,
-            dtype=task.inputs.dtype,
-            transport=transport,
-        )
-        losses = []
-        for inputs, targets in zip(task.inputs, task.targets, strict=True):
-            losses.append(engine.step(*share(engine, inputs, targets)).loss.item())
-        return Outcome(losses, engine.full_weights())
+        return train_rank(transport, plan, task, blocks, optimizer, clip, bucket_mb, dtype, tied)
 
-    return run_local(plan.mesh.size, run, timeout_s=60)
+    return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
+
+
+def train_rank(
+    transport: Transport,
+    plan: qs.Plan,
+    task: Task,
+    blocks: Blocks,
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = sgd,
+    clip: float | None = None,
+    bucket_mb: float = 25.0,
+    dtype: torch.dtype | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
+) -> Outcome:
+    """Train with the engine on one rank of the plan; returns its losses and own weights."""
+    engine = Engine(
+        plan,
+        blocks,
+        cross_entropy_sum,
+        optimizer,
+        metrics={"accuracy": correct_sum},
+        clip=clip,
+        bucket_mb=bucket_mb,
+        dtype=dtype or task.inputs.dtype,
+        tied=tied,
+        transport=transport,
+    )
+    losses = []
+    for inputs, targets in zip(task.inputs, task.targets, strict=True):
+        losses.append(engine.step(*share(engine, inputs, targets)).loss.item())
+    return Outcome(losses, engine.full_weights())
 
 
 def share(engine: Engine, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:

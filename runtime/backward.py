@@ -1,0 +1,34 @@
+"""One call into autograd's engine, without the checks that `torch.autograd.backward` repeats for every microbatch.
+
+What a forward leaves is kept as an edge of the graph, not as a tensor: so the memory of an output that was sent is free
+as soon as the send is done, unless the graph itself needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
+
+Root = Tensor | GradientEdge
+
+_run = Variable._execution_engine.run_backward
+
+
+def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of all leaves to where they belong, and free the graph.
+
+    `gradients` are those of the roots, of their shapes; they are not checked. Shapes were agreed on beforehand.
+    """
+    if roots:
+        _run(
+            tuple(roots),
+            tuple(gradients),
+            False,  # keep the graph
+            False,  # make a graph of the backward
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )

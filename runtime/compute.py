@@ -1,0 +1,237 @@
+"""What a rank computes: forwards, recomputations, and backwards, whole or in halves.
+
+    Fwd        input ──▶ output, or loss          saved: where the backward starts
+    Bwd        ∂output ──▶ ∂input, ∂weights
+    BwdInput   ∂output ──▶ ∂input                 pending: the weight gradients' products, not yet computed
+    BwdWeight  products ──▶ ∂weights
+
+Each function here binds one instruction: everything that can be known beforehand is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from quintsched import instructions as ins
+from quintsched.dataflow import Flow, Kind, Value
+from quintsched.errors import MisfitError
+
+from .backward import run_backward
+from .blocks import TensorSpec
+from .forward import Extras, Outputs
+from .machine import Machine, Saved, Start
+from .recompute import Rerun
+from .slices import Past, Store
+
+Call = Callable[[], None]
+
+
+def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
+    """Run a stage forward on a unit; on the last stage of the route, the loss too."""
+    flow = machine.flow(instruction)
+    forward, unit = machine.forwards[instruction.stage], instruction.microbatch
+    taken = next((value for value in flow.consumes if value.kind is Kind.OUTPUT), None)
+    made = next(value for value in flow.produces if value.kind in (Kind.OUTPUT, Kind.LOSS))
+    kept = next((value for value in flow.produces if value.kind in (Kind.SAVED, Kind.CHECKPOINT)), None)
+    take = None if taken is None else machine.taker(taken, index)
+    finish = partial(_lose, machine, unit) if made.kind is Kind.LOSS else _hand_on(machine, made)
+    extras_of = _extras(machine, instruction)
+    clock, saved = machine.clock, machine.saved
+
+    def train() -> None:
+        given = (machine.batch.inputs[unit],) if take is None else take()
+        clock.start()
+        if take is not None:
+            given = tuple([t.detach().requires_grad_() if t.is_floating_point() else t for t in given])
+        reruns: list[Rerun] = []
+        outputs, auxiliary = forward(given, extras_of(given), reruns)
+        start = finish(outputs)
+        if auxiliary is not None:
+            start = start.with_loss(auxiliary)
+            machine.tally.losses.append(auxiliary.detach())
+        saved[kept] = Saved(given, start, reruns)  # type: ignore[index]
+        clock.stop()
+
+    def evaluate() -> None:
+        given = (machine.batch.inputs[unit],) if take is None else take()
+        clock.start()
+        outputs, auxiliary = forward(given, extras_of(given), [])
+        if auxiliary is not None:
+            machine.tally.losses.append(auxiliary)
+        finish(tuple(_apart(output, given) for output in outputs))
+        clock.stop()
+
+    return evaluate if kept is None else train
+
+
+def _extras(machine: Machine, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
+    """Return what gives a stage its extras: those of the unit, and what its slice may look back at."""
+    stage, unit, slices = instruction.stage, instruction.microbatch, machine.plan.schedule.slices
+    if slices == 1:
+        return lambda given: machine.batch.extras[unit]
+    microbatch, number = divmod(unit, slices)
+    key = (stage, microbatch)
+
+    def extras(given: Outputs) -> Extras:
+        if number == 0:
+            machine.stores[key] = Store()
+        past = Past(machine.stores[key], number, slices, given[0].shape[1])
+        return {**machine.batch.extras[unit], "past": past}
+
+    return extras
+
+
+def _hand_on(machine: Machine, made: Value) -> Callable[[Outputs], Start]:
+    """Return what leaves a stage's outputs for the next one; what does not fit the agreed shape goes no further."""
+    cell, parcel = machine.cell(made), machine.parcels[made.stage]
+    (shape, dtype), only_one = (parcel.activation.shape, parcel.activation.dtype), not parcel.riders
+
+    def check(outputs: Outputs) -> None:
+        for output, spec in zip(outputs, parcel.specs, strict=True):
+            if output.shape != spec.shape or output.dtype != spec.dtype:
+                raise MisfitError(f"stage {made.stage} gave {TensorSpec.of(output)}; the ranks agreed on {parcel}")
+
+    def hand_on(outputs: Outputs) -> Start:
+        output = outputs[0]
+        if only_one and output.shape == shape and output.dtype == dtype:
+            cell.held = (output.detach(),)
+            return Start((get_gradient_edge(output),), (0,)) if output.requires_grad else Start()
+        check(outputs)
+        cell.held = tuple(output.detach() for output in outputs)
+        numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
+        return Start(tuple(get_gradient_edge(outputs[number]) for number in numbers), numbers)
+
+    return hand_on
+
+
+def _lose(machine: Machine, unit: int, outputs: Outputs) -> Start:
+    """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
+    output, targets, tally = outputs[0], machine.batch.targets[unit], machine.tally
+    found = machine.loss_fn(output, targets)
+    loss, weight = found if isinstance(found, tuple) else (found, 1.0)
+    tally.losses.append(loss.detach())
+    tally.weights.append(weight.detach() if isinstance(weight, Tensor) else weight)
+    if machine.metrics:
+        with torch.no_grad():
+            for column, metric in zip(tally.metrics, machine.metrics.values(), strict=True):
+                column.append(metric(output, targets))
+    return Start().with_loss(loss)
+
+
+def bind_recompute(machine: Machine, index: int, instruction: ins.Recompute) -> Call:
+    """Run again what the forward dropped."""
+    flow = machine.flow(instruction)
+    checkpoint = next(value for value in flow.consumes if value.kind is Kind.CHECKPOINT)
+    made = next(value for value in flow.produces if value.kind is Kind.SAVED)
+    clock, saved = machine.clock, machine.saved
+
+    def run() -> None:
+        clock.start()
+        kept = saved[made] = saved.pop(checkpoint)
+        for rerun in kept.reruns:
+            rerun.again()
+        clock.stop()
+
+    return run
+
+
+def bind_bwd(machine: Machine, index: int, instruction: ins.Bwd) -> Call:
+    """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
+    backward = _backward(machine, index, instruction)
+    gradients = machine.gradients
+    has_twins = bool(machine.plan.layout.twins(instruction.stage))
+    if gradients is None or has_twins or instruction not in machine.last_backwards:
+        return partial(backward, nullcontext())
+    return lambda: backward(gradients.last_backward(instruction.stage))
+
+
+def bind_bwd_input(machine: Machine, index: int, instruction: ins.BwdInput) -> Call:
+    """Find the gradient of the input; what the weights' gradients are made of is put off."""
+    backward = _backward(machine, index, instruction)
+    queue, pending = machine.queues[instruction.stage], machine.pending
+    made = next(value for value in machine.flow(instruction).produces if value.kind is Kind.PENDING)
+
+    def run() -> None:
+        products = queue.deferring()
+        backward(products)
+        pending[made] = products
+
+    return run
+
+
+def bind_bwd_weight(machine: Machine, index: int, instruction: ins.BwdWeight) -> Call:
+    """Compute what was put off, and add it up."""
+    taken = machine.flow(instruction).consumes[0]
+    assert machine.gradients is not None
+    accumulate, clock, pending = machine.gradients.accumulate, machine.clock, machine.pending
+
+    def run() -> None:
+        clock.start()
+        pending.pop(taken).drain(accumulate)
+        clock.stop()
+
+    return run
+
+
+def _backward(
+    machine: Machine, index: int, instruction: ins.Compute
+) -> Callable[[AbstractContextManager[object]], None]:
+    """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
+    flow = machine.flow(instruction)
+    kept_as, taken, made = _backward_values(flow)
+    take = None if taken is None else machine.taker(taken, index)
+    cell = None if made is None else machine.cell(made)
+    forget = _forget_past(machine, instruction)
+    clock, saved = machine.clock, machine.saved
+
+    def run(around: AbstractContextManager[object]) -> None:
+        gradients = () if take is None else take()
+        clock.start()
+        given, start, _ = saved.pop(kept_as)
+        with around:
+            run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
+        if cell is not None:
+            cell.held = tuple([_gradient_of(tensor, gradients) for tensor in given])
+        forget()
+        clock.stop()
+
+    return run
+
+
+def _backward_values(flow: Flow) -> tuple[Value, Value | None, Value | None]:
+    """Return what a backward starts from: what was saved, the output's gradient, and the input's that it makes."""
+    saved = next(value for value in flow.consumes if value.kind is Kind.SAVED)
+    taken = next((value for value in flow.consumes if value.kind is Kind.OUTPUT_GRAD), None)
+    made = next((value for value in flow.produces if value.kind is Kind.OUTPUT_GRAD), None)
+    return saved, taken, made
+
+
+def _forget_past(machine: Machine, instruction: ins.Compute) -> Call:
+    """Return what drops a microbatch's keys and values after the backward of its first slice."""
+    microbatch, number = divmod(instruction.microbatch, machine.plan.schedule.slices)
+    if machine.plan.schedule.slices == 1 or number:
+        return lambda: None
+    return lambda: machine.stores.__delitem__((instruction.stage, microbatch))
+
+
+def _gradient_of(given: Tensor, taken: Outputs) -> Tensor:
+    """Return the gradient of a stage's input: zeros where the outputs do not depend on it."""
+    gradient = given.grad
+    return torch.zeros_like(given) if gradient is None else _apart(gradient, taken)
+
+
+def _apart(made: Tensor, taken: Outputs) -> Tensor:
+    """Return what was made, copied where it lies in the memory of what was taken (a stage that only reshapes).
+
+    That memory may be a receive buffer, which serves again while what was made is still being sent.
+    """
+    for tensor in taken:
+        if made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            return made.clone()
+    return made

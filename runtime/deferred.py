@@ -1,0 +1,328 @@
+"""The two halves of a backward: weight gradients that wait in a queue until somebody asks for them.
+
+    BwdInput    g ─▶ gradient of x = g W ─▶ the stage before           Product(W, gᵀ x), Product(b, Σ g) ─▶ queue
+    BwdWeight                                                          queue ─▶ compute ─▶ add to W.grad, b.grad
+
+`BwdInput` is an ordinary backward of the whole stage, run inside `WeightQueue.deferring()`: linear layers and
+embeddings then pass on the gradient of their input and leave that of their weights as products. The graph is freed by
+it; only x and g of each product stand until `Products.drain`. Outside of `deferring()` the same layers compute
+everything at once, with the same bits.
+
+Whatever cannot wait (norms, convolutions, functional calls on a weight, weights with hooks or a parametrization) is
+computed by the backward as ever. A weight of which one use waits and another does not gets both parts, added in
+another order than a full backward adds them.
+
+A layer of one's own joins in by naming its parameters and offering their products in its backward:
+
+    class Scale(nn.Module):
+        deferrable = ("weight",)                       # what defer_weights looks for
+
+    class ScaleFunction(torch.autograd.Function):
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            waits = defer(weight, gradient_of_scale, held=(grad, x))
+            return grad * weight, None if waits else gradient_of_scale(grad, x)
+
+    def gradient_of_scale(grad, x):
+        return (grad * x).sum(0)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
+from torch.nn import functional
+
+Accumulate = Callable[[nn.Parameter, Tensor], None]
+
+
+class Product(NamedTuple):
+    """A gradient that is still to be computed: of which parameter, how, from which tensors in which versions."""
+
+    parameter: nn.Parameter
+    compute: Callable[..., Tensor]
+    held: list[Tensor]
+    versions: list[int]
+
+
+class Products:
+    """The products of one backward; a context in which its queue collects them here."""
+
+    def __init__(self, queue: WeightQueue) -> None:
+        self._queue = queue
+        self._waiting: deque[Product] = deque()
+
+    def __enter__(self) -> Products:
+        self._queue.collecting = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.collecting = None
+
+    def add(self, parameter: nn.Parameter, compute: Callable[..., Tensor], held: tuple[Tensor, ...]) -> None:
+        """Let a product wait, without the graph that its tensors come from."""
+        kept = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
+        self._waiting.append(Product(parameter, compute, kept, [tensor._version for tensor in kept]))
+
+    @torch.no_grad()
+    def drain(self, accumulate: Accumulate) -> None:
+        """Compute all products, in the order of the backward, and hand each parameter's gradient over, once.
+
+        Those of a parameter that was used several times are added up first, in the order in which autograd does.
+        Each product's tensors are let go of as soon as it is computed.
+
+        Raises:
+            RuntimeError: a tensor was modified in place since the backward, as autograd would.
+        """
+        last_use = {id(product.parameter): number for number, product in enumerate(self._waiting)}
+        sums: dict[int, Tensor] = {}
+        for number in range(len(self._waiting)):
+            parameter, compute, held, versions = self._waiting.popleft()
+            if [tensor._version for tensor in held] != versions:
+                raise _was_modified(parameter)
+            key = id(parameter)
+            found = _as_type(compute(*held), parameter.dtype)
+            total = sums.pop(key) + found if key in sums else found
+            if last_use[key] == number:
+                accumulate(parameter, total)
+            else:
+                sums[key] = total
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that is held, as often as a product holds it."""
+        for product in self._waiting:
+            yield from product.held
+
+
+def _was_modified(parameter: nn.Parameter) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor that is needed for the gradient of a weight of shape {tuple(parameter.shape)} was modified in place "
+        "between the two halves of its backward"
+    )
+
+
+class WeightQueue:
+    """Where the layers of one stage leave products, while a backward is `deferring`.
+
+    Args:
+        compiled: the stage goes through torch.compile; its deferring layers stay outside of the compiled code, which
+            would otherwise freeze what their backward did when it was traced.
+    """
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        self.collecting: Products | None = None
+        aside = torch.compiler.disable if compiled else _as_it_is
+        self.linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = aside(_linear)
+        self.embedding: Callable[[Tensor, Tensor, int | None], Tensor] = aside(_embedding)
+
+    def deferring(self) -> Products:
+        """Return a context that collects the products of the backward in it, which it is as well."""
+        return Products(self)
+
+    def __reduce__(self) -> tuple[type[WeightQueue], tuple[()]]:
+        """Let a copied or pickled parameter have a queue of its own, which nobody ever drains or fills."""
+        return WeightQueue, ()
+
+
+def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return function
+
+
+def queue_of(parameter: Tensor) -> WeightQueue | None:
+    """Return the queue that takes products for `parameter`, or None: its gradient never waits."""
+    queue: WeightQueue | None = getattr(parameter, "_quintsched_queue", None)
+    return queue
+
+
+def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[Tensor, ...]) -> bool:
+    """Let the gradient of `parameter` wait, if somebody collects; else return False: the caller computes it.
+
+    To be called in the backward of an autograd function.
+
+    Args:
+        parameter: one that `defer_weights` has seen; all others never wait.
+        product: computes the gradient, later, from `held`; no other tensor should be bound to it.
+        held: the tensors that it takes.
+    """
+    queue = queue_of(parameter)
+    if queue is None or queue.collecting is None or parameter._backward_hooks or torch.is_grad_enabled():
+        return False
+    queue.collecting.add(parameter, product, held)
+    return True
+
+
+def defer_weights(module: nn.Module, queue: WeightQueue) -> int:
+    """Have the layers of `module` leave products in `queue`; return how many trained numbers' gradients can wait.
+
+    Every plain nn.Linear and nn.Embedding is made to, in place and without showing: names, repr, state dict, pickles,
+    copies and hooks stay as they are. Other modules name the parameters that they defer themselves in `deferrable`.
+    A parameter that another module holds as well is left alone.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.Linear and "weight" in layer._parameters:
+            layer.__class__ = DeferringLinear
+        elif type(layer) is nn.Embedding and not (layer.sparse or layer.scale_grad_by_freq or layer.max_norm):
+            layer.__class__ = DeferringEmbedding
+    found: dict[nn.Parameter, bool] = {}
+    for layer in module.modules():
+        names = getattr(type(layer), "deferrable", ())
+        for name, parameter in layer.named_parameters(recurse=False):
+            found[parameter] = found.get(parameter, True) and name in names and _has_products(parameter)
+    deferrable = [parameter for parameter, can_wait in found.items() if can_wait]
+    for parameter in deferrable:
+        parameter._quintsched_queue = queue  # type: ignore[attr-defined]
+    return sum(parameter.numel() for parameter in deferrable if parameter.requires_grad)
+
+
+def _has_products(parameter: nn.Parameter) -> bool:
+    """Whether it is a parameter for which the products below give the very bits of autograd's."""
+    is_plain = type(parameter) is nn.Parameter and not parameter.is_complex()
+    return is_plain and parameter.is_contiguous() and parameter.numel() > 0
+
+
+class DeferringLinear(nn.Linear):
+    """An nn.Linear whose weight gradients can wait; it shows as what it was, and is copied and pickled as that."""
+
+    deferrable = ("weight", "bias")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (…, in) to (…, out)."""
+        return linear(input, self.weight, self.bias)
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return object.__new__, (nn.Linear,), self.__dict__
+
+
+class DeferringEmbedding(nn.Embedding):
+    """An nn.Embedding whose weight gradients can wait; it shows as what it was, and is copied and pickled as that."""
+
+    deferrable = ("weight",)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ids (…) to rows (…, embedding_dim)."""
+        return embedding(input, self.weight, self.padding_idx)
+
+    def _get_name(self) -> str:
+        return "Embedding"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return object.__new__, (nn.Embedding,), self.__dict__
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Do what torch.nn.functional.linear does; the gradients of parameters that have a queue can wait."""
+    queue = queue_of(weight)
+    return functional.linear(x, weight, bias) if queue is None else queue.linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Do what torch.nn.functional.embedding does; the gradient of a parameter that has a queue can wait."""
+    queue = queue_of(weight)
+    return (
+        functional.embedding(ids, weight, padding_idx) if queue is None else queue.embedding(ids, weight, padding_idx)
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not _is_recorded(weight):
+        return functional.linear(x, weight, bias)
+    if _is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and weight.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype is not weight.dtype:
+        return functional.linear(x, weight, bias)
+    if x.dim() == 2:
+        return _product(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    shape = (*x.shape[:-1], weight.shape[0])
+    if bias is None or x.is_contiguous():
+        return _product(rows, weight, bias).view(shape)
+    # As torch does: it adds the bias within the product only where x need not be copied to be one matrix.
+    return _product(rows, weight, None).view(shape) + bias.to(rows.dtype)
+
+
+def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    if not _is_recorded(weight):
+        return functional.embedding(ids, weight, padding_idx)
+    rows: Tensor = _Embedding.apply(ids, weight, padding_idx)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _is_recorded(weight: Tensor) -> bool:
+    """Whether the weight will get a gradient from an ordinary backward."""
+    return weight.requires_grad and torch.is_grad_enabled() and not _are_functorch_transforms_active()
+
+
+class _Linear(torch.autograd.Function):
+    """A matrix times weightᵀ, plus the bias. Each product is the very call that autograd's own formulas make."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        ctx.bias = bias
+        ctx.save_for_backward(x, weight)
+        columns = _as_type(weight, x.dtype).t()
+        return x.mm(columns) if bias is None else torch.addmm(_as_type(bias, x.dtype), x, columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        bias = ctx.bias
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        of_x = of_weight = of_bias = None
+        if needs_x:
+            of_x = _input_gradient(grad, _as_type(weight, x.dtype), x)
+        if needs_weight and not defer(weight, _weight_gradient, (grad, x)):
+            of_weight = _as_type(_weight_gradient(grad, x), weight.dtype)
+        if needs_bias and not defer(bias, _bias_gradient, (grad,)):
+            of_bias = _as_type(_bias_gradient(grad), bias.dtype)
+        return of_x, of_weight, of_bias
+
+
+_product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+
+
+def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x (rows, in), laid out like it."""
+    return weight.t().mm(grad.t()).t() if x.stride() == (1, x.shape[0]) else grad.mm(weight)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.t().mm(x)
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    return grad.sum(0)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of the weight by their ids."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None) -> Tensor:
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx % weight.shape[0]
+        ctx.save_for_backward(ids, weight)
+        return functional.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        ids, weight = ctx.saved_tensors
+        product = partial(_rows_gradient, weight.shape[0], ctx.padding_idx)
+        return None, None if defer(weight, product, (grad, ids)) else product(grad, ids), None
+
+
+def _rows_gradient(num_embeddings: int, padding_idx: int, grad: Tensor, ids: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten.embedding_dense_backward(grad, ids, num_embeddings, padding_idx, False)
+    return found
+
+
+def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` as `dtype`; asking first costs a fraction of `to`."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)

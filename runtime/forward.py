@@ -1,0 +1,94 @@
+"""Running a stage forward: its blocks one after the other, whole or in pieces that are recomputed later.
+
+stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one chain, everything is kept
+                         recompute 1    ( 0 1 2 3 4 5 )                    one chain, only its input is kept
+                         recompute 3    [ 0 1 ] ( 2 ) [ 3 4 ] ( 5 )        every third block is run again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import Parcel, accepted_extras, split_result
+from .recompute import Rerun, run_dropped
+
+Extras = Mapping[str, Any]
+Outputs = tuple[Tensor, ...]
+"""The activation, then what rides along, in the order of the parcel's names."""
+
+
+class Chain:
+    """Some consecutive blocks; `arriving` and `leaving` name what rides along into and out of them."""
+
+    def __init__(self, blocks: Sequence[nn.Module], arriving: Sequence[str], leaving: Sequence[str]) -> None:
+        self._blocks = [(block, accepted_extras(block)) for block in blocks]
+        self._arriving = tuple(arriving)
+        self._leaving = tuple(leaving)
+
+    def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+        """Return what leaves the last block, and the sum of the auxiliary losses (None where no block has one)."""
+        activation = given[0]
+        beside = {**extras, **dict(zip(self._arriving, given[1:], strict=True))} if self._arriving else extras
+        total: Tensor | None = None
+        for block, accepts in self._blocks:
+            taken = {name: extra for name, extra in beside.items() if accepts(name)} if beside else {}
+            result = block(activation, **taken)
+            if isinstance(result, Tensor):
+                activation = result
+                continue
+            activation, fresh, auxiliary = split_result(result)
+            beside = {**beside, **fresh} if fresh else beside
+            if auxiliary is not None:
+                total = auxiliary if total is None else total + auxiliary
+        return (activation, *(beside[name] for name in self._leaving)), total
+
+
+class StageForward:
+    """One stage, ready to be run on a microbatch.
+
+    Args:
+        blocks: the stage's blocks by number.
+        parcels: what every block of the model leaves for the next.
+        recompute: every how manieth block is recomputed; 1: the stage as a whole, 0: none.
+        compiled: whether torch.compile compiles each chain.
+    """
+
+    def __init__(
+        self, blocks: Mapping[int, nn.Module], parcels: Sequence[Parcel], *, recompute: int = 0, compiled: bool = False
+    ) -> None:
+        numbers = list(blocks)
+
+        def chain(some: Sequence[int]) -> Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]:
+            arriving = parcels[some[0] - 1].names if some[0] else ()
+            made = Chain([blocks[number] for number in some], arriving, parcels[some[-1]].names)
+            return torch.compile(made, dynamic=False) if compiled else made
+
+        self._segments = [(chain(some), dropped) for some, dropped in _cut(numbers, recompute)]
+
+    def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
+        """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""
+        total: Tensor | None = None
+        for chain, dropped in self._segments:
+            if dropped and torch.is_grad_enabled():
+                given, auxiliary = run_dropped(chain, given, extras, reruns)
+            else:
+                given, auxiliary = chain(given, extras)
+            if auxiliary is not None:
+                total = auxiliary if total is None else total + auxiliary
+        return given, total
+
+
+def _cut(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
+    """Cut a stage's blocks into pieces that are kept and pieces that are dropped."""
+    if every <= 1:
+        return [(list(numbers), every == 1)]
+    places = range(len(numbers))
+    starts = sorted({0} | {p for p in places if p % every == every - 1} | {p for p in places if p % every == 0})
+    return [
+        (list(numbers[start:stop]), start % every == every - 1) for start, stop in pairwise([*starts, len(numbers)])
+    ]

@@ -1,0 +1,56 @@
+"""Mixed precision: blocks compute in bf16 or fp16, the optimizer works on float32 masters of their weights.
+
+    weight (bf16) ──▶ forward, backward ──▶ gradient (bf16) ──added to──▶ sum (float32)
+       ▲                                                                      │
+       └──────────── rounded ◀── master (float32) ◀── optimizer step ◀────────┘
+
+Weights of 32 bits or more are their own masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .shards import mark_shard, shard_of
+from .stages import Stage
+
+
+class Masters:
+    """The weights that the optimizer of one rank works on."""
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._of: dict[nn.Parameter, nn.Parameter] = {}
+        self._pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for stage in stages.values():
+            low = [p for p in stage.named_weights().values() if is_low(p.dtype)]
+            high = [_master(parameter) for parameter in low]
+            self._of.update(zip(low, high, strict=True))
+            self._pairs[stage.index] = (list(low), list(high))
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the master of a parameter: itself where it has 32 bits or more."""
+        return self._of.get(parameter, parameter)
+
+    @torch.no_grad()
+    def publish(self, stages: Sequence[int]) -> None:
+        """Round the masters of these stages into the weights that blocks compute with."""
+        for stage in stages:
+            low, high = self._pairs[stage]
+            if low:
+                torch._foreach_copy_(low, high)
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether a type is too short to add up in."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    master = nn.Parameter(parameter.detach().to(torch.float32))
+    shard = shard_of(parameter)
+    if shard is not None:
+        mark_shard(master, shard)
+    return master

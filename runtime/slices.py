@@ -1,0 +1,77 @@
+"""Attention over a sequence that comes in slices: the keys and values of the slices before.
+
+    slice      0            1            2                    forwards in this order, backwards against it
+    keys     [k0]        [k0 k1]      [k0 k1 k2]              one buffer per microbatch, filled slice by slice
+    ∂keys    [∂0]◀───────[∂0 ∂1]◀─────[∂0 ∂1 ∂2]              one buffer, added to; a slice takes its part when the
+                                                              slices behind it have added theirs
+
+An attention takes `past` by name and calls `keys, values = past.extend(self, keys, values)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+
+class Store:
+    """What the attentions of a stage have seen of one microbatch."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[nn.Module, int], Row] = {}
+
+
+class Row:
+    """Keys, or values, of the whole sequence: as far as they are known, and their gradient."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+        self.gradient: Tensor | None = None
+
+
+class Past:
+    """What an attention may look back at: `seen` positions of its microbatch, before the slice it is given."""
+
+    def __init__(self, store: Store, number: int, slices: int, length: int) -> None:
+        self._store = store
+        self._total = slices * length
+        self.seen = number * length
+
+    def extend(self, site: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values so far: (samples, heads, slice, size) to (samples, heads, seen + slice, size).
+
+        `site` is the calling module; each has its own past.
+        """
+        return self._extend((site, 0), keys), self._extend((site, 1), values)
+
+    def _extend(self, which: tuple[nn.Module, int], piece: Tensor) -> Tensor:
+        row = self._store.rows.get(which)
+        if row is None:
+            shape = (*piece.shape[:-2], self._total, piece.shape[-1])
+            row = self._store.rows[which] = Row(torch.empty(shape, dtype=piece.dtype, device=piece.device))
+        extended: Tensor = _Extend.apply(piece, row, self.seen)  # type: ignore[no-untyped-call]
+        return extended
+
+
+class _Extend(torch.autograd.Function):
+    """Put a piece behind what is known. The buffer is written through `.data`: earlier slices, whose graphs hold
+    what lies before the piece, are not touched, and autograd need not suspect it."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, row: Row, start: int) -> Tensor:
+        ctx.row, ctx.start, ctx.end = row, start, start + piece.shape[-2]
+        row.whole.data[..., start : ctx.end, :].copy_(piece)
+        return row.whole.data[..., : ctx.end, :]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        row: Row = ctx.row  # type: ignore[attr-defined]
+        start, end = ctx.start, ctx.end  # type: ignore[attr-defined]
+        if row.gradient is None:
+            row.gradient = gradient.clone()
+        else:
+            row.gradient[..., :end, :] += gradient
+        return row.gradient[..., start:end, :], None, None

@@ -1,0 +1,67 @@
+"""Stages through torch.compile give the numbers of those that are not, split backwards and recomputation included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.transport import Transport, run_local
+
+from .toys import difference, sgd
+
+pytestmark = [  # what torch's own compiler warns of
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+slow = pytest.mark.slow
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x)))) * 0.5  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        ("zb-h1", 0),
+        pytest.param("1f1b", 0, marks=slow),
+        pytest.param("zbv", 0, marks=slow),
+        pytest.param("1f1b", 1, marks=slow),
+    ],
+)
+def test_compiled_stages_equal_plain_ones(schedule: str, recompute: int) -> None:
+    plan = qs.compile(schedule, mesh="pp=2", microbatches=4, recompute=recompute)
+    inputs, targets = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+
+    def outcome(compiled: bool) -> list[tuple[float, dict[str, Tensor], float | None]]:
+        def run(transport: Transport) -> tuple[float, dict[str, Tensor], float | None]:
+            engine = Engine(
+                plan,
+                [Mlp] * 4,
+                nn.functional.mse_loss,
+                sgd,
+                dtype=torch.float64,
+                compiled=compiled,
+                transport=transport,
+            )
+            loss = [engine.step(inputs, targets).loss.item() for _ in range(3)][-1]
+            engine.evaluate(inputs, targets)
+            return loss, engine.full_weights(), engine.deferred_share
+
+        return run_local(2, run, timeout_s=300)
+
+    for (loss, weights, share), (expected_loss, expected, plain_share) in zip(
+        outcome(True), outcome(False), strict=True
+    ):
+        assert loss == pytest.approx(expected_loss, abs=1e-12)
+        assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
+        assert share == plain_share
+        assert share is None if schedule == "1f1b" else share is not None and share > 0.9
