@@ -135,7 +135,7 @@ class Trace:
         return MeasuredStep(self.plan, number, unit, _timeline(self.plan, times, per_second(unit)))
 
     def costs(self, unit: str = "ms") -> Costs:
-        """Return what instructions took: medians per stage over steps, microbatches and replicas.
+        """Return what instructions took, per stage: means over a step's microbatches, medians over steps and replicas.
 
         Only the sum of the halves of a full `Bwd` is known: it is split in equal halves, or, where a stage has both
         kinds of backward, as its split ones are. `ClipGrad` counts from when the last rank has come to it. `p2p` is
@@ -194,7 +194,7 @@ def _measure(plan: Plan, times: _Times, unit: str) -> Costs:
     run = np.maximum(until - times.start - waited, 0.0) * scale
 
     def of_stages(kind: type[Compute]) -> tuple[list[float], list[int]]:
-        return _medians(run, columns.are(kind), columns.stage, len(plan.stage_to_pp))
+        return _typical(run, columns.are(kind), columns.stage, len(plan.stage_to_pp))
 
     found: dict[str, list[float]] = {"forward": of_stages(Fwd)[0]}
     if plan.mode == "train":
@@ -227,11 +227,14 @@ def _handovers(plan: Plan, times: _Times) -> tuple[Times, Times]:
     return until, waited
 
 
-def _medians(run: Times, rows: Flags, stage: Ints, stages: int) -> tuple[list[float], list[int]]:
-    """Return the median of these rows per stage (0 where it has none), and how many rows each stage has."""
+def _typical(run: Times, rows: Flags, stage: Ints, stages: int) -> tuple[list[float], list[int]]:
+    """Return what these rows take per stage (0 where it has none), and how many rows each stage has.
+
+    A step is a sum: within one the mean counts, since times are skewed and sums of medians come out low.
+    """
     of_stage = [rows & (stage == number) for number in range(stages)]
-    medians = [float(np.median(run[..., own])) if own.any() else 0.0 for own in of_stage]
-    return medians, [int(own.sum()) for own in of_stage]
+    found = [float(np.median(run[..., own].mean(axis=-1))) if own.any() else 0.0 for own in of_stage]
+    return found, [int(own.sum()) for own in of_stage]
 
 
 def _halves(

@@ -7,14 +7,24 @@ as soon as the send is done, unless the graph itself needs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+from torch._C import _FunctionBase
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Root = Tensor | GradientEdge
 
 _run = Variable._execution_engine.run_backward
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters the graph; the graph stays alive with it."""
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, _FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor | None]) -> None:

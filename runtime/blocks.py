@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,11 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes a tensor of this spec has."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Return an uninitialised tensor of this spec."""

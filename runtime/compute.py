@@ -16,13 +16,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from quintsched import instructions as ins
 from quintsched.dataflow import Flow, Kind, Value
 from quintsched.errors import MisfitError
 
-from .backward import run_backward
+from .backward import edge_of, run_backward
 from .blocks import TensorSpec
 from .forward import Extras, Outputs
 from .machine import Machine, Saved, Start
@@ -42,7 +41,7 @@ def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
     take = None if taken is None else machine.taker(taken, index)
     finish = partial(_lose, machine, unit) if made.kind is Kind.LOSS else _hand_on(machine, made)
     extras_of = _extras(machine, instruction)
-    clock, saved = machine.clock, machine.saved
+    clock, saved, whole = machine.clock, machine.saved, forward.whole
 
     def train() -> None:
         given = (machine.batch.inputs[unit],) if take is None else take()
@@ -50,7 +49,8 @@ def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
         if take is not None:
             given = tuple([t.detach().requires_grad_() if t.is_floating_point() else t for t in given])
         reruns: list[Rerun] = []
-        outputs, auxiliary = forward(given, extras_of(given), reruns)
+        extras = extras_of(given)
+        outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
         start = finish(outputs)
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
@@ -101,11 +101,11 @@ def _hand_on(machine: Machine, made: Value) -> Callable[[Outputs], Start]:
         output = outputs[0]
         if only_one and output.shape == shape and output.dtype == dtype:
             cell.held = (output.detach(),)
-            return Start((get_gradient_edge(output),), (0,)) if output.requires_grad else Start()
+            return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
         check(outputs)
         cell.held = tuple(output.detach() for output in outputs)
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
-        return Start(tuple(get_gradient_edge(outputs[number]) for number in numbers), numbers)
+        return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
     return hand_on
 
@@ -231,7 +231,9 @@ def _apart(made: Tensor, taken: Outputs) -> Tensor:
 
     That memory may be a receive buffer, which serves again while what was made is still being sent.
     """
+    place = made.data_ptr()
     for tensor in taken:
-        if made.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        begin = tensor.data_ptr()
+        if begin <= place < begin + tensor.nbytes:
             return made.clone()
     return made

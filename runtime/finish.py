@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -47,7 +48,7 @@ def bind_clip_grad(machine: Machine, index: int, instruction: ins.ClipGrad) -> C
         norm, work = gradients.global_norm()
         machine.wait([work], index)
         machine.norm = norm.sqrt_()
-        machine.skipped = not bool(torch.isfinite(norm))
+        machine.skipped = not math.isfinite(norm.item())
         if clip is not None and not machine.skipped:
             gradients.scale(torch.clamp(clip / (norm + 1e-6), max=1.0))
 

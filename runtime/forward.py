@@ -22,6 +22,9 @@ Outputs = tuple[Tensor, ...]
 """The activation, then what rides along, in the order of the parcel's names."""
 
 
+Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
+
+
 class Chain:
     """Some consecutive blocks; `arriving` and `leaving` name what rides along into and out of them."""
 
@@ -36,8 +39,10 @@ class Chain:
         beside = {**extras, **dict(zip(self._arriving, given[1:], strict=True))} if self._arriving else extras
         total: Tensor | None = None
         for block, accepts in self._blocks:
-            taken = {name: extra for name, extra in beside.items() if accepts(name)} if beside else {}
-            result = block(activation, **taken)
+            if beside:
+                result = block(activation, **{name: extra for name, extra in beside.items() if accepts(name)})
+            else:
+                result = block(activation)
             if isinstance(result, Tensor):
                 activation = result
                 continue
@@ -45,7 +50,7 @@ class Chain:
             beside = {**beside, **fresh} if fresh else beside
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
-        return (activation, *(beside[name] for name in self._leaving)), total
+        return ((activation, *[beside[name] for name in self._leaving]) if self._leaving else (activation,)), total
 
 
 class StageForward:
@@ -63,12 +68,14 @@ class StageForward:
     ) -> None:
         numbers = list(blocks)
 
-        def chain(some: Sequence[int]) -> Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]:
+        def chain(some: Sequence[int]) -> Run:
             arriving = parcels[some[0] - 1].names if some[0] else ()
             made = Chain([blocks[number] for number in some], arriving, parcels[some[-1]].names)
             return torch.compile(made, dynamic=False) if compiled else made
 
         self._segments = [(chain(some), dropped) for some, dropped in _cut(numbers, recompute)]
+        self.whole = self._segments[0][0] if len(self._segments) == 1 and not recompute else None
+        """What runs the stage, where nothing of it is recomputed."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
         """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""

@@ -160,9 +160,11 @@ class Gradients:
 
     def global_norm(self) -> tuple[Tensor, Work]:
         """Return the square of the 2-norm of the whole model's gradient, to be waited for: 0-dimensional, float64."""
+        norms = [torch.linalg.vector_norm(tensor) for tensor in self._counted]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._counted:
-            norms = torch._foreach_norm(self._counted)
+        if len(norms) == 1:
+            square = norms[0].to(torch.float64).square()
+        elif norms:
             square = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
         return square, self._groups.model.all_reduce(square)
 

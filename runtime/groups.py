@@ -52,20 +52,30 @@ class MeshGroups:
 
 
 def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
-    """Make all groups of a plan, in the order of the fields; every rank calls this at the same point."""
-    mesh = plan.mesh
-    along = (("tp",), REPLICA_AXES, ("pp",), ("pp", *REPLICA_AXES), ("pp", "tp"), ("tp", *REPLICA_AXES))
-    tensor, replicas, pipeline, metrics, model, holders_group, world = (
-        transport.make_group(mesh.groups(*axes)) for axes in (*along, ("pp", "tp", *REPLICA_AXES))
-    )
+    """Make all groups of a plan in one order; every rank calls this at the same point.
+
+    Groups of the same ranks are one: their collectives stand in program order. Only the replicas have theirs to
+    themselves, since gradients are launched ahead of their place.
+    """
+    mesh, made = plan.mesh, {}
+
+    def group(*axes: str) -> Group:
+        partition = tuple(mesh.groups(*axes))
+        if partition not in made:
+            made[partition] = transport.make_group(partition)
+        return made[partition]
+
+    tensor, replicas = group("tp"), transport.make_group(mesh.groups(*REPLICA_AXES))
+    pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp")
+    holding, world = group("tp", *REPLICA_AXES), group("pp", "tp", *REPLICA_AXES)
     layout, sharing = plan.layout, {}
     twins = {layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()}
     for stages in sorted(twins | set(plan.tied.values())):
         holders = sorted({plan.stage_to_pp[stage] for stage in stages})
         if len(holders) > 1:
-            group = transport.make_group(_sharing_partition(mesh, holders))
-            sharing[stages] = Sharing(group, holders.index(plan.stage_to_pp[stages[0]]))
-    return MeshGroups(tensor, replicas, pipeline, metrics, model, holders_group, world, sharing)
+            together = transport.make_group(_sharing_partition(mesh, holders))
+            sharing[stages] = Sharing(together, holders.index(plan.stage_to_pp[stages[0]]))
+    return MeshGroups(tensor, replicas, pipeline, metrics, model, holding, world, sharing)
 
 
 def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ...]]:

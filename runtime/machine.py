@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from quintsched.dataflow import Flow, Kind, Value, flow
@@ -19,7 +18,7 @@ from quintsched.errors import MisfitError
 from quintsched.instructions import ENDS_BACKWARD, Instruction
 from quintsched.plan import Plan
 
-from .backward import Root
+from .backward import Root, edge_of
 from .blocks import Parcel, TensorSpec
 from .deferred import Products, WeightQueue
 from .forward import Extras, Outputs, StageForward
@@ -64,7 +63,7 @@ class Start(NamedTuple):
         """Return a start at `loss` as well, if it has a gradient."""
         if not loss.requires_grad:
             return self
-        return Start((*self.roots, get_gradient_edge(loss)), self.numbers, (*self.ones, torch.ones_like(loss)))
+        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, torch.ones_like(loss)))
 
 
 class Saved(NamedTuple):
@@ -76,13 +75,17 @@ class Saved(NamedTuple):
 
 
 class Cell:
-    """Where one value stands between two instructions. One that comes from another rank is waited for when taken."""
+    """Where one value stands between two instructions, and, if it goes to another rank, until its send is done.
 
-    __slots__ = ("held", "receive", "works")
+    One that comes from another rank is waited for when it is taken.
+    """
+
+    __slots__ = ("held", "receive", "sent", "works")
 
     def __init__(self) -> None:
         self.held: Outputs = ()
         self.works: Sequence[Work] = ()
+        self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
 
 
@@ -96,6 +99,8 @@ class Tally:
 
     def sums(self) -> Tensor:
         """Return the sums, float64: loss, loss weight, then one per metric; begin again."""
+        if not any(self._columns):
+            return torch.zeros(len(self._columns), dtype=torch.float64, device=self._device)
         sums = [_total(column) for column in self._columns]
         for column in self._columns:
             column.clear()
@@ -192,7 +197,7 @@ class Machine:
     saved: dict[Value, Saved] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
-    sent: dict[Value, tuple[Sequence[Work], Outputs]] = field(default_factory=dict)
+    sending: list[Cell] = field(default_factory=list)
     recorder: Recorder | None = None
     sums: Tensor | None = None
     shared: Work | None = None
@@ -224,14 +229,20 @@ class Machine:
         A gradient that comes back says that the activation it belongs to has arrived: what was sent is let go.
         """
         cell = self.cell(value)
-        forward = Value(Kind.OUTPUT, value.stage, value.number) if value.kind is Kind.OUTPUT_GRAD else None
+        goes_back = value.kind is Kind.OUTPUT_GRAD
+        answered = self.cell(Value(Kind.OUTPUT, value.stage, value.number)) if goes_back else None
 
         def take() -> Outputs:
-            if cell.works:
-                self.wait(cell.works, index, cell.receive)
+            works = cell.works
+            if works:
                 cell.works = ()
-                if forward is not None:
-                    self.let_go(forward, index)
+                if self.recorder is None:
+                    for work in works:
+                        work.wait()
+                else:
+                    self.wait(works, index, cell.receive)
+                if answered is not None and answered.sent is not None:
+                    self.let_go(answered, index)
             held, cell.held = cell.held, ()
             return held
 
@@ -253,11 +264,11 @@ class Machine:
             recorder.add_wait(receive, since, until)
             recorder.mark(receive, end=until)
 
-    def let_go(self, value: Value, index: int) -> None:
-        """Let go of what was sent, once that is done."""
-        works_and_tensors = self.sent.pop(value, None)
-        if works_and_tensors is not None:
-            self.wait(works_and_tensors[0], index)
+    def let_go(self, cell: Cell, index: int) -> None:
+        """Let go of what was sent from a cell, once that is done."""
+        if cell.sent is not None:
+            works, cell.sent = cell.sent[0], None
+            self.wait(works, index)
 
     def require_input(self, unit: Tensor) -> None:
         """Raise `MisfitError` unless a unit of inputs has the shape that the ranks agreed on."""
@@ -269,10 +280,11 @@ class Machine:
 
     def begin(self, batch: Batch) -> None:
         """Start a step on `batch`. What was sent in the step before has been received by now: let go of it."""
-        for works, _ in self.sent.values():
-            for work in works:
-                work.wait()
-        self.sent.clear()
+        for cell in self.sending:
+            if cell.sent is not None:
+                works, cell.sent = cell.sent[0], None
+                for work in works:
+                    work.wait()
         self.batch = batch
         self.sums = self.shared = self.norm = None
         self.skipped = False

@@ -1,8 +1,9 @@
 """Messages: when receives are posted and into which buffers, when sends are issued, and when they are let go of.
 
 A transport that matches messages by tag lets receives be posted ahead of their place, and sends be issued as soon as
-there is something to send; neither blocks anybody. Two receives per channel are under way at a time. On any other
-transport all stand at their own places, in the order that was proved.
+there is something to send; neither blocks anybody. Of each stage's activations, and gradients, two receives are under
+way at a time, or as many as take little memory: a wire that is told early of many small messages wakes the host less
+often. On any other transport all stand at their own places, in the order that was proved.
 
     program      Fwd 0   RecvGrad 0   Bwd 0   RecvGrad 1   Bwd 1   RecvGrad 2  Bwd 2
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
@@ -25,6 +26,11 @@ from quintsched.instructions import Instruction, Recv, Send
 from .machine import Machine
 
 AHEAD = 2
+"""How many receives of a stage's activations, or of its gradients, are under way at least."""
+
+AHEAD_BYTES = 2**18
+"""More are under way where their buffers stay below this together."""
+
 MOST_TAGS = 2**31
 
 KEEPS = (Kind.SAVED, Kind.CHECKPOINT, Kind.PENDING)
@@ -47,21 +53,24 @@ class Posting:
     index: int
 
 
-def plan_receives(program: Sequence[Instruction], flows: Sequence[Flow], *, ahead: bool) -> list[Posting]:
+def plan_receives(
+    program: Sequence[Instruction], flows: Sequence[Flow], ahead: Callable[[int], int] | None
+) -> list[Posting]:
     """Return the receives of a program in the order in which they are issued.
 
-    `ahead` posts them early, as above; else each stands at its own place. Slots are numbered per (kind, stage) of
-    the value from 0, as few as suffice.
+    `ahead` says of each stage how many receives are under way of what it leaves, or of its gradient; where it is None,
+    each stands at its own place. Slots are numbered per (kind, stage) of the value from 0, as few as suffice.
     """
     taken = {value: index for index, flow in enumerate(flows) for value in flow.consumes}
-    channels: dict[int, list[int]] = defaultdict(list)
+    tagged: dict[tuple[int, Kind, int], list[int]] = defaultdict(list)
     posted: list[tuple[int, int, Value, int]] = []
     for index, instruction in enumerate(program):
         if isinstance(instruction, Recv):
             value = flows[index].produces[0]
-            before = channels[instruction.peer]
-            early = before[-AHEAD] + 1 if len(before) >= AHEAD else 0
-            posted.append((min(early, index) if ahead else index, index, value, instruction.peer))
+            before = tagged[instruction.peer, value.kind, value.stage]
+            most = ahead(value.stage) if ahead else 0
+            early = index if not most else before[-most] + 1 if len(before) >= most else 0
+            posted.append((min(early, index), index, value, instruction.peer))
             before.append(taken[value])
     return _assign_slots(sorted(posted, key=lambda p: p[:2]), _releases(flows, taken))
 
@@ -91,7 +100,11 @@ def bind_receives(
     machine: Machine, program: Sequence[Instruction], flows: Sequence[Flow]
 ) -> list[tuple[Posting, Call]]:
     """Return the calls that post the receives, in the order in which they are issued, each slot's buffers made once."""
-    postings = plan_receives(program, flows, ahead=machine.transport.profile == "tagged")
+
+    def ahead(stage: int) -> int:
+        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in machine.parcels[stage].specs), 1))
+
+    postings = plan_receives(program, flows, ahead if machine.transport.profile == "tagged" else None)
     slots: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
     device = machine.transport.device
     for posting in postings:
@@ -102,16 +115,24 @@ def bind_receives(
 
 
 def _bind_receive(machine: Machine, posting: Posting, buffers: tuple[Tensor, ...]) -> Call:
-    cell, peer, recv = machine.cell(posting.value), posting.peer, machine.transport.recv
-    tagged = [(buffer, tag) for buffer, tag in zip(buffers, _tags(machine, posting.value), strict=True)]
+    cell, tags = machine.cell(posting.value), _tags(machine, posting.value)
+    posts = [machine.transport.receiver(b, posting.peer, tag) for b, tag in zip(buffers, tags, strict=True)]
 
     cell.receive = posting.index
+    if len(posts) > 1:
 
-    def run() -> None:
+        def run() -> None:
+            cell.held = buffers
+            cell.works = [post() for post in posts]
+
+        return run
+    (post,) = posts
+
+    def run_one() -> None:
         cell.held = buffers
-        cell.works = [recv(buffer, peer, tag) for buffer, tag in tagged]
+        cell.works = (post(),)
 
-    return run
+    return run_one
 
 
 def bind_sends(machine: Machine, program: Sequence[Instruction], flows: Sequence[Flow]) -> list[tuple[int, int, Call]]:
@@ -136,18 +157,35 @@ def bind_sends(machine: Machine, program: Sequence[Instruction], flows: Sequence
 
 
 def _bind_let_go(machine: Machine, value: Value, index: int) -> Call:
-    return lambda: machine.let_go(value, index)
+    cell = machine.cell(value)
+
+    def run() -> None:
+        if cell.sent is not None:
+            machine.let_go(cell, index)
+
+    return run
 
 
 def _bind_send(machine: Machine, value: Value, peer: int) -> Call:
-    cell, sent, send, tags = machine.cell(value), machine.sent, machine.transport.send, _tags(machine, value)
+    cell = machine.cell(value)
+    sends = [machine.transport.sender(peer, tag) for tag in _tags(machine, value)]
+    machine.sending.append(cell)
+    if len(sends) > 1:
 
-    def run() -> None:
-        tensors = tuple([tensor.contiguous() for tensor in cell.held])
+        def run() -> None:
+            tensors = tuple([tensor.contiguous() for tensor in cell.held])
+            cell.held = ()
+            cell.sent = [send(tensor) for send, tensor in zip(sends, tensors, strict=True)], tensors
+
+        return run
+    (send,) = sends
+
+    def run_one() -> None:
+        tensor = cell.held[0].contiguous()
         cell.held = ()
-        sent[value] = [send(tensor, peer, tag) for tensor, tag in zip(tensors, tags, strict=True)], tensors
+        cell.sent = (send(tensor),), (tensor,)
 
-    return run
+    return run_one
 
 
 def _tags(machine: Machine, value: Value) -> list[int]:

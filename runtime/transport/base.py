@@ -13,7 +13,7 @@ contiguous, cuts messages of the wrong size, and matches whatever it finds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -234,6 +234,20 @@ class Transport(ABC):
             self._refuse(buffer, (peer, self.rank))
         return self._recv(_data(buffer), peer, tag)
 
+    def sender(self, peer: int, tag: int) -> Callable[[Tensor], Work]:
+        """Return what sends to a rank under a tag, for who sees to it that tensors are contiguous and on the device.
+
+        Raises `MisfitError` where there is no such channel.
+        """
+        self._require_channel((self.rank, peer))
+        return lambda tensor: self._send(tensor, peer, tag)
+
+    def receiver(self, buffer: Tensor, peer: int, tag: int) -> Callable[[], Work]:
+        """Return what receives from a rank into a buffer; raises `MisfitError` as `recv` does, now."""
+        if not self._is_ready(buffer, (peer, self.rank)):
+            self._refuse(buffer, (peer, self.rank))
+        return lambda: self._recv(buffer, peer, tag)
+
     @abstractmethod
     def abort(self, error: BaseException) -> None:
         """Give up because of `error`: the other ranks stop waiting as soon as they can; only `close` may follow."""
@@ -258,10 +272,14 @@ class Transport(ABC):
         is_open = channel in self._channels
         return is_open and tensor.device.type == self._device_type and tensor.is_contiguous()
 
-    def _refuse(self, tensor: Tensor, channel: tuple[int, int]) -> NoReturn:
-        where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
+    def _require_channel(self, channel: tuple[int, int]) -> None:
         if channel not in self._channels:
+            where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
             raise MisfitError(f"{where} was never opened; name it in open_channels")
+
+    def _refuse(self, tensor: Tensor, channel: tuple[int, int]) -> NoReturn:
+        self._require_channel(channel)
+        where = f"rank {self.rank}, channel {channel[0]} to {channel[1]}"
         if tensor.device.type != self._device_type:
             raise MisfitError(f"{where}: {describe(tensor)} is on {tensor.device}, the transport is on {self.device}")
         raise MisfitError(f"{where}: {describe(tensor)} is not contiguous; pass .contiguous()")

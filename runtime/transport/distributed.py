@@ -87,12 +87,12 @@ class TorchGroup(Group):
         self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, blame: Blame
     ) -> None:
         super().__init__(ranks, dist.get_rank(process_group), device)
-        self._process_group: dist.ProcessGroup | None = process_group
+        self.process_group: dist.ProcessGroup | None = process_group
         self._blame = blame
 
     def release(self) -> None:
         """Let go of the process group: gloo's connections close with the last reference."""
-        self._process_group = None
+        self.process_group = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
@@ -114,7 +114,7 @@ class TorchGroup(Group):
     def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
         name = partial(self._name, kind, tensor)
         try:
-            work = issue(group=self._process_group, async_op=True)
+            work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:
             raise_stall(error, name(), self._blame)
         return _TorchWork(work, output, name, self._blame)
@@ -228,8 +228,11 @@ class GlooTransport(_TorchTransport):
         """Gloo connects when a group is made."""
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
+        """Messages share the process group of a group of all ranks, if there is one: each has threads of its own."""
         if channels and self._messages is None:
-            self._messages = self._new_process_group(range(self.world_size))
+            everyone = tuple(range(self.world_size))
+            shared = next((group.process_group for group in self._groups if group.ranks == everyone), None)
+            self._messages = shared or self._new_process_group(everyone)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         assert self._messages is not None

@@ -10,24 +10,27 @@ from quintsched.instructions import Recv
 from quintsched.runtime.messages import AHEAD, plan_receives
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [2, 5, None])
 @pytest.mark.parametrize(
     ("schedule", "pp", "microbatches", "chunks"),
     [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 2, 1), ("interleaved-1f1b", 4, 8, 3), ("inference", 3, 5, 2)],
 )
 def test_receives_are_posted_in_time_and_in_order(
-    schedule: str, pp: int, microbatches: int, chunks: int, ahead: bool
+    schedule: str, pp: int, microbatches: int, chunks: int, ahead: int | None
 ) -> None:
     plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     for rank, program in enumerate(plan.programs):
         flows = [flow(i, plan.layout, rank) for i in program]
-        postings = plan_receives(program, flows, ahead=ahead)
+        postings = plan_receives(program, flows, (lambda stage: ahead) if ahead else None)
         places = {flows[index].produces[0]: index for index, i in enumerate(program) if isinstance(i, Recv)}
         assert {p.value for p in postings} == set(places)
         assert all(p.at <= places[p.value] if ahead else p.at == places[p.value] for p in postings)
-        for peer in {p.peer for p in postings}:
-            channel = [p for p in postings if p.peer == peer]
-            assert [places[p.value] for p in channel] == sorted(places[p.value] for p in channel)
+        for tag in {(p.peer, p.value.kind, p.value.stage) for p in postings}:
+            alike = [p for p in postings if (p.peer, p.value.kind, p.value.stage) == tag]
+            assert [places[p.value] for p in alike] == sorted(places[p.value] for p in alike)
+            takers = [next(i for i, f in enumerate(flows) if p.value in f.consumes) for p in alike]
+            for number, posting in enumerate(alike):
+                assert sum(taker >= posting.at for taker in takers[:number]) < (ahead or len(program))
         ends = {}
         for p in postings:
             taker = next(i for i, f in enumerate(flows) if p.value in f.consumes)
@@ -44,6 +47,8 @@ def test_buffers_do_not_grow_with_the_microbatches() -> None:
     def slots(microbatches: int) -> int:
         plan = qs.compile("1f1b", mesh="pp=4", microbatches=microbatches)
         flows = [flow(i, plan.layout, 1) for i in plan.programs[1]]
-        return len({(p.value.kind, p.value.stage, p.slot) for p in plan_receives(plan.programs[1], flows, ahead=True)})
+        return len(
+            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(plan.programs[1], flows, lambda stage: AHEAD)}
+        )
 
     assert slots(64) == slots(8) <= 3 + 2 * AHEAD

@@ -1,0 +1,370 @@
+"""Is what the simulator says is hidden, hidden? Every schedule, run against its own simulation.
+
+    python benchmarks/fidelity.py [--only sleeps|gloo] [--schedules 1f1b,zbv] [--json]
+
+    sleeps   four ranks as threads; every computation sleeps for 20 ms, every message is under way for 5: within 3 %
+    gloo     two processes that really compute; a step is simulated with the costs of a trace
+             of the one before: within 5 %
+
+    simulated   F0 ▸▸ F1 ▸▸ F2           ▸▸ a message, hidden behind computation wherever the plan lets it be
+    measured    F0 ▸▸ F1 ·▸▸ F2          ·  here it was not, or something else took time
+
+Sleeps leave nothing but the schedule: whatever is beyond the simulation is software, or a wait that the simulator does
+not know of. As nothing makes a sleep shorter, the best step counts; of the real computations, the median. Where a
+schedule is beyond its limit, the computations are named that began later than what came before them explains. The exit
+code is then 1. Where the system allows it, the sleeping threads get real-time priority: they need next to no time, but
+at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from paired import run_processes
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.dataflow import Value, flow
+from quintsched.instructions import Compute
+from quintsched.runtime import Engine, Transport, connect, run_local
+from quintsched.runtime.deferred import defer
+from quintsched.runtime.transport import Rules
+from quintsched.simulator import Simulation
+from quintsched.trace import MeasuredStep, Trace
+
+MICROBATCHES = 8
+SLICES = 2
+Spans = list[tuple[float, float]]
+"""When each step began and ended on one rank, in seconds on a clock that all ranks share."""
+
+
+class Slip(NamedTuple):
+    """By how much a computation began later than what came before it explains."""
+
+    late_ms: float
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.late_ms:.2f} ms later than explained"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule: how long a step takes simulated and measured, and where it fell behind."""
+
+    schedule: str
+    simulated_ms: float
+    measured_ms: float
+    limit: float
+    slips: Sequence[Slip] = ()
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_ms / self.simulated_ms
+
+    @property
+    def is_within(self) -> bool:
+        return abs(self.ratio - 1) <= self.limit
+
+    def __str__(self) -> str:
+        figures = f"  {self.schedule:<18}{self.simulated_ms:12.2f}{self.measured_ms:12.2f}{self.ratio:9.3f}"
+        return figures if self.is_within else "\n      ".join([figures + "  MISSED", *map(str, self.slips)])
+
+
+def find_slips(simulation: Simulation, measured: MeasuredStep, most: int = 3) -> list[Slip]:
+    """Return the computations that fell behind by most, in milliseconds.
+
+    What comes before is the computation before it on its rank, and whatever makes what it takes.
+    """
+    plan = simulation.plan
+    pairs = [
+        (wanted, real, rank, index)
+        for rank, rows in enumerate(zip(simulation.timeline, measured.timeline, strict=True))
+        for index, (wanted, real) in enumerate(zip(*rows, strict=True))
+        if isinstance(wanted.instruction, Compute)
+    ]
+    late_ranks: dict[int, float] = {}
+    late_values: dict[Value, float] = {}
+    slips: list[Slip] = []
+    for wanted, real, rank, index in sorted(pairs, key=lambda pair: pair[0].start):
+        taken_and_made = flow(wanted.instruction, plan.layout, rank)
+        before = [late_ranks.get(rank, 0.0), *(late_values.get(value, 0.0) for value in taken_and_made.consumes)]
+        later = real.start + real.wait - wanted.start - max(before)
+        slips.append(Slip(later, f"rank {rank}, {index} {wanted.instruction}"))
+        late_ranks[rank] = real.end - wanted.end
+        late_values |= dict.fromkeys(taken_and_made.produces, late_ranks[rank])
+    return sorted(slips, reverse=True)[:most]
+
+
+def compile_for(schedule: qs.Schedule, pp: int, costs: qs.Costs | None = None) -> qs.Plan:
+    """Return a plan of a schedule, with its fewest chunks, and slices if it knows any."""
+    return qs.compile(
+        schedule,
+        mesh=qs.Mesh(pp=pp),
+        microbatches=MICROBATCHES,
+        slices=min(schedule.max_slices, SLICES),
+        costs=costs if schedule.searches else None,
+    )
+
+
+def took_ms(by_rank: Sequence[Spans]) -> list[float]:
+    """Return how long each step took, from when the first rank began until the last one ended."""
+    return [
+        1e3 * (max(end for _, end in together) - min(begin for begin, _ in together))
+        for together in zip(*by_rank, strict=True)
+    ]
+
+
+def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
+    """Run a step that all ranks begin together; return when it began and ended on this one."""
+    engine.barrier()
+    begin = time.perf_counter()
+    step()
+    return begin, time.perf_counter()
+
+
+# Sleeps.
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a stage sleeps for one unit, in seconds."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+class Sleeper(nn.Module):
+    """A block that sleeps: in its forward, and in each half of its backward."""
+
+    deferrable = ("weight",)
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self._pace = pace
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = _Sleep.apply(given, self.weight, self._pace)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: nn.Parameter, pace: Pace) -> Tensor:
+        ctx.weight, ctx.pace = weight, pace
+        sleep(pace.forward_s)
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        sleep(ctx.pace.input_s)
+        product = partial(_weight_gradient, ctx.pace.weight_s)
+        waits = defer(ctx.weight, product, (gradient,))
+        return gradient.clone(), None if waits else product(gradient), None
+
+
+def _weight_gradient(seconds: float, gradient: Tensor) -> Tensor:
+    sleep(seconds)
+    return gradient.new_ones(1)
+
+
+def sleep(seconds: float) -> None:
+    """Sleep to within a few hundredths of a millisecond; a plain sleep is a tenth late, whatever its length."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(seconds - 1e-3, 0.0))
+    time.sleep(max(end - time.perf_counter() - 1e-4, 0.0))
+
+
+@contextmanager
+def urgently() -> Iterator[None]:
+    """Give this thread, and those it starts, real-time priority, if the system allows it."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except (PermissionError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@dataclass(frozen=True)
+class Sleeps:
+    """A schedule whose every computation sleeps for so many milliseconds, on so many ranks."""
+
+    schedule: qs.Schedule
+    pp: int = 4
+    computation_ms: float = 20.0
+    wire_ms: float = 5.0
+    steps: int = 3
+
+    def costs(self) -> qs.Costs:
+        parts = self.schedule.min_chunks * min(self.schedule.max_slices, SLICES)
+        each = self.computation_ms * parts
+        return qs.Costs(unit="ms", forward=each, backward_input=each, backward_weight=each, p2p=self.wire_ms)
+
+    def plan(self) -> qs.Plan:
+        return compile_for(self.schedule, self.pp, self.costs())
+
+    def trained(self) -> qs.Plan:
+        """Return the plan of the engine: one that trains, beside which the engine evaluates."""
+        plan = self.plan()
+        return plan if plan.mode == "train" else qs.compile("gpipe", mesh=plan.mesh, microbatches=MICROBATCHES)
+
+    def run(self, directory: Path, transport: Transport) -> Spans:
+        """Run the steps on one rank after one that warms up; leave a trace of those that train."""
+        plan, seconds = self.trained(), self.computation_ms / 1e3
+        num_blocks = len(plan.routes[0].stages)
+        engine = Engine(
+            plan,
+            [partial(Sleeper, Pace(seconds, seconds, seconds))] * num_blocks,
+            lambda output, _: output.sum(),
+            partial(torch.optim.SGD, lr=0.0),
+            block_costs=[1.0] * num_blocks,
+            trace_steps=range(1, 1 + self.steps),
+            transport=transport,
+        )
+        batch = torch.zeros(MICROBATCHES, SLICES)
+        step = engine.step if self.schedule.mode == "train" else engine.evaluate
+        spans = [timed(engine, partial(step, batch, batch)) for _ in range(1 + self.steps)]
+        engine.save_trace(directory)
+        return spans[1:]
+
+
+def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> Row:
+    """Run a plan of sleeps in process, and compare its best step with the simulation."""
+    plan = case.plan()
+    simulation = plan.simulate(case.costs())
+    with TemporaryDirectory() as folder, urgently():
+        measured = took_ms(run_local(case.pp, partial(case.run, Path(folder)), rules=rules, wire_s=case.wire_ms / 1e3))
+        slips = []
+        if plan.mode == "train":
+            trace = Trace.load(Path(folder), plan)
+            slips = find_slips(simulation, trace.step(min(trace.steps, key=trace.makespan)))
+    return Row(case.schedule.name, simulation.makespan, min(measured), limit, slips)
+
+
+# Computations.
+
+LENGTH, HIDDEN, WIDE, BLOCKS = 128, 256, 2048, 4
+
+
+def feed_forward() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN))
+
+
+def run_gloo(rank: int, folder: str, names: Sequence[str], rounds: int) -> dict[str, Spans]:
+    """Run all schedules in turn, two steps each: one that is traced, and one that is timed."""
+    transport = connect("gloo", timeout_s=60)
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(2, MICROBATCHES, LENGTH, HIDDEN)
+    engines = {
+        schedule.name: Engine(
+            compile_for(schedule, 2),
+            [feed_forward] * BLOCKS,
+            nn.functional.mse_loss,
+            partial(torch.optim.SGD, lr=1e-3),
+            block_costs=[1.0] * BLOCKS,
+            trace_steps=range(2, 2 + 2 * rounds, 2),
+            transport=transport,
+        )
+        for schedule in chosen(names)
+    }
+    spans: dict[str, Spans] = {name: [] for name in engines}
+    for _ in range(1 + rounds):
+        for name, engine in engines.items():
+            spans[name] += [timed(engine, partial(engine.step, inputs, targets)) for _ in range(2)]
+    for name, engine in engines.items():
+        engine.save_trace(Path(folder, name))
+    return {name: times[3::2] for name, times in spans.items()}
+
+
+def compare_gloo(names: Sequence[str], rounds: int, limit: float = 0.05) -> list[Row]:
+    """Compare each timed step with the simulation under the costs of the step before; the median round counts."""
+    rows = []
+    with TemporaryDirectory() as folder:
+        by_rank = run_processes(run_gloo, 2, folder, names, rounds, timeout_s=600)
+        for schedule in chosen(names):
+            trace = Trace.load(Path(folder, schedule.name), compile_for(schedule, 2))
+            measured = took_ms([spans[schedule.name] for spans in by_rank])
+            found = [row_of(only_step(trace, number), took, limit) for number, took in enumerate(measured)]
+            rows.append(sorted(found, key=lambda row: row.ratio)[(rounds - 1) // 2])
+    return rows
+
+
+def row_of(trace: Trace, measured_ms: float, limit: float) -> Row:
+    """Compare a measured step with the simulation under the costs of another one, which was traced."""
+    simulation = trace.plan.simulate(trace.costs())
+    slips = find_slips(simulation, trace.step())
+    return Row(trace.plan.schedule.name, simulation.makespan, measured_ms, limit, slips)
+
+
+def only_step(trace: Trace, number: int) -> Trace:
+    """Return the trace of the `number`-th step that was recorded, without the others."""
+    own = slice(number, number + 1)
+    ranks = [
+        replace(rank, steps=rank.steps[own], start=rank.start[own], end=rank.end[own], wait=rank.wait[own])
+        for rank in trace.ranks
+    ]
+    return Trace(trace.plan, tuple(ranks))
+
+
+def chosen(names: Sequence[str]) -> list[qs.Schedule]:
+    """Return the training schedules of these names."""
+    return [schedule for schedule in qs.all_schedules() if schedule.name in names and schedule.mode == "train"]
+
+
+def report(title: str, rows: Iterator[Row]) -> list[Row]:
+    """Print rows as they come."""
+    print(f"\n{title}\n  {'':<18}{'simulated':>12}{'measured':>12}{'ratio':>9}", flush=True)
+    found = []
+    for row in rows:
+        print(row, flush=True)
+        found.append(row)
+    return found
+
+
+def main() -> int:
+    schedules = {schedule.name: schedule for schedule in qs.all_schedules()}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=["sleeps", "gloo"], help="run one part")
+    parser.add_argument("--schedules", default=",".join(schedules), help="these only, separated by commas")
+    parser.add_argument("--rounds", type=int, default=10, help="traced and timed steps of each schedule over gloo")
+    parser.add_argument("--json", action="store_true", help="rows as JSON to standard output, tables to standard error")
+    options = parser.parse_args()
+    names = options.schedules.split(",")
+    if not set(names) <= set(schedules) or options.rounds < 1:
+        parser.error(f"schedules are {', '.join(schedules)}; a round is at least 1")
+    torch.set_num_threads(1)
+    found: dict[str, list[Row]] = {}
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        if options.only != "gloo":
+            title = "sleeps of 20 ms, messages of 5 ms, 4 ranks in process: ms a step"
+            found["sleeps"] = report(title, (run_sleeps(Sleeps(schedules[name])) for name in names))
+        if options.only != "sleeps":
+            title = "two gloo processes, costs from a trace of the step before: ms a step"
+            found["gloo"] = report(title, iter(compare_gloo(names, options.rounds)))
+    if options.json:
+        print(json.dumps({part: [asdict(row) for row in rows] for part, rows in found.items()}, indent=1))
+    return 0 if all(row.is_within for rows in found.values() for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
