@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from .blocks import Carry, build_model, measure_costs
     from .config import JobConfig
     from .deferred import defer
-    from .engine import Engine, StepResult, connect_for
+    from .engine import Engine, connect_for
     from .job import plan_of
     from .jobfile import load_job
+    from .results import StepResult
     from .tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -38,9 +39,10 @@ _HOMES = {
     "blocks": ("Carry", "build_model", "measure_costs"),
     "deferred": ("defer",),
     "config": ("JobConfig",),
-    "engine": ("Engine", "StepResult", "connect_for"),
+    "engine": ("Engine", "connect_for"),
     "job": ("plan_of",),
     "jobfile": ("load_job",),
+    "results": ("StepResult",),
     "tensor_parallel": (
         "ColumnParallelLinear",
         "RowParallelLinear",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +21,28 @@ from quintsched.compiler import compile
 from quintsched.costs import Costs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.instructions import AllReduceBucket, BwdInput, OptStep
-from quintsched.plan import Plan, ScheduleSpec
+from quintsched.plan import Plan
 
-from .blocks import Blocks, TensorSpec, estimate_costs
+from .batches import Batch, BatchCutter
+from .blocks import Blocks, TensorSpec, estimate_costs, takes_past
 from .deferred import WeightQueue, defer_weights
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
 from .job import require_world
-from .machine import SENDS_KEPT, Batch, Clock, LossFn, Machine, MetricFn, Tally
+from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
+from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
 from .stages import build_stages, cut, require_separate
 from .state import full_weights, load_state, state_of
 from .tied import TiedWeights
 from .tracing import Recorder
-from .transport import LocalTransport, LocalWorld, Rules, Transport, Work, connect
+from .transport import LocalTransport, LocalWorld, Rules, Transport, connect
 
 OptimizerFn = Callable[[Any], Optimizer]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives on every rank. Reading a figure waits until the ranks have shared it.
-
-    `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
-    says that it was not finite, so that no rank stepped its optimizer.
-    """
-
-    _tally: Tensor
-    _shared: Work
-    _metrics: Sequence[str]
-    grad_norm: Tensor | None = None
-    skipped: bool = False
-
-    @property
-    def weight(self) -> Tensor:
-        """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        self._shared.wait()
-        return self._tally[1]
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        self._shared.wait()
-        return self._tally[0] / self._tally[1]
-
-    @property
-    def sums(self) -> dict[str, Tensor]:
-        """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        self._shared.wait()
-        return dict(zip(("loss", "weight", *self._metrics), self._tally, strict=True))
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """Each metric over the whole batch: its sum over total weight."""
-        weight = self.weight
-        return {name: self._tally[number] / weight for number, name in enumerate(self._metrics, start=2)}
 
 
 class Engine:
@@ -172,6 +134,7 @@ class Engine:
         self._gradients = self._make_gradients(bucket_mb)
         self.optimizers = self._make_optimizers(optimizer)
         self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
+        self._cut = BatchCutter(device, dtype, inputs=self.needs_inputs, targets=self.needs_targets, rank=self._rank)
         self._num_steps = 0
         self._metric_names = tuple(self._metrics)
         self._broken = False
@@ -253,7 +216,7 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        batch = self._batch(self.plan, inputs, targets, extras)
+        batch = self._cut(self.plan, inputs, targets, extras)
         result = self._run(self._trainer(batch), batch)
         self._num_steps += 1
         return result
@@ -267,7 +230,7 @@ class Engine:
         self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor
     ) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._batch(self.plan, inputs, targets, extras)
+        batch = self._cut(self.plan, inputs, targets, extras)
         interpreter = self._trainer(batch)
         counted = SavedBytes(interpreter.machine, self.stages, batch)
         with counted:
@@ -286,7 +249,7 @@ class Engine:
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._batch(self._evaluation_plan, inputs, targets, extras)
+        batch = self._cut(self._evaluation_plan, inputs, targets, extras)
         if self._evaluation is None:
             self._evaluation = self._resolve(self._evaluation_plan, batch)
         trained = [module for stage in self.stages.values() for module in stage.modules() if module.training]
@@ -312,43 +275,17 @@ class Engine:
         assert machine.shared is not None
         return StepResult(machine.sums, machine.shared, self._metric_names, machine.norm, machine.skipped)
 
-    def _batch(self, plan: Plan, inputs: Tensor | None, targets: Tensor | None, extras: Mapping[str, Tensor]) -> Batch:
-        spec = plan.schedule
-        parts = {name: self._units(spec, name, tensor) for name, tensor in extras.items()}
-        units = range(spec.microbatches * spec.slices)
-        return Batch(
-            inputs=self._units(spec, "inputs", inputs) if self.needs_inputs else (),
-            targets=self._units(spec, "targets", targets) if self.needs_targets else (),
-            extras=[{name: cut[unit] for name, cut in parts.items()} for unit in units] if parts else [{}] * len(units),
-        )
-
-    def _units(self, spec: ScheduleSpec, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
-        """Cut a tensor into microbatches, and those along the sequence (dimension 1) into slices."""
-        microbatches = self._microbatches(spec.microbatches, name, tensor)
-        if spec.slices == 1:
-            return microbatches
-        first = microbatches[0]
-        if first.dim() < 2 or first.shape[1] % spec.slices:
-            raise MisfitError(f"{name} of shape {tuple(first.shape)} cannot be cut into {spec.slices} equal slices")
-        return [part for whole in microbatches for part in whole.split(first.shape[1] // spec.slices, 1)]
-
-    def _microbatches(self, count: int, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
-        """Move a tensor to the device and cut it into microbatches of equal size."""
-        if tensor is None:
-            raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
-        if tensor.dim() == 0 or tensor.shape[0] % count or not tensor.shape[0]:
-            raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
-        dtype = self._dtype if name == "inputs" and tensor.is_floating_point() else None
-        moved: Tensor = tensor.to(self.transport.device, dtype, non_blocking=tensor.device.type == "cpu")
-        pieces: Sequence[Tensor] = moved.split(tensor.shape[0] // count)
-        return pieces
-
     def _resolve(self, plan: Plan, batch: Batch) -> Interpreter:
         """Agree on shapes with the other ranks, and bind the plan's program to this rank's machine."""
         device = self.transport.device
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
         inputs = tell_spec(own, source, self._groups.pipeline, device)
+        if plan.schedule.slices > 1 and not takes_past(self._blocks):
+            raise MisfitError(
+                f"{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices, but no block takes `past` in "
+                "its forward: an attention would see only its own slice"
+            )
         parcels = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
         trains = plan.mode == "train"
         machine = Machine(

@@ -7,7 +7,7 @@ from collections import deque
 
 from torch import Tensor
 
-from .engine import StepResult
+from .results import StepResult
 
 UNDER_WAY = 4
 """How many of the latest results may still be on their way."""

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from quintsched import instructions as ins
 from quintsched.instructions import Instruction
 
+from .batches import Batch
 from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_recompute
 from .finish import bind_all_reduce_bucket, bind_clip_grad, bind_opt_step, bind_share_metrics, bind_sync_tied
-from .machine import Batch, Machine
+from .machine import Machine
 from .messages import bind_receives, bind_sends
 from .tracing import Recorder
 

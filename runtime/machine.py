@@ -19,9 +19,10 @@ from quintsched.instructions import ENDS_BACKWARD, Instruction
 from quintsched.plan import Plan
 
 from .backward import Root, edge_of
+from .batches import Batch
 from .blocks import Parcel, TensorSpec
 from .deferred import Products, WeightQueue
-from .forward import Extras, Outputs, StageForward
+from .forward import Outputs, StageForward
 from .gradients import Gradients
 from .groups import MeshGroups
 from .precision import Masters
@@ -38,15 +39,6 @@ SENDS_KEPT = 4
 
 That wait is free of deadlock only for plans that are so under the `blocking` profile; for others nothing is awaited.
 """
-
-
-@dataclass(frozen=True)
-class Batch:
-    """This rank's share of a batch, cut into units (microbatches or their slices); what it does not need is empty."""
-
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    extras: Sequence[Extras]
 
 
 class Start(NamedTuple):

@@ -21,7 +21,8 @@ from quintsched.costs import Costs
 from quintsched.dataflow import Kind, Value
 from quintsched.instructions import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
 
-from .machine import Batch, Machine
+from .batches import Batch
+from .machine import Machine
 from .stages import Stage
 from .transport import Group, ReduceOp
 

@@ -28,12 +28,13 @@ from .blocks import Blocks, estimate_costs, measure_costs
 from .checkpoint import Checkpoints, remembered
 from .config import JobConfig, RuntimeConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
-from .engine import Engine, StepResult
+from .engine import Engine
 from .figures import Sums, Window
 from .history import Record, Reporter
 from .losses import correct_sum, cross_entropy_sum
 from .models import build_model, tied_weights
 from .optim import build_optimizer, learning_rate_factor
+from .results import StepResult
 from .transport import Group, Transport
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
