@@ -8,7 +8,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 INSTALLED := .venv/.installed
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS := $(sort $(shell grep -l __main__ benchmarks/*.py))
 
 # Commands come from .venv, also in what is printed. Ranks and test workers share the cores: one thread each.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
