@@ -42,6 +42,7 @@ from quintsched.dataflow import Value, flow
 from quintsched.instructions import Compute
 from quintsched.runtime import Engine, Transport, connect, run_local
 from quintsched.runtime.deferred import defer
+from quintsched.runtime.slices import Past
 from quintsched.runtime.transport import Rules
 from quintsched.simulator import Simulation
 from quintsched.trace import MeasuredStep, Trace
@@ -159,7 +160,7 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
         self._pace = pace
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, given: Tensor, past: Past | None = None) -> Tensor:
         output: Tensor = _Sleep.apply(given, self.weight, self._pace)  # type: ignore[no-untyped-call]
         return output
 
@@ -266,8 +267,15 @@ def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> R
 LENGTH, HIDDEN, WIDE, BLOCKS = 128, 256, 2048, 4
 
 
-def feed_forward() -> nn.Module:
-    return nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN))
+class FeedForward(nn.Sequential):
+    """A block that works on each position by itself: it takes slices and has nothing to look back at."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN))
+
+    def forward(self, given: Tensor, past: Past | None = None) -> Tensor:
+        output: Tensor = super().forward(given)
+        return output
 
 
 def run_gloo(rank: int, folder: str, names: Sequence[str], rounds: int) -> dict[str, Spans]:
@@ -278,7 +286,7 @@ def run_gloo(rank: int, folder: str, names: Sequence[str], rounds: int) -> dict[
     engines = {
         schedule.name: Engine(
             compile_for(schedule, 2),
-            [feed_forward] * BLOCKS,
+            [FeedForward] * BLOCKS,
             nn.functional.mse_loss,
             partial(torch.optim.SGD, lr=1e-3),
             block_costs=[1.0] * BLOCKS,

@@ -140,7 +140,14 @@ class Trainer:
         with self._reporter as reporter:
             if resume:
                 self._resume()
-            reporter.record({"event": "start", "plan": self.plan.title, "step": self.progress.step})
+            reporter.record(
+                {
+                    "event": "start",
+                    "plan": self.plan.title,
+                    "step": self.progress.step,
+                    "deferred_share": self.engine.deferred_share,
+                }
+            )
             while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train_epoch()
             if self.job.runtime.trace is not None:

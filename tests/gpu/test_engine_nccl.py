@@ -9,14 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from .test_nccl_transport import SHARING, reason_to_skip
+from .sharing import environment, wants_ranks
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or ""),
-]
+pytestmark = [pytest.mark.processes, wants_ranks(8)]
 
 JOB = """
 model: {options: {hidden: 32, depth: 4, heads: 4}}
@@ -42,10 +38,9 @@ def load():
 
 def losses(job: Path, log: Path, *settings: str) -> list[float]:
     sets = [part for setting in (*settings, f"log.path={log}") for part in ("--set", setting)]
-    sharing = SHARING if torch.cuda.device_count() < 8 else {}
     done = subprocess.run(
         [sys.executable, "-m", "quintsched.runtime.launch", "--config", str(job), *sets],
-        env=os.environ | sharing | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+        env=os.environ | environment(8),
         capture_output=True,
         text=True,
         timeout=240,

@@ -10,19 +10,12 @@ import torch
 
 from quintsched.runtime.transport import Group, ReduceOp, Transport, connect
 
+from .sharing import environment, wants_ranks
+
 WORLD = 4
 CHANNELS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
 # In clock cycles of a device at 1.5 to 2 GHz.
 ONE_SECOND = 2_000_000_000
-SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-
-
-def reason_to_skip() -> str | None:
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.cuda.device_count() < WORLD and torch.cuda.nccl.version() < (2, 30):
-        return f"{WORLD} ranks on {torch.cuda.device_count()} GPUs want NCCL 2.30, this is {torch.cuda.nccl.version()}"
-    return None
 
 
 def check_collectives(t: Transport, group: Group) -> None:
@@ -116,9 +109,7 @@ def check_one_tensor_to_two_peers(t: Transport) -> None:
 
 def run_rank(rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
-    if torch.cuda.device_count() < WORLD:
-        os.environ.update(SHARING)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environment(WORLD))
     transport = connect("nccl", timeout_s=120)
     assert (transport.name, transport.profile) == ("nccl", "channel")
     groups = [transport.make_group(p) for p in ([(0, 1, 2), (3,)], [(0,), (1,), (2, 3)], [(0, 1, 2, 3)])]
@@ -141,7 +132,7 @@ def run_rank(rank: int, port: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
+@wants_ranks(WORLD)
 def test_groups_and_channels_over_nccl() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
