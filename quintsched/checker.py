@@ -9,7 +9,7 @@ to a cycle. Each finding names a pipeline rank, an index in its program and what
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -121,6 +121,24 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
         peak_receives(plan),
         {name: tuple(waits) for name, waits in cycles.items()},
     )
+
+
+def require_runnable(plan: Plan, profile: str) -> None:
+    """Raise `UnsoundError` unless a plan is sound, and free of deadlock where a host runs each rank's program.
+
+    A profile lets a message overtake computations that stand before it. A host cannot: it issues in program order, and
+    waits where a computation takes a value. What is free under `blocking` passes always.
+    """
+    verdict = check(plan, profile)
+    verdict.raise_if_unsound()
+    if verdict.profiles["blocking"]:
+        return
+    events = Events.merge(plan)
+    graph = build_graph(events, plan.flows, find_profile(profile), one_host=True)
+    run = graph.run()
+    if not run.finished:
+        waits = _describe_cycle(plan, events, graph.cycle(run.waiting), f"{profile}, issued in program order")
+        replace(verdict, findings=tuple(waits)).raise_if_unsound()
 
 
 def check_order(plan: Plan) -> Verdict:

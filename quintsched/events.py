@@ -23,7 +23,7 @@ import numpy.typing as npt
 from quintsched.columns import Columns, Ints
 from quintsched.dataflow import TRAVELS, Flows, Uses
 from quintsched.errors import UsageError, suggest
-from quintsched.instructions import WHOLE_MESH, AllReduceBucket, Recv, Send, SyncTied
+from quintsched.instructions import WHOLE_MESH, AllReduceBucket, Recv, Send, ShareMetrics, SyncTied
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -287,8 +287,8 @@ def _run_in_time(first: list[int], following: list[int], waiting: list[int], dur
     return Run(len(ready), waiting, start, cause)
 
 
-def build_graph(events: Events, flows: Flows, profile: Profile) -> EventGraph:
-    """Return the event graph of a plan under a transport profile.
+def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
+    """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
 
     A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
     without messages, as a schedule yields it, has the right edges too.
@@ -296,8 +296,30 @@ def build_graph(events: Events, flows: Flows, profile: Profile) -> EventGraph:
     parts = [queue_edges(events, profile)]
     if not profile.one_queue:
         parts.append(data_edges(events, flows))
+    if one_host:
+        parts.append(host_edges(events, profile))
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
     return EventGraph(events, sources, targets, ranks)
+
+
+def host_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
+    """Return (sources, targets, ranks): what a host adds that issues its program in order, and waits as it goes.
+
+    It waits in computations and at what ends a step. Messages and other collectives it only issues, but not before it
+    has come to them; where tags match messages (no queues), those are issued ahead of their place and wait for nobody.
+    """
+    columns = events.columns
+    issued = columns.are(Send, Recv, ShareMetrics, SyncTied)
+    waits = np.flatnonzero(~issued)
+    same = columns.rank[waits[:-1]] == columns.rank[waits[1:]]
+    sources, targets = [waits[:-1][same]], [waits[1:][same]]
+    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & (profile.message_queues is None)))
+    before = np.searchsorted(waits, later) - 1
+    known = (before >= 0) & (columns.rank[waits[np.maximum(before, 0)]] == columns.rank[later])
+    sources.append(waits[before[known]])
+    targets.append(later[known])
+    rows = np.concatenate(sources)
+    return events.of[rows], events.of[np.concatenate(targets)], columns.rank[rows]
 
 
 def queue_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:

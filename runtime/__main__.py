@@ -124,7 +124,8 @@ def explain(error: Exception, rank: int) -> int:
     known = isinstance(error, QuintschedError)
     headline = str(error) if known else f"{type(error).__name__}: {error}"
     trace = "" if known else "".join(traceback.format_exception(error))
-    sys.stderr.write(f"error: rank {rank}: {headline}{notes}\n{trace}")
+    whose = f"rank {rank}: " if "RANK" in os.environ else ""  # else all ranks are here, and a note says which
+    sys.stderr.write(f"error: {whose}{headline}{notes}\n{trace}")
     return error.exit_code if isinstance(error, QuintschedError) else 1
 
 

@@ -26,6 +26,10 @@ class Batch:
     extras: Sequence[Extras]
 
 
+NOTHING = Batch((), (), ())
+"""What a rank keeps of a batch when its step is over."""
+
+
 class BatchCutter:
     """Moves what a rank needs of a batch to its device, and cuts it.
 
@@ -53,7 +57,7 @@ class BatchCutter:
             MisfitError: samples or sequence cannot be cut into equal parts.
         """
         spec = plan.schedule
-        parts = {name: self._units(spec, name, tensor) for name, tensor in extras.items()}
+        parts = {name: self._extra_units(spec, name, tensor, inputs) for name, tensor in extras.items()}
         units = range(spec.num_units)
         return Batch(
             inputs=self._units(spec, "inputs", inputs) if self._needs_inputs else (),
@@ -69,6 +73,17 @@ class BatchCutter:
         if first.dim() < 2 or first.shape[1] % spec.slices:
             raise MisfitError(f"{name} of shape {tuple(first.shape)} cannot be cut into {spec.slices} equal slices")
         return [part for whole in microbatches for part in whole.split(first.shape[1] // spec.slices, 1)]
+
+    def _extra_units(self, spec: ScheduleSpec, name: str, tensor: Tensor, inputs: Tensor | None) -> Sequence[Tensor]:
+        """One number per sample goes to every slice; all else runs along the sequence, as the inputs do."""
+        if spec.slices == 1 or tensor.dim() > 1:
+            if spec.slices > 1 and self._needs_inputs and inputs is not None and tensor.shape[1] != inputs.shape[1]:
+                raise MisfitError(
+                    f"{name} of shape {tuple(tensor.shape)} does not run along the sequence of {inputs.shape[1]}, and "
+                    "cannot be cut into slices as it is"
+                )
+            return self._units(spec, name, tensor)
+        return [part for part in self._microbatches(spec.microbatches, name, tensor) for _ in range(spec.slices)]
 
     def _microbatches(self, count: int, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
         if tensor is None:

@@ -165,7 +165,9 @@ def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 
         taken = []
         for _ in range(rounds):
             start = _now_s(example.device)
-            given = example.detach().requires_grad_(number > 0 and example.is_floating_point())
+            given = example.detach().requires_grad_(
+                number > 0 and (example.is_floating_point() or example.is_complex())
+            )
             output, fresh, _ = split_result(module(given, **beside))
             output.sum().backward()
             taken.append(_now_s(example.device) - start)
@@ -204,12 +206,14 @@ def trace_shapes(
                 ride.until = number
                 taken[name] = ride.tensor
         try:
-            given, fresh, _ = split_result(_call_on_meta(module, given, taken, dtype))
+            result = _call_on_meta(module, given, taken, dtype)
         except Exception as error:
             raise MisfitError(
                 f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "
                 "blocks on torch's meta device)"
             ) from error
+        _require_result(number, result)
+        given, fresh, _ = split_result(result)
         left.append(given)
         for name, tensor in fresh.items():
             if name in beside or name in riders:
@@ -225,6 +229,23 @@ def trace_shapes(
         )
         for number, output in enumerate(left)
     ]
+
+
+def _require_result(number: int, result: object) -> None:
+    """Raise `MisfitError` unless a block gave a tensor, or (output, auxiliary loss), with or without riders."""
+    output, auxiliary = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    found = output.output if isinstance(output, Carry) else output
+    if not isinstance(found, Tensor):
+        raise MisfitError(
+            f"block {number} returns a {type(found).__name__}; it must return a tensor or a Carry, or one of them "
+            "beside an auxiliary loss"
+        )
+    if auxiliary is not None and not (isinstance(auxiliary, Tensor) and auxiliary.dim() == 0):
+        shape = f"of shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
+        raise MisfitError(
+            f"block {number} returns something {shape} beside its output; only an auxiliary loss may be "
+            "there, a tensor of no dimensions"
+        )
 
 
 @dataclass

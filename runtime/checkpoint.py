@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.strictjson import describe_faults, parse_strict
@@ -50,6 +51,17 @@ class Manifest(BaseModel):
     progress: dict[str, Any]
 
 
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with an earlier one, as tied weights do: a file holds each by itself."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in state.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a run in a directory, of which the latest `keep` stay."""
@@ -65,7 +77,7 @@ class Checkpoints:
             if engine.transport.rank == 0:
                 (folder / MANIFEST).unlink(missing_ok=True)
             engine.barrier()
-            data = save({name: tensor.cpu().contiguous() for name, tensor in engine.state_dict().items()})
+            data = save(_apart({name: tensor.cpu().contiguous() for name, tensor in engine.state_dict().items()}))
             _write(folder / _file_name(engine.transport.rank), data)
             digests = engine.gather_bytes(hashlib.sha256(data).digest())
             if engine.transport.rank == 0:

@@ -30,6 +30,12 @@ from .slices import Past, Store
 
 Call = Callable[[], None]
 
+DIFFERENTIABLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+
 
 def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
@@ -41,13 +47,13 @@ def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
     take = None if taken is None else machine.taker(taken, index)
     finish = partial(_lose, machine, unit) if made.kind is Kind.LOSS else _hand_on(machine, made)
     extras_of = _extras(machine, instruction)
-    clock, saved, whole = machine.clock, machine.saved, forward.whole
+    clock, saved, whole, differentiable = machine.clock, machine.saved, forward.whole, DIFFERENTIABLE
 
     def train() -> None:
         given = (machine.batch.inputs[unit],) if take is None else take()
         clock.start()
         if take is not None:
-            given = tuple([t.detach().requires_grad_() if t.is_floating_point() else t for t in given])
+            given = tuple([t.detach().requires_grad_() if t.dtype in differentiable else t for t in given])
         reruns: list[Rerun] = []
         extras = extras_of(given)
         outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
@@ -114,7 +120,11 @@ def _lose(machine: Machine, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], machine.batch.targets[unit], machine.tally
     found = machine.loss_fn(output, targets)
-    loss, weight = found if isinstance(found, tuple) else (found, 1.0)
+    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise MisfitError(
+            f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {_named(found)}"
+        )
     tally.losses.append(loss.detach())
     tally.weights.append(weight.detach() if isinstance(weight, Tensor) else weight)
     if machine.metrics:
@@ -122,6 +132,10 @@ def _lose(machine: Machine, unit: int, outputs: Outputs) -> Start:
             for column, metric in zip(tally.metrics, machine.metrics.values(), strict=True):
                 column.append(metric(output, targets))
     return Start().with_loss(loss)
+
+
+def _named(found: object) -> str:
+    return str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def bind_recompute(machine: Machine, index: int, instruction: ins.Recompute) -> Call:
@@ -145,8 +159,9 @@ def bind_bwd(machine: Machine, index: int, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
     backward = _backward(machine, index, instruction)
     gradients = machine.gradients
-    has_twins = bool(machine.plan.layout.twins(instruction.stage))
-    if gradients is None or has_twins or instruction not in machine.last_backwards:
+    layout, stage = machine.plan.layout, instruction.stage
+    in_parts = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients come more than once
+    if gradients is None or in_parts or instruction not in machine.last_backwards:
         return partial(backward, nullcontext())
     return lambda: backward(gradients.last_backward(instruction.stage))
 
@@ -166,14 +181,17 @@ def bind_bwd_input(machine: Machine, index: int, instruction: ins.BwdInput) -> C
 
 
 def bind_bwd_weight(machine: Machine, index: int, instruction: ins.BwdWeight) -> Call:
-    """Compute what was put off, and add it up."""
+    """Compute what was put off, and add it up; in the stage's last one, gradients start to be reduced."""
     taken = machine.flow(instruction).consumes[0]
-    assert machine.gradients is not None
-    accumulate, clock, pending = machine.gradients.accumulate, machine.clock, machine.pending
+    gradients, clock, pending = machine.gradients, machine.clock, machine.pending
+    assert gradients is not None
+    drain = gradients.drain
+    if instruction in machine.last_backwards and not machine.plan.layout.twins(instruction.stage):
+        drain = partial(gradients.drain_last, instruction.stage)
 
     def run() -> None:
         clock.start()
-        pending.pop(taken).drain(accumulate)
+        drain(pending.pop(taken))
         clock.stop()
 
     return run

@@ -94,6 +94,10 @@ class Products:
             else:
                 sums[key] = total
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameter of every product."""
+        return (product.parameter for product in self._waiting)
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor that is held, as often as a product holds it."""
         for product in self._waiting:

@@ -31,6 +31,7 @@ from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
 from .job import require_world
+from .limits import require_blocks_to_recompute, require_repeatable, require_runnable
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
 from .results import StepResult
@@ -105,12 +106,8 @@ class Engine:
             stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
         )
         self.transport = transport or connect_for(plan, timeout_s)
-        require_world(plan, self.transport.world_size)
-        if plan.mesh.axis_size("cp") > 1:
-            raise UsageError(f"mesh {plan.mesh}: plans with cp can be compiled and simulated, but not run yet")
-        verdict = plan.check(profile=self.transport.profile)
-        verdict.raise_if_unsound()
-        self._sends_kept = SENDS_KEPT if verdict.profiles["blocking"] else None
+        require_runnable(plan, self.transport)
+        self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
         self._rank = self.transport.rank
         self._groups = make_groups(plan, self.transport)
         open_channels([plan, self._evaluation_plan], self.transport)
@@ -126,6 +123,8 @@ class Engine:
         self.stages = build_stages(
             blocks, self._cuts, plan.layout, self._pp_rank, self._groups, seed=seed, dtype=dtype, device=device
         )
+        require_repeatable(plan, self.stages, self.transport)
+        require_blocks_to_recompute(plan, self.stages)
         self.clock = Clock(device)
         self._loss_fn, self._metrics, self._clip, self._compiled = loss_fn, dict(metrics or {}), clip, compiled
         self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
@@ -138,6 +137,7 @@ class Engine:
         self._num_steps = 0
         self._metric_names = tuple(self._metrics)
         self._broken = False
+        self._running: Interpreter | None = None
         self._training: Interpreter | None = None
         self._evaluation: Interpreter | None = None
 
@@ -268,7 +268,9 @@ class Engine:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         for unit in batch.inputs[:1]:
             machine.require_input(unit)
-        self._broken = True
+        if self._running is not None and self._running is not interpreter:
+            self._running.machine.settle()
+        self._running, self._broken = interpreter, True
         interpreter.run(batch, self._num_steps, calls)
         self._broken = False
         assert machine.sums is not None

@@ -43,6 +43,7 @@ def bind_clip_grad(machine: Machine, index: int, instruction: ins.ClipGrad) -> C
     assert gradients is not None
 
     def run() -> None:
+        gradients.end_sums()
         machine.wait(gradients.launched, index)
         gradients.finish(machine.weight(index))
         norm, work = gradients.global_norm()

@@ -7,7 +7,8 @@ stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -68,26 +69,32 @@ class StageForward:
     ) -> None:
         numbers = list(blocks)
 
-        def chain(some: Sequence[int]) -> Run:
+        def segment(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
             arriving = parcels[some[0] - 1].names if some[0] else ()
-            made = Chain([blocks[number] for number in some], arriving, parcels[some[-1]].names)
-            return torch.compile(made, dynamic=False) if compiled else made
+            modules = [blocks[number] for number in some]
+            made = Chain(modules, arriving, parcels[some[-1]].names)
+            run = torch.compile(made, dynamic=False) if compiled else made
+            return run, partial(_buffers, modules) if dropped else None
 
-        self._segments = [(chain(some), dropped) for some, dropped in _cut(numbers, recompute)]
+        self._segments = [segment(some, dropped) for some, dropped in _cut(numbers, recompute)]
         self.whole = self._segments[0][0] if len(self._segments) == 1 and not recompute else None
         """What runs the stage, where nothing of it is recomputed."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
         """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""
         total: Tensor | None = None
-        for chain, dropped in self._segments:
-            if dropped and torch.is_grad_enabled():
-                given, auxiliary = run_dropped(chain, given, extras, reruns)
+        for chain, buffers in self._segments:
+            if buffers and torch.is_grad_enabled():
+                given, auxiliary = run_dropped(chain, buffers, given, extras, reruns)
             else:
                 given, auxiliary = chain(given, extras)
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
         return given, total
+
+
+def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
+    return (buffer for module in modules for buffer in module.buffers())
 
 
 def _cut(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:

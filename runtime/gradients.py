@@ -18,6 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from quintsched.errors import MisfitError
+
+from .deferred import Products
 from .groups import MeshGroups, Sharing
 from .precision import Masters, is_low
 from .stages import Stage
@@ -36,7 +39,7 @@ class Piece:
         first = parameters[0]
         dtype = torch.float32 if is_low(first.dtype) else first.dtype
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=first.device)
-        self.missing = len(parameters)
+        self.missing: set[Tensor] = set(parameters)
         self.ready = False
         views = self.flat.split([p.numel() for p in parameters])
         self.views = [view.view_as(parameter) for parameter, view in zip(parameters, views, strict=True)]
@@ -82,8 +85,10 @@ class Gradients:
         self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
         self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ())]
         self.launched: list[Work] = []
+        self._syncing: list[_Sum] = []
         self._counted = list(self._find_counted(twin_stages))
         for parameter, (_, view) in self._home.items():
+            parameter._quintsched_sum = view  # type: ignore[attr-defined]
             if parameter.dtype != view.dtype:
                 parameter.register_post_accumulate_grad_hook(partial(_move_into, view))
 
@@ -98,7 +103,7 @@ class Gradients:
         """Whether this rank counts a parameter: of tensor-parallel copies, and of tied ones, one does."""
         return self._tied.counts(parameter) and self._groups.counts(parameter)
 
-    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, as a backward does."""
         self._home[parameter][1].add_(gradient)
 
@@ -114,34 +119,68 @@ class Gradients:
         hooks = [
             p.register_post_accumulate_grad_hook(self._noting(piece)) for piece in pieces for p in piece.parameters
         ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
         return self._groups.replicas.size > 1 and self._tied.parameters.isdisjoint(piece.parameters)
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            piece.missing -= 1
-            if not piece.missing:
-                piece.ready = True
-                self._launch_ready()
+        def arrived(parameter: Tensor) -> None:
+            if parameter not in piece.missing:
+                raise MisfitError(
+                    f"a weight of stage {piece.bucket[0]}, {tuple(parameter.shape)}, got gradients twice in one "
+                    "backward, as one does that checkpointed parts of a block share; let the plan recompute instead"
+                )
+            self._note(piece, parameter)
 
         return arrived
 
+    def _note(self, piece: Piece, parameter: Tensor) -> None:
+        """Note that the gradient of a parameter is complete, and launch the piece if all are."""
+        piece.missing.discard(parameter)
+        if not piece.missing:
+            piece.ready = True
+            self._launch_ready()
+
+    def drain(self, products: Products) -> None:
+        """Compute and add up what a backward has put off."""
+        products.drain(self._accumulate)
+
+    def drain_last(self, stage: int, products: Products) -> None:
+        """`drain` after which the stage's gradients are complete: pieces are launched as soon as they are filled."""
+        coming = set(products.parameters())
+        early = {p for p in self._pieces if p.bucket[0] == stage and self._is_filled_by_backwards(p)}
+        for piece in (piece for piece in self._pieces if piece in early):
+            for parameter in [p for p in piece.parameters if p not in coming]:
+                self._note(piece, parameter)
+
+        def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+            self._accumulate(parameter, gradient)
+            piece = self._home[parameter][0]
+            if piece in early:
+                self._note(piece, parameter)
+
+        products.drain(accumulate)
+
     def add_up(self, params: str, stages: tuple[int, ...]) -> None:
-        """Sum the gradients of what several stages hold: all weights of twins ("stage"), or one that is named."""
+        """Begin to sum the gradients of what several stages hold: all weights of twins ("stage"), or one that is named.
+
+        `reduce` and `end_sums` wait for it: until then the program goes on.
+        """
         sharing = self._groups.sharing.get(stages)
         if params == "stage":
-            own = [piece.flat for piece in self._pieces if piece.bucket[0] in stages]
-            _sum_over([[flat] for flat in own], sharing)
+            own = [[piece.flat] for piece in self._pieces if piece.bucket[0] in stages]
         else:
-            own = [self._home[parameter][1] for parameter in self._tied.own(params)]
-            _sum_over([own], sharing)
+            own = [[self._home[parameter][1] for parameter in self._tied.own(params)]]
+        self._syncing += _begin_sums(own, sharing)
 
     def reduce(self, bucket: Bucket) -> None:
         """Launch what is left of a bucket; parameters that no backward reached bring their zeros."""
+        self.end_sums()
         for piece in self._order[len(self.launched) :]:
             if piece.bucket == bucket:
                 piece.ready = True
@@ -151,6 +190,12 @@ class Gradients:
         while len(self.launched) < len(self._order) and self._order[len(self.launched)].ready:
             piece = self._order[len(self.launched)]
             self.launched.append(self._groups.replicas.all_reduce(piece.flat))
+
+    def end_sums(self) -> None:
+        """Wait for the sums that `add_up` has begun."""
+        for sum_ in self._syncing:
+            sum_.end()
+        self._syncing.clear()
 
     def finish(self, weight: Tensor) -> None:
         """Divide the sums, which have been waited for, by the batch's total loss weight (a 0-dimensional tensor)."""
@@ -178,29 +223,42 @@ class Gradients:
         for piece in self._pieces:
             if piece.bucket[0] in stages:
                 piece.flat.zero_()
-                piece.missing, piece.ready = len(piece.parameters), False
+                piece.missing, piece.ready = set(piece.parameters), False
 
 
 def _move_into(view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum of longer type; one that was put off is not there yet."""
-    if parameter.grad is not None:
+    """Add a parameter's new gradient to its sum of longer type; one that was put off is not there yet.
+
+    The sum may be that of an engine which is no longer in use, while another one trains the same weights.
+    """
+    if parameter.grad is not None and getattr(parameter, "_quintsched_sum", None) is view:
         view.add_(parameter.grad)
         parameter.grad = None
 
 
-def _sum_over(copies: Sequence[Sequence[Tensor]], sharing: Sharing | None) -> None:
-    """Let all tensors of each list, here and on the other ranks that share them, be their sum."""
+class _Sum:
+    """Tensors, here and on other ranks, that are becoming their sum."""
+
+    def __init__(self, own: Sequence[Tensor], work: Work | None) -> None:
+        self._own = own
+        self._work = work
+
+    def end(self) -> None:
+        """Wait, and let all tensors here be the sum."""
+        if self._work is not None:
+            self._work.wait()
+        for other in self._own[1:]:
+            other.copy_(self._own[0])
+
+
+def _begin_sums(copies: Sequence[Sequence[Tensor]], sharing: Sharing | None) -> list[_Sum]:
+    """Begin to sum the tensors of each list with each other, and with those of the ranks that share them."""
     sums = []
     for own in copies:
-        total = own[0]
         for other in own[1:]:
-            total.add_(other)
-        sums.append(total)
-    for work in [sharing.group.all_reduce(total) for total in sums] if sharing else []:
-        work.wait()
-    for own in copies:
-        for other in own[1:]:
-            other.copy_(own[0])
+            own[0].add_(other)
+        sums.append(_Sum(own, sharing.group.all_reduce(own[0]) if sharing else None))
+    return sums
 
 
 def cut_pieces(

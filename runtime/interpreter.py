@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from quintsched import instructions as ins
 from quintsched.instructions import Instruction
 
-from .batches import Batch
+from .batches import NOTHING, Batch
 from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_recompute
 from .finish import bind_all_reduce_bucket, bind_clip_grad, bind_opt_step, bind_share_metrics, bind_sync_tied
 from .machine import Machine
@@ -87,8 +87,8 @@ class Interpreter:
         self.machine.begin(batch)
         if recorder is not None:
             recorder.begin_step(step)
-            if recorder.active:
-                self.machine.recorder, calls = recorder, calls or self._recorded
+            if recorder.active and calls is None:
+                self.machine.recorder, calls = recorder, self._recorded
         place = -1
         try:
             for place, call in enumerate(calls or self._calls):  # noqa: B007
@@ -96,8 +96,13 @@ class Interpreter:
         except Exception as error:
             where = ", ".join(f"{k}={v}" for k, v in self.machine.plan.mesh.coordinates(self._rank).items())
             index = self._places[max(place, 0)]
+            if "leaf Variable that requires grad" in str(error):
+                error.add_note(
+                    "a stage's first operation must not change its input in place: it belongs to the message"
+                )
             error.add_note(f"on rank {self._rank} ({where}), instruction {index}: {self._program[index]}")
             raise
-        if recorder is not None and recorder.active:
-            recorder.end_step()
+        if self.machine.recorder is not None:
+            self.machine.recorder.end_step()
             self.machine.recorder = None
+        self.machine.batch = NOTHING

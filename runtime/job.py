@@ -41,7 +41,7 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
 
 def _first_and_last(job: JobConfig) -> dict[str, tuple[int, ...]]:
     """Return what the plan must tie for a built-in model: weights of its first block and its last, if apart."""
-    if names_file(job.model.name):
+    if names_file(job.model.name) or not (job.model.tied or job.model.options.get("tied")):
         return {}
     from .models import tied_weights
 
@@ -59,6 +59,8 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "microbatches": parallel.microbatches,
         "chunks": parallel.chunks,
         "slices": parallel.slices,
+        "recompute": _per_stage(parallel.recompute, plan),
+        "tied": parallel.tied,
     }
     has: dict[str, object] = {
         "mesh": plan.mesh,
@@ -66,6 +68,8 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "microbatches": plan.schedule.microbatches,
         "chunks": plan.schedule.chunks,
         "slices": plan.schedule.slices,
+        "recompute": tuple(plan.layout.recompute_every(stage) for stage in range(len(plan.stage_to_pp))),
+        "tied": dict(plan.tied),
     }
     odd = [
         f"{key} is {said[key]} in the job file but {has[key]} in the plan"
@@ -74,6 +78,10 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
     ]
     if odd:
         raise MisfitError(f"{path} disagrees with the job's parallel section: {'; '.join(odd)}; change one of them")
+
+
+def _per_stage(recompute: int | tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    return (recompute,) * len(plan.stage_to_pp) if isinstance(recompute, int) else recompute
 
 
 def _require_even_batch(batch_size: int, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from quintsched.instructions import ENDS_BACKWARD, Instruction
 from quintsched.plan import Plan
 
 from .backward import Root, edge_of
-from .batches import Batch
+from .batches import NOTHING, Batch
 from .blocks import Parcel, TensorSpec
 from .deferred import Products, WeightQueue
 from .forward import Outputs, StageForward
@@ -184,7 +184,7 @@ class Machine:
     masters: Masters | None = None
     clip: float | None = None
     sends_kept: int | None = SENDS_KEPT
-    batch: Batch = field(default_factory=lambda: Batch((), (), ()))
+    batch: Batch = NOTHING
     cells: dict[Value, Cell] = field(default_factory=dict)
     saved: dict[Value, Saved] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
@@ -270,13 +270,17 @@ class Machine:
                 "buffers are made once: pad the batch, and give padded samples no loss weight"
             )
 
-    def begin(self, batch: Batch) -> None:
-        """Start a step on `batch`. What was sent in the step before has been received by now: let go of it."""
+    def settle(self) -> None:
+        """Let go of what was sent in the step before: the next one, of any plan, begins when it has been received."""
         for cell in self.sending:
             if cell.sent is not None:
                 works, cell.sent = cell.sent[0], None
                 for work in works:
                     work.wait()
+
+    def begin(self, batch: Batch) -> None:
+        """Start a step on `batch`."""
+        self.settle()
         self.batch = batch
         self.sums = self.shared = self.norm = None
         self.skipped = False

@@ -10,7 +10,7 @@ dropped piece is one function, whose backward runs the recorded one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...]
 class Rerun:
     """One piece of one forward that was dropped; `again` brings it back."""
 
-    def __init__(self, run: Run, given: tuple[Tensor, ...], extras: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run: Run, buffers: Callable[[], Iterable[Tensor]], given: tuple[Tensor, ...], extras: Mapping[str, Any]
+    ) -> None:
         self._run = run
+        self._buffers = buffers
         self._given: tuple[Tensor, ...] = given
         self._extras = extras
         self._generators = _generator_states(given[0].device)
@@ -40,12 +43,15 @@ class Rerun:
         return outputs if auxiliary is None else (*outputs, auxiliary)
 
     def again(self) -> None:
-        """Run it again with the same random numbers, recording for the backward."""
+        """Run it again with the same random numbers, recording for the backward; buffers count the first run only."""
         device = self._given[0].device
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
         self._given = tuple(t.detach().requires_grad_(t.requires_grad) for t in self._given)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             _restore_generators(device, self._generators)
             self._outputs = self.flat()
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the gradients of what was given; those of weights are added to where they belong."""
@@ -57,10 +63,14 @@ class Rerun:
 
 
 def run_dropped(
-    run: Run, given: tuple[Tensor, ...], extras: Mapping[str, Any], reruns: list[Rerun]
+    run: Run,
+    buffers: Callable[[], Iterable[Tensor]],
+    given: tuple[Tensor, ...],
+    extras: Mapping[str, Any],
+    reruns: list[Rerun],
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Run without recording; what brings it back joins `reruns`."""
-    rerun = Rerun(run, given, extras)
+    """Run without recording; what brings it back joins `reruns`. `buffers` are those that a run may change."""
+    rerun = Rerun(run, buffers, given, extras)
     reruns.append(rerun)
     anchor = torch.empty(0, requires_grad=True)  # a first stage's inputs need no gradient, but its weights do
     outputs: tuple[Tensor, ...] = _Dropped.apply(rerun, anchor, *given)  # type: ignore[no-untyped-call]

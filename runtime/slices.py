@@ -73,5 +73,5 @@ class _Extend(torch.autograd.Function):
         if row.gradient is None:
             row.gradient = gradient.clone()
         else:
-            row.gradient[..., :end, :] += gradient
+            row.gradient.data[..., :end, :] += gradient  # what earlier backwards returned lies behind it
         return row.gradient[..., start:end, :], None, None

@@ -45,7 +45,15 @@ class TiedWeights:
         stages: Mapping[int, Stage],
         groups: MeshGroups,
     ) -> None:
+        for name, weights in names.items():
+            if len(set(weights)) < 2:
+                raise MisfitError(f"tied weight {name!r} names {len(set(weights))} weights; name at least two")
         homes = {name: stages_of(weights, cuts) for name, weights in names.items()}
+        if homes and plan.stage_to_part is not None:
+            raise MisfitError(
+                f"the model ties weights ({', '.join(homes)}), which a bidirectional schedule cannot: its twins "
+                "already add up all they hold; take another schedule, or untie them"
+            )
         across = {name: held for name, held in homes.items() if len(held) > 1}
         planned = {name: tuple(held) for name, held in plan.tied.items()}
         if across != planned:

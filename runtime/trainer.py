@@ -26,7 +26,7 @@ from quintsched.strictjson import describe_faults
 
 from .blocks import Blocks, estimate_costs, measure_costs
 from .checkpoint import Checkpoints, remembered
-from .config import JobConfig, RuntimeConfig
+from .config import JobConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from .engine import Engine
 from .figures import Sums, Window
@@ -35,6 +35,7 @@ from .losses import correct_sum, cross_entropy_sum
 from .models import build_model, tied_weights
 from .optim import build_optimizer, learning_rate_factor
 from .results import StepResult
+from .traced import TracedSteps, traced_steps
 from .transport import Group, Transport
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -96,7 +97,7 @@ class Trainer:
             dtype=DTYPES[job.runtime.precision],
             tied=tied_weights(job.model),
             compiled=job.runtime.compile,
-            trace_steps=_traced_steps(job.runtime),
+            trace_steps=traced_steps(job.runtime),
             seed=job.train.seed,
             transport=transport,
         )
@@ -106,6 +107,7 @@ class Trainer:
         self._validation_batches = BatchSampler(
             num_samples=sizes.num_validation, batch_size=job.train.batch_size, seed=job.train.seed, shuffle=False
         )
+        self._traced = TracedSteps(job.runtime, self.total_steps)
         self._checkpoints = (
             Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
         )
@@ -150,8 +152,6 @@ class Trainer:
             )
             while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train_epoch()
-            if self.job.runtime.trace is not None:
-                self.engine.save_trace(self.job.runtime.trace)
         return self.progress.history
 
     def _train_epoch(self) -> None:
@@ -181,6 +181,7 @@ class Trainer:
         for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             result = self.engine.step(*self._share(self._train_split, indices))
+            self._traced.save_when_done(self.engine)
             progress.step += 1
             progress.batch += 1
             yield result
@@ -292,10 +293,6 @@ class Trainer:
             )
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
-
-
-def _traced_steps(runtime: RuntimeConfig) -> range | None:
-    return range(runtime.trace_first, runtime.trace_first + runtime.trace_steps) if runtime.trace is not None else None
 
 
 def _needs_data(plan: Plan, rank: int) -> bool:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import quintsched as qs
-from quintsched.dataflow import flow
+from quintsched.dataflow import Value, flow
 from quintsched.instructions import Message, Send
 
 Channel = tuple[int, int]
@@ -63,7 +63,9 @@ def post(links: Links, channel: Channel, tensor: torch.Tensor) -> dist.Work:
 
 def replay(plan: qs.Plan, links: Links, device: torch.device, *, size: int, blocking: bool, limit_s: float) -> int:
     """Return where this rank stands after `limit_s` without progress; -1 where every message of `size` bytes ended."""
-    rank, issued, arriving = dist.get_rank(), [], {}
+    rank = dist.get_rank()
+    issued: list[tuple[int, dist.Work]] = []
+    arriving: dict[Value, dist.Work] = {}
     outgoing = torch.ones(size, dtype=torch.uint8, device=device)
     for index, instruction in enumerate(plan.programs[rank]):
         taken_and_made = flow(instruction, plan.layout, rank)

@@ -26,7 +26,7 @@ def nccl_version() -> tuple[int, ...]:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # it is part of torch's own library
-        return torch.cuda.nccl.version()
+        return tuple(torch.cuda.nccl.version())
     return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 

@@ -34,8 +34,9 @@ def train(
 ) -> dict[Case, list[Outcome]]:
     """Train in real processes; returns what each rank ends with."""
     world_size = cases[0].world_size
-    worker = ("tests.gpu.matrix_worker", backend, folder, str(steps), *map(str, cases))
-    torchrun(monkeypatch, world_size, *worker, timeout_s=60 + len(cases) * (20 + steps))
+    names = [str(case) for case in cases]
+    worker = ("tests.gpu.matrix_worker", backend, folder, str(steps))
+    torchrun(monkeypatch, world_size, *worker, *names, timeout_s=60 + len(cases) * (20 + steps))
     ranks = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
     return {case: [Outcome(**rank[str(case)]) for rank in ranks] for case in cases}
 
