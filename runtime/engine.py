@@ -367,12 +367,17 @@ class Engine:
 def connect_for(plan: Plan, timeout_s: float, name: str = "auto", rules: Rules | None = None) -> Transport:
     """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
 
+    "auto" and "nccl" stand for a GPU also where there is one process.
+
     Raises `MisfitError` for a mesh of several ranks outside torchrun, or a world size that is not the mesh's.
     """
     launched = "WORLD_SIZE" in os.environ
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     require_world(plan, world_size)
-    if not launched:
-        return LocalTransport(LocalWorld(1, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
     wants_nccl = torch.cuda.is_available() if name == "auto" else name == "nccl"
+    if not launched:
+        if wants_nccl and not torch.cuda.is_available():
+            raise MisfitError("transport nccl wants a CUDA device and there is none; choose gloo")
+        device = "cuda" if wants_nccl else "cpu"
+        return LocalTransport(LocalWorld(1, device, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
     return connect("nccl" if wants_nccl else "gloo", timeout_s, rules=rules)

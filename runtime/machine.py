@@ -96,9 +96,13 @@ class Tally:
         sums = [_total(column) for column in self._columns]
         for column in self._columns:
             column.clear()
-        if not any(isinstance(total, Tensor) for total in sums):
-            return torch.tensor(sums, dtype=torch.float64, device=self._device)
-        return torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self._device) for s in sums])
+        return torch.stack([self._as_tensor(total) for total in sums])
+
+    def _as_tensor(self, total: Tensor | float) -> Tensor:
+        """Return a sum where the others are; a number is written there, not copied, which would wait for a GPU."""
+        if isinstance(total, Tensor):
+            return total.to(self._device, torch.float64)
+        return torch.full((), float(total), dtype=torch.float64, device=self._device)
 
 
 def _total(column: Iterable[Tensor | float]) -> Tensor | float:

@@ -34,6 +34,9 @@ from .peers import Blame, raise_stall, run_bounded, stall_errors
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+"""The hardware queues of a GPU: the most that CUDA takes."""
 
 
 def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
@@ -287,6 +290,7 @@ class NcclTransport(_TorchTransport):
         torch.cuda.synchronize(self.device)
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
+        self._require_queues(sum(self.rank in channel for channel in channels))
         for source, destination in channels:
             link = self._new_process_group(sorted((source, destination)))
             if link is not None:
@@ -295,6 +299,15 @@ class NcclTransport(_TorchTransport):
                 move = self._send if self.rank == source else self._recv
                 move(token, destination if self.rank == source else source, 0).wait()
                 torch.cuda.synchronize(self.device)
+
+    def _require_queues(self, num_channels: int) -> None:
+        """Raise `MisfitError` where streams would share a hardware queue, and wait for each other as no proof knows."""
+        queues, streams = int(os.environ.get(_QUEUES, MOST_QUEUES)), 1 + len(self._groups) + num_channels
+        if queues < min(streams, MOST_QUEUES):
+            raise MisfitError(
+                f"{_QUEUES}={queues}, but rank {self.rank} has {streams} streams, which would wait behind each other; "
+                f"leave it unset, or set it to {MOST_QUEUES}"
+            )
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return self._issue(self._links[self.rank, peer].send, tensor, int(peer > self.rank), peer, tag)
@@ -323,6 +336,7 @@ def _cuda_device() -> torch.device:
             f"local rank {local_rank} wants a device of its own and there are {num_devices}; start fewer ranks per "
             "node (or, from NCCL 2.30 on, let ranks share a device with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
+    os.environ.setdefault(_QUEUES, str(MOST_QUEUES))  # read when the device is first used
     device = torch.device("cuda", local_rank % num_devices)
     torch.cuda.set_device(device)
     return device
