@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -119,12 +120,20 @@ class Trainer:
             return estimate_costs(blocks)
         costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
         if transport.rank == 0:
-            samples = self.job.train.batch_size // self.plan.schedule.microbatches
-            example = torch.zeros(max(samples, 1), *spec.input_shape, dtype=DTYPES[self.job.runtime.precision])
-            measured = self._remembered_costs(lambda: measure_costs(blocks, example.to(transport.device)))
+            example = self._example(spec).to(transport.device)
+            measured = self._remembered_costs(lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
         _world(self.plan, transport).broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
+
+    def _example(self, spec: DataSpec) -> Tensor:
+        """Return inputs like those of a microbatch: the first samples, or zeros where this rank reads none."""
+        samples = max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)
+        dtype = DTYPES[self.job.runtime.precision]
+        if self._train_split is None:
+            return torch.zeros(samples, *spec.input_shape, dtype=dtype)
+        inputs, _ = gather_batch(self._train_split, np.arange(samples) % len(self._train_split))
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
     def _remembered_costs(self, measure: Callable[[], list[float]]) -> list[float]:
         """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""

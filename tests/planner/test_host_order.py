@@ -6,7 +6,6 @@ takes; the gradient norm waits for all ranks. Where messages have tags, those st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -76,6 +75,18 @@ def test_messages_with_tags_are_issued_ahead_of_their_place() -> None:
     require_runnable(held_back(), "tagged")
 
 
+def test_tags_do_not_help_where_a_bucket_waits_for_a_sum_that_waits_for_it() -> None:
+    tied = qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=2, chunks=3, tied={"w": (4, 5)})
+    sync, bucket = SyncTied("w", (4, 5)), AllReduceBucket(4, 0, ("dp",))
+    early = [i for i in tied.programs[0] if i not in (sync, bucket)]
+    after = 1 + max(k for k, i in enumerate(early) if isinstance(i, Bwd) and i.stage == 4)
+    plan = replace(tied, programs=((*early[:after], sync, bucket, *early[after:]), tied.programs[1]))
+    assert plan.check(profile="tagged").sound
+    assert not Hosts(plan, "tagged").finish()
+    with pytest.raises(qs.UnsoundError, match=r"AllReduceBucket\(stage=4, bucket=0, axes=dp\) must end before"):
+        require_runnable(plan, "tagged")
+
+
 def test_what_a_profile_refuses_is_refused_as_before() -> None:
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
     without = tuple(i for i in plan.programs[0] if not isinstance(i, RecvGrad))
@@ -106,7 +117,7 @@ class Hosts:
 
     def finish(self) -> bool:
         """Let all go on until nobody can; return whether all have come to the end."""
-        while any([self._advance(rank) for rank in range(len(self.counters))]):
+        while any(self._advance(rank) for rank in self._ranks()):
             pass
         return all(at == len(program) for at, program in zip(self.counters, self.programs, strict=True))
 
@@ -124,8 +135,8 @@ class Hosts:
             return False
         return all(self._is_there(rank, value) for value in (*uses.consumes, *uses.reads))
 
-    def _ranks(self) -> Iterator[int]:
-        return iter(range(len(self.counters)))
+    def _ranks(self) -> range:
+        return range(len(self.counters))
 
     def _reached(self, rank: int, instruction: Instruction) -> bool:
         return self.counters[rank] >= self.programs[rank].index(instruction)
