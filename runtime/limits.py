@@ -57,8 +57,8 @@ def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None
         every = plan.layout.recompute_every(number)
         if every > len(stage.blocks):
             raise MisfitError(
-                f"every {every}th block of stage {number} is to be recomputed, but it has {len(stage.blocks)}; "
-                f"recompute at most every {len(stage.blocks)}th, or 1 for the whole stage"
+                f"one of {every} blocks of stage {number} is to be recomputed, but it has {len(stage.blocks)}; "
+                f"set recompute to {len(stage.blocks)} at most, or to 1 for the whole stage"
             )
 
 

@@ -108,7 +108,6 @@ class Trainer:
         self._validation_batches = BatchSampler(
             num_samples=sizes.num_validation, batch_size=job.train.batch_size, seed=job.train.seed, shuffle=False
         )
-        self._traced = TracedSteps(job.runtime, self.total_steps)
         self._checkpoints = (
             Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
         )
@@ -159,11 +158,16 @@ class Trainer:
                     "deferred_share": self.engine.deferred_share,
                 }
             )
-            while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
-                self._train_epoch()
+            if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+                self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
         return self.progress.history
 
-    def _train_epoch(self) -> None:
+    def _train(self, traced: TracedSteps) -> None:
+        while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+            self._train_epoch(traced)
+        traced.finish(self.engine)
+
+    def _train_epoch(self, traced: TracedSteps) -> None:
         progress, reporter = self.progress, self._reporter
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
@@ -171,7 +175,7 @@ class Trainer:
         self.engine.clock.read_s()  # what validation computed is none of the window's
         began, first_batch = time.perf_counter(), progress.batch
         totals = Sums(progress.totals)
-        for result in self._steps():
+        for result in self._steps(traced):
             totals.add(result)
             reporter.advance()
             if window.add(result):
@@ -184,13 +188,13 @@ class Trainer:
         progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
         self._end_epoch(totals.read(), steps, seconds)
 
-    def _steps(self) -> Iterator[StepResult]:
+    def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
         for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
             self._set_learning_rate()
             result = self.engine.step(*self._share(self._train_split, indices))
-            self._traced.save_when_done(self.engine)
+            traced.count(self.engine)
             progress.step += 1
             progress.batch += 1
             yield result

@@ -83,7 +83,7 @@ def test_tags_do_not_help_where_a_bucket_waits_for_a_sum_that_waits_for_it() -> 
     plan = replace(tied, programs=((*early[:after], sync, bucket, *early[after:]), tied.programs[1]))
     assert plan.check(profile="tagged").sound
     assert not Hosts(plan, "tagged").finish()
-    with pytest.raises(qs.UnsoundError, match=r"AllReduceBucket\(stage=4, bucket=0, axes=dp\) must end before"):
+    with pytest.raises(qs.UnsoundError, match=r"rank 0: 21 SyncTied\(params=w, stages=4\+5\) must end before"):
         require_runnable(plan, "tagged")
 
 

@@ -32,6 +32,25 @@ def test_a_plan_file_that_disagrees_is_refused(tmp_path: Path) -> None:
         plan_of(job(parallel={"mesh": "pp=4", "schedule": "1f1b"}), path)
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"recompute": 1}, r"recompute is \(1, 1\) in the job file but \(0, 2\) in the plan"),
+        ({"recompute": [0, 1]}, r"recompute is \(0, 1\) in the job file but \(0, 2\) in the plan"),
+        ({"tied": {"w": [0, 1]}}, r"tied is \{'w': \(0, 1\)\} in the job file but \{'v': \(0, 1\)\} in the plan"),
+    ],
+)
+def test_a_plan_file_that_recomputes_or_ties_something_else_is_refused(
+    tmp_path: Path, said: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, recompute=[0, 2], tied={"v": (0, 1)})
+    plan.save(path)
+    with pytest.raises(qs.MisfitError, match=words):
+        plan_of(job(parallel=said), path)
+    assert plan_of(job(parallel={"recompute": [0, 2], "tied": {"v": [0, 1]}}), path) == plan
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes() -> None:
     with pytest.raises(qs.MisfitError, match=r"32 does not divide into 24 .*: 24 or 48"):
         plan_of(job(parallel={"mesh": "dp=3,pp=2", "microbatches": 8}))

@@ -117,6 +117,46 @@ def test_the_log(data_file: Path, tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in said] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
 
 
+def test_a_trace_is_written_as_soon_as_its_last_step_is_over(data_file: Path, tmp_path: Path) -> None:
+    trace = {"trace": str(tmp_path / "trace"), "trace_first": 1, "trace_steps": 3}
+    interrupt_after(job(data_file, runtime=trace), steps=6)  # by then all ranks are through with step 4
+    written = sorted((tmp_path / "trace").iterdir())
+    assert [path.name for path in written] == [f"rank{rank}.json" for rank in range(4)]
+    for path in written:
+        assert [step["step"] for step in json.loads(path.read_text())["steps"]] == [1, 2, 3]
+
+
+def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: Path, tmp_path: Path) -> None:
+    trace = {"trace": str(tmp_path / "trace"), "trace_first": 4, "trace_steps": 9}
+    fit(job(data_file, train={"epochs": 1}, runtime=trace))
+    steps = json.loads((tmp_path / "trace" / "rank0.json").read_text())["steps"]
+    assert [step["step"] for step in steps] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "error", "words"),
+    [
+        ({"trace": "taken"}, qs.UsageError, "runtime.trace: cannot make .*taken: File exists"),
+        ({"trace": "free", "trace_first": 6}, qs.MisfitError, "trace_first is 6, but this run ends after 6 steps"),
+    ],
+)
+def test_a_trace_that_cannot_be_written_is_refused_before_training(
+    data_file: Path, tmp_path: Path, runtime: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    (tmp_path / "taken").touch()
+    config = job(data_file, train={"epochs": 1}, runtime=runtime | {"trace": str(tmp_path / runtime["trace"])})
+    trainers = []
+
+    def run(transport: Transport) -> None:
+        trainers.append(Trainer(config, plan_of(config), transport))
+        trainers[-1].fit()
+
+    with pytest.raises(error, match=words):
+        run_local(4, run)
+    assert not any(trainer.progress.step for trainer in trainers)
+    assert not (tmp_path / "free").exists()
+
+
 def test_early_stopping(data_file: Path) -> None:
     for history, _, _ in fit(job(data_file, train={"epochs": 9, "patience": 2, "optimizer": {"lr": 0.0}})):
         assert len(history) == 3
@@ -228,3 +268,17 @@ def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.
     monkeypatch.setattr("quintsched.runtime.trainer.load_dataset", load)
     fit(config)
     assert len(loads) == 2
+
+
+def test_a_trace_is_written_where_a_job_stops_early(data_file: Path, tmp_path: Path) -> None:
+    runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 40}
+    fit(job(data_file, train={"epochs": 9, "patience": 1, "optimizer": {"lr": 0.0}}, runtime=runtime))
+    assert len(list((tmp_path / "trace").iterdir())) == 4
+
+
+def test_a_trace_is_written_where_a_resumed_job_has_few_steps_left(data_file: Path, tmp_path: Path) -> None:
+    saved = {"dir": str(tmp_path / "c")}
+    interrupt_after(job(data_file, checkpoint=saved), steps=13)
+    runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 8}
+    fit(job(data_file, checkpoint=saved, runtime=runtime), resume=True)
+    assert len(list((tmp_path / "trace").iterdir())) == 4
