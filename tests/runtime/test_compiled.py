@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,11 @@ from quintsched.runtime.transport import Transport, run_local
 
 from .toys import difference, sgd
 
-pytestmark = [  # what torch's own compiler warns of
+pytestmark = [
+    pytest.mark.skipif(
+        not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile wants a C++ compiler"
+    ),
+    # what torch's own compiler warns of:
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

@@ -1,13 +1,21 @@
 """Receives posted ahead: every one once, never too late, and buffers never shared by what stands together."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
+import torch
 
 import quintsched as qs
 from quintsched.dataflow import flow
 from quintsched.instructions import Recv
+from quintsched.runtime import Engine
+from quintsched.runtime.losses import cross_entropy_sum
+from quintsched.runtime.machine import SENDS_KEPT, Machine
 from quintsched.runtime.messages import AHEAD, plan_receives
+from quintsched.runtime.transport import Rules, Transport, run_local
+
+from .toys import Task, sgd, share, tiny_vit
 
 
 @pytest.mark.parametrize("ahead", [2, 5, None])
@@ -52,3 +60,41 @@ def test_buffers_do_not_grow_with_the_microbatches() -> None:
         )
 
     assert slots(64) == slots(8) <= 3 + 2 * AHEAD
+
+
+class Watch:
+    """Counts, after every call, what was sent and is not let go of yet, and what of it a backward would keep."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.kept = self.rooted = 0
+
+    def wrap(self, index: int, call: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            call()
+            self.kept = max(self.kept, sum(cell.sent is not None for cell in self._machine.sending))
+            roots = (root for saved in self._machine.saved.values() for root in saved.start.roots)
+            self.rooted = max(self.rooted, sum(isinstance(root, torch.Tensor) for root in roots))
+
+        return watched
+
+
+@pytest.mark.parametrize("rules", ["mailbox", "nccl"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_what_was_sent_is_let_go_of(schedule: str, rules: Rules) -> None:
+    plan = qs.compile(schedule, mesh="pp=2", microbatches=12)
+    task, blocks = Task.make(1, 12, torch.float32), tiny_vit()
+
+    def run(transport: Transport) -> tuple[int, int]:
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
+        batch = share(engine, task.inputs[0], task.targets[0])
+        engine.step(*batch)
+        interpreter = engine._training
+        assert interpreter is not None
+        watch = Watch(interpreter.machine)
+        interpreter.run(engine._cut(plan, *batch, {}), 1, interpreter.watched(watch))
+        return watch.kept, watch.rooted
+
+    for kept, rooted in run_local(2, run, rules=rules):
+        assert 0 < kept <= SENDS_KEPT + 1
+        assert rooted == 0, "an edge of the graph keeps no output alive"
