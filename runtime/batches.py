@@ -1,6 +1,7 @@
 """Cutting a rank's share of a batch into units: microbatches, or their slices along the sequence.
 
-(samples, sequence, …) ──▶ microbatches, equal shares of the samples ──▶ slices, equal shares of the sequence
+(samples, sequence, …) ──▶ this rank's chunks of the sequence, where the mesh has cp
+                       ──▶ microbatches, equal shares of the samples ──▶ slices, equal shares of the sequence
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan, ScheduleSpec
 
+from .context_parallel import WHOLE, SequenceShard
 from .forward import Extras
 
 
@@ -39,11 +41,20 @@ class BatchCutter:
         inputs: whether the rank needs inputs.
         targets: whether it needs targets.
         rank: its global rank, for error messages.
+        shard: its part of each sequence.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype | None, *, inputs: bool, targets: bool, rank: int
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        *,
+        inputs: bool,
+        targets: bool,
+        rank: int,
+        shard: SequenceShard,
     ) -> None:
+        self._shard = shard
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
 
@@ -66,7 +77,7 @@ class BatchCutter:
         )
 
     def _units(self, spec: ScheduleSpec, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
-        microbatches = self._microbatches(spec.microbatches, name, tensor)
+        microbatches = self._microbatches(spec.microbatches, name, tensor, self._shard)
         if spec.slices == 1:
             return microbatches
         first = microbatches[0]
@@ -76,8 +87,9 @@ class BatchCutter:
 
     def _extra_units(self, spec: ScheduleSpec, name: str, tensor: Tensor, inputs: Tensor | None) -> Sequence[Tensor]:
         """One number per sample goes to every slice; all else runs along the sequence, as the inputs do."""
-        if spec.slices == 1 or tensor.dim() > 1:
-            if spec.slices > 1 and self._needs_inputs and inputs is not None and tensor.shape[1] != inputs.shape[1]:
+        pieces = spec.slices * self._shard.size
+        if pieces == 1 or tensor.dim() > 1:
+            if pieces > 1 and self._needs_inputs and inputs is not None and tensor.shape[1] != inputs.shape[1]:
                 raise MisfitError(
                     f"{name} of shape {tuple(tensor.shape)} does not run along the sequence of {inputs.shape[1]}, and "
                     "cannot be cut into slices as it is"
@@ -85,12 +97,14 @@ class BatchCutter:
             return self._units(spec, name, tensor)
         return [part for part in self._microbatches(spec.microbatches, name, tensor) for _ in range(spec.slices)]
 
-    def _microbatches(self, count: int, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
+    def _microbatches(
+        self, count: int, name: str, tensor: Tensor | None, shard: SequenceShard = WHOLE
+    ) -> Sequence[Tensor]:
         if tensor is None:
             raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
         if tensor.dim() == 0 or tensor.shape[0] % count or not tensor.shape[0]:
             raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
         dtype = self._dtype if name == "inputs" and tensor.is_floating_point() else None
-        moved: Tensor = tensor.to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
+        moved: Tensor = shard.cut(name, tensor).to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
         pieces: Sequence[Tensor] = moved.split(tensor.shape[0] // count)
         return pieces

@@ -123,9 +123,9 @@ def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     return lambda name: takes_all or name in parameters
 
 
-def takes_past(blocks: Blocks) -> bool:
-    """Whether any block has a parameter `past`: keys and values of the slices before (see `slices`)."""
-    return any("past" in inspect.signature(_on_meta(block).forward).parameters for block in blocks)
+def some_take(name: str, blocks: Blocks) -> bool:
+    """Whether any block has a parameter of this name: `past` (see `slices`), `context` (see `context_parallel`)."""
+    return any(name in inspect.signature(_on_meta(block).forward).parameters for block in blocks)
 
 
 BlockResult = Tensor | Carry | tuple[Tensor | Carry, Tensor]

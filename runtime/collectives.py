@@ -3,10 +3,11 @@
     copy_to_group      identity      ◀─ backward ─▶  reduce_from_group  all-reduce
     scatter_to_group   own slice     ◀─ backward ─▶  gather_from_group  all-gather
     all_gather         all-gather    ◀─ backward ─▶  reduce_scatter     reduce-scatter
+    all_to_all         all-to-all    ◀─ backward ─▶  all_to_all         all-to-all
 
 The first two pairs stand at the border of a region where the members of a group share out the work on one tensor:
 outside, all members hold the same tensor and the same gradient. The third pair is for members that hold different
-pieces of a tensor, and different, partial gradients of the whole.
+pieces of a tensor, and different, partial gradients of the whole. The last swaps pieces, and is its own backward.
 
 No function changes its argument, and all members of the group must call it. In a group of one they return
 the argument. On meta tensors they work out shapes and do not communicate. Any order of
@@ -64,6 +65,11 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
         MisfitError: the group's size does not divide `x.shape[dim]`.
     """
     return _apply(x, group, dim, forward=_sum_slice, backward=all_gather)
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Return `x` (size, …) with row k that which member k had for the caller; the backward swaps gradients back."""
+    return _apply(x, group, 0, forward=_swap, backward=_swap_back)
 
 
 class _Collective(torch.autograd.Function):
@@ -125,6 +131,17 @@ def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     if not x.is_meta:
         group.reduce_scatter(total, pieces.flatten(0, 1)).wait()
     return total
+
+
+def _swap(x: Tensor, group: Group, _dim: int) -> Tensor:
+    swapped = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.is_meta:
+        group.all_to_all(swapped, x.contiguous()).wait()
+    return swapped
+
+
+def _swap_back(x: Tensor, group: Group, _dim: int) -> Tensor:
+    return all_to_all(x, group)
 
 
 def _pieces(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:

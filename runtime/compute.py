@@ -77,8 +77,10 @@ def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
 
 
 def _extras(machine: Machine, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
-    """Return what gives a stage its extras: those of the unit, and what its slice may look back at."""
+    """Return what gives a stage its extras: those of the unit, what its slice may look back at, its part's context."""
     stage, unit, slices = instruction.stage, instruction.microbatch, machine.plan.schedule.slices
+    if machine.context is not None:
+        return lambda given: {**machine.batch.extras[unit], "context": machine.context}
     if slices == 1:
         return lambda given: machine.batch.extras[unit]
     microbatch, number = divmod(unit, slices)

@@ -75,6 +75,8 @@ class ParallelConfig(Settings):
     """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
+    context: Literal["ring", "gather", "ulysses"] = "ring"
+    """How attention reaches over the parts of a sequence, where the mesh has cp."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in pieces."""
     balance: Literal["estimated", "measured"] = "estimated"

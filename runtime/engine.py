@@ -24,14 +24,15 @@ from quintsched.instructions import AllReduceBucket, BwdInput, OptStep
 from quintsched.plan import Plan
 
 from .batches import Batch, BatchCutter
-from .blocks import Blocks, TensorSpec, estimate_costs, takes_past
+from .blocks import Blocks, TensorSpec, estimate_costs
+from .context_parallel import Context, ContextMethod, SequenceShard, make_context, require_method
 from .deferred import WeightQueue, defer_weights
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
 from .job import require_world
-from .limits import require_blocks_to_recompute, require_repeatable, require_runnable
+from .limits import require_blocks_to_recompute, require_long_sight, require_repeatable, require_runnable
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
 from .results import StepResult
@@ -65,6 +66,7 @@ class Engine:
         bucket_mb: gradients are reduced in pieces of at most this many megabytes.
         dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
             the optimizer works on float32 masters, and gradients are added up in float32.
+        context: how attention reaches over the parts of a sequence, where the mesh has cp.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (linear layers of split backwards stay outside).
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
@@ -88,6 +90,7 @@ class Engine:
         block_costs: Sequence[float] | None = None,
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
+        context: ContextMethod = "ring",
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
         trace_steps: Collection[int] | None = None,
@@ -107,10 +110,16 @@ class Engine:
         )
         self.transport = transport or connect_for(plan, timeout_s)
         require_runnable(plan, self.transport)
+        require_long_sight(plan, blocks)
+        require_method(context)
         self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
         self._rank = self.transport.rank
         self._groups = make_groups(plan, self.transport)
-        open_channels([plan, self._evaluation_plan], self.transport)
+        open_channels([plan, self._evaluation_plan], self.transport, ring=context == "ring")
+        self._context_method, self._shard = (
+            context,
+            SequenceShard(self._groups.context.size, self._groups.context.index),
+        )
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
         self._blocks = blocks
@@ -133,7 +142,14 @@ class Engine:
         self._gradients = self._make_gradients(bucket_mb)
         self.optimizers = self._make_optimizers(optimizer)
         self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
-        self._cut = BatchCutter(device, dtype, inputs=self.needs_inputs, targets=self.needs_targets, rank=self._rank)
+        self._cut = BatchCutter(
+            device,
+            dtype,
+            inputs=self.needs_inputs,
+            targets=self.needs_targets,
+            rank=self._rank,
+            shard=self._shard,
+        )
         self._num_steps = 0
         self._metric_names = tuple(self._metrics)
         self._broken = False
@@ -209,7 +225,7 @@ class Engine:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
         Args:
-            inputs: this replica's share (samples, …); needed where `needs_inputs`, else ignored.
+            inputs: this replica's share (samples, …), sequences whole; needed where `needs_inputs`, else ignored.
             targets: this replica's share (samples, …); needed where `needs_targets`, else ignored.
             extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
 
@@ -283,11 +299,6 @@ class Engine:
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
         inputs = tell_spec(own, source, self._groups.pipeline, device)
-        if plan.schedule.slices > 1 and not takes_past(self._blocks):
-            raise MisfitError(
-                f"{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices, but no block takes `past` in "
-                "its forward: an attention would see only its own slice"
-            )
         parcels = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
         trains = plan.mode == "train"
         machine = Machine(
@@ -316,8 +327,16 @@ class Engine:
             optimizers=self.optimizers,
             clip=self._clip,
             sends_kept=self._sends_kept,
+            context=self._context_of(inputs),
         )
         return Interpreter(machine, self._rank, self._recorder if trains else None)
+
+    def _context_of(self, inputs: TensorSpec) -> Context | None:
+        """Return what blocks are told of sequences of which `inputs` has this rank's part."""
+        if self._shard.size == 1:
+            return None
+        length, group = inputs.shape[1] * self._shard.size, self._groups.context
+        return make_context(self._context_method, length, self._shard, group, self.transport, compiled=self._compiled)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

@@ -2,6 +2,7 @@
 
 mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forward: tensor parallelism
                             replicas   (0 4) (1 5) (2 6) (3 7)   gradient buckets
+                            context    (0) … (7)                 inside a forward: parts of a sequence, over cp
                             pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of what travels
                             metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all but tp
                             model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model
@@ -20,6 +21,7 @@ from quintsched.instructions import Message, Send
 from quintsched.mesh import REPLICA_AXES, Mesh
 from quintsched.plan import Plan
 
+from .ring_attention import ring_channels
 from .shards import shard_of
 from .transport import Group, Transport
 
@@ -37,6 +39,7 @@ class MeshGroups:
     """The groups that one rank is in; see the module for who is in which."""
 
     tensor: Group
+    context: Group
     replicas: Group
     pipeline: Group
     metrics: Group
@@ -65,7 +68,7 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
             made[partition] = transport.make_group(partition)
         return made[partition]
 
-    tensor, replicas = group("tp"), transport.make_group(mesh.groups(*REPLICA_AXES))
+    tensor, context, replicas = group("tp"), group("cp"), transport.make_group(mesh.groups(*REPLICA_AXES))
     pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp")
     holding, world = group("tp", *REPLICA_AXES), group("pp", "tp", *REPLICA_AXES)
     layout, sharing = plan.layout, {}
@@ -75,7 +78,7 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
         if len(holders) > 1:
             together = transport.make_group(_sharing_partition(mesh, holders))
             sharing[stages] = Sharing(together, holders.index(plan.stage_to_pp[stages[0]]))
-    return MeshGroups(tensor, replicas, pipeline, metrics, model, holding, world, sharing)
+    return MeshGroups(tensor, context, replicas, pipeline, metrics, model, holding, world, sharing)
 
 
 def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ...]]:
@@ -87,8 +90,8 @@ def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ..
     return partition
 
 
-def open_channels(plans: Iterable[Plan], transport: Transport) -> None:
-    """Open every directed channel that the plans use, for all replicas, in ascending order."""
+def open_channels(plans: Iterable[Plan], transport: Transport, *, ring: bool) -> None:
+    """Open every directed channel that the plans use, for all replicas, in ascending order; if `ring`, those over cp."""
     used = {
         (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
         for plan in plans
@@ -97,6 +100,6 @@ def open_channels(plans: Iterable[Plan], transport: Transport) -> None:
         if isinstance(message, Message)
     }
     mesh = next(iter(plans)).mesh
-    transport.open_channels(
-        sorted((line[source], line[target]) for line in mesh.groups("pp") for source, target in used)
-    )
+    pipelines = [(line[source], line[target]) for line in mesh.groups("pp") for source, target in used]
+    rings = [channel for line in mesh.groups("cp") for channel in ring_channels(line)] if ring else []
+    transport.open_channels(sorted(pipelines + rings))

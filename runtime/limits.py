@@ -11,6 +11,7 @@ from quintsched.checker import require_runnable as require_free
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
+from .blocks import Blocks, some_take
 from .job import require_world
 from .stages import Stage
 from .transport import Transport
@@ -19,8 +20,11 @@ from .transport import Transport
 def require_runnable(plan: Plan, transport: Transport) -> None:
     """Raise `UsageError`, `MisfitError` or `UnsoundError` for a plan that this transport cannot run."""
     require_world(plan, transport.world_size)
-    if plan.mesh.axis_size("cp") > 1:
-        raise UsageError(f"mesh {plan.mesh}: plans with cp can be compiled and simulated, but not run yet")
+    if plan.mesh.axis_size("cp") > 1 and plan.schedule.slices > 1:
+        raise UsageError(
+            f"mesh {plan.mesh} shares out each sequence over cp, and {plan.schedule.name} cuts it into "
+            f"{plan.schedule.slices} slices; a run does one or the other"
+        )
     require_free(plan, transport.profile)
     layout = plan.layout
     for route in plan.routes:
@@ -34,6 +38,19 @@ def require_runnable(plan: Plan, transport: Transport) -> None:
         twins = layout.twins(stage)
         if len({plan.stage_to_pp[twin] for twin in twins}) < len(twins):
             raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
+
+
+def require_long_sight(plan: Plan, blocks: Blocks) -> None:
+    """Raise `MisfitError` where sequences are cut and no block can look beyond its piece."""
+    pieces = {
+        "past": (f"{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices", plan.schedule.slices),
+        "context": (f"mesh {plan.mesh} shares out sequences over cp", plan.mesh.axis_size("cp")),
+    }
+    for name, (what, count) in pieces.items():
+        if count > 1 and not some_take(name, blocks):
+            raise MisfitError(
+                f"{what}, but no block takes `{name}` in its forward: an attention would see only its own piece"
+            )
 
 
 def require_repeatable(plan: Plan, stages: Mapping[int, Stage], transport: Transport) -> None:

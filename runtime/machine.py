@@ -21,6 +21,7 @@ from quintsched.plan import Plan
 from .backward import Root, edge_of
 from .batches import NOTHING, Batch
 from .blocks import Parcel, TensorSpec
+from .context_parallel import Context
 from .deferred import Products, WeightQueue
 from .forward import Outputs, StageForward
 from .gradients import Gradients
@@ -168,7 +169,7 @@ class Machine:
     """One rank's state while it runs programs. Handlers are bound to it.
 
     `parcels` says what each stage leaves for the next, for one unit. `tally` collects the step's loss and metrics,
-    `sums` holds them once they are shared.
+    `sums` holds them once they are shared. `context` is what blocks are told where sequences are shared out over cp.
     """
 
     plan: Plan
@@ -188,6 +189,7 @@ class Machine:
     masters: Masters | None = None
     clip: float | None = None
     sends_kept: int | None = SENDS_KEPT
+    context: Context | None = None
     batch: Batch = NOTHING
     cells: dict[Value, Cell] = field(default_factory=dict)
     saved: dict[Value, Saved] = field(default_factory=dict)

@@ -96,6 +96,7 @@ class Trainer:
             block_costs=self._block_costs(blocks, sizes.spec, transport),
             bucket_mb=job.parallel.bucket_mb,
             dtype=DTYPES[job.runtime.precision],
+            context=job.parallel.context,
             tied=tied_weights(job.model),
             compiled=job.runtime.compile,
             trace_steps=traced_steps(job.runtime),

@@ -29,6 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from quintsched.errors import MisfitError, UsageError
 
+from ..context_parallel import Context
 from ..data import DataSpec
 from ..settings import Settings
 from ..slices import Past
@@ -87,16 +88,17 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(length, hidden)
         _initialise(self)
 
-    def forward(self, ids: Tensor, past: Past | None = None) -> Tensor:
-        """Embed the ids; their positions start behind those of the slices before.
+    def forward(self, ids: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
+        """Embed the ids; their positions start behind those of the slices before, or are those of the context.
 
         Raises MisfitError for a sequence that is too long.
         """
         start = 0 if past is None else past.seen
-        end = start + ids.shape[1]
+        end = start + ids.shape[1] if context is None else context.length
         if end > self.positions.num_embeddings:
             raise MisfitError(f"gpt was built for {self.positions.num_embeddings} positions; a sequence has {end}")
-        embedded: Tensor = self.tokens(ids) + self.positions(torch.arange(start, end, device=ids.device))
+        positions = torch.arange(start, end, device=ids.device) if context is None else context.positions
+        embedded: Tensor = self.tokens(ids) + self.positions(positions)
         return embedded
 
 
@@ -116,9 +118,9 @@ class Block(nn.Module):
         for last in (self.attention.proj, self.mlp.fc2):
             nn.init.normal_(last.weight, std=INITIAL_DEVIATION / sqrt(2 * depth))
 
-    def forward(self, tokens: Tensor, past: Past | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
         """Attend to what came before, then transform each token; both are residual."""
-        attended: Tensor = tokens + self.attention(self.norm1(tokens), past)
+        attended: Tensor = tokens + self.attention(self.norm1(tokens), past, context)
         out: Tensor = attended + self.mlp(self.norm2(attended))
         return out
 
@@ -137,12 +139,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, tokens: Tensor, past: Past | None) -> Tensor:
-        """Let each token attend to itself and to those before it, also in earlier slices."""
+    def forward(self, tokens: Tensor, past: Past | None, context: Context | None = None) -> Tensor:
+        """Let each token attend to itself and to those before it, also in earlier slices and on other ranks."""
         batch, length, _ = tokens.shape
         parts: Tensor = self.qkv(tokens).view(batch, length, 3, -1, self.head_dim)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        if past is None:
+        if context is not None:
+            mixed = context.attend(query, key, value)
+        elif past is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # B, heads here, S, head_dim
         else:
             key, value = past.extend(self, key, value)

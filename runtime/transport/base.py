@@ -95,6 +95,14 @@ class Group(ABC):
         self._require_multiple("reduce_scatter", tensor, output)
         return self._reduce_scatter(_data(output), _data(tensor))
 
+    def all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
+        """Give part k of `tensor` (size × n, …) to member k; `output`, alike, gets a part of each, in their order."""
+        self._require_contiguous(output, tensor)
+        alike = output.shape == tensor.shape and output.dtype == tensor.dtype
+        if not alike or not tensor.dim() or tensor.shape[0] % self.size:
+            self._refuse(f"all_to_all between {describe(tensor)} and {describe(output)}: wants {self.size} equal parts")
+        return self._all_to_all(_data(output), _data(tensor))
+
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Overwrite `tensor` with that of the member at index `source` of this group."""
         self._require_contiguous(tensor)
@@ -110,6 +118,9 @@ class Group(ABC):
 
     @abstractmethod
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work: ...
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
@@ -147,6 +158,10 @@ class SelfGroup(Group):
         return DoneWork()
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor)
+        return DoneWork()
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
         output.copy_(tensor)
         return DoneWork()
 

@@ -99,6 +99,9 @@ class LocalGroup(Group):
         collective = Collective("reduce_scatter", None, tensor)
         return self._meet(collective, output, lambda brought: reduce(torch.add, brought).chunk(len(brought)))
 
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._meet(Collective("all_to_all", None, tensor), output, _swap)
+
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         collective = Collective("broadcast from member", source, tensor)
         return self._meet(collective, tensor, lambda brought: [brought[source]] * len(brought))
@@ -110,6 +113,11 @@ class LocalGroup(Group):
                 for rank in self.ranks:
                     self._world.wake(rank)
         return _LocalWork(self._world, self._rank, meeting)
+
+
+def _swap(brought: list[Tensor]) -> list[Tensor]:
+    """Return what each member gets: the parts that are meant for it."""
+    return [torch.cat(parts) for parts in zip(*(tensor.chunk(len(brought)) for tensor in brought), strict=True)]
 
 
 class _LocalWork:
