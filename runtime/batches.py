@@ -92,7 +92,7 @@ class BatchCutter:
             if pieces > 1 and self._needs_inputs and inputs is not None and tensor.shape[1] != inputs.shape[1]:
                 raise MisfitError(
                     f"{name} of shape {tuple(tensor.shape)} does not run along the sequence of {inputs.shape[1]}, and "
-                    "cannot be cut into slices as it is"
+                    "cannot be cut along it"
                 )
             return self._units(spec, name, tensor)
         return [part for part in self._microbatches(spec.microbatches, name, tensor) for _ in range(spec.slices)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError, suggest
 
+from .blocks import TensorSpec
 from .collectives import all_gather, all_to_all
 from .ring_attention import Ring, ring_attention
 from .transport import Group, Transport
@@ -101,29 +103,40 @@ class Context:
         return self._attend(query, key, value, causal)
 
 
-def make_context(
-    method: ContextMethod, length: int, shard: SequenceShard, group: Group, transport: Transport, *, compiled: bool
-) -> Context:
-    """Return the context of sequences of `length` over the ranks of cp, in `group`.
+class ContextParallel:
+    """How a rank takes part in context parallelism.
 
-    Where blocks are compiled, its messages stay outside of the compiled code.
+    Args:
+        method: how attention reaches over the parts of a sequence.
+        group: the ranks that share out each sequence.
+        transport: what carries the messages of a ring, whose channels must be open by the first attention.
+        compiled: whether blocks are compiled; collectives and messages then stay outside of the compiled code.
+
+    Raises `UsageError` for an unknown method.
     """
-    attend: Attend
-    match method:
-        case "ring":
-            ring = Ring(transport, group)
-            attend = lambda q, k, v, causal: ring_attention(q, k, v, ring, causal=causal)  # noqa: E731
-        case "gather":
-            attend = _gathering(group, shard, length)
-        case "ulysses":
-            attend = _swapping(group, shard, length)
-    return Context(length, shard, group, torch.compiler.disable(attend) if compiled else attend)
 
+    def __init__(self, method: ContextMethod, group: Group, transport: Transport, compiled: bool) -> None:
+        if method not in get_args(ContextMethod):
+            raise UsageError(f"context: there is no method {method!r}{suggest(method, get_args(ContextMethod))}")
+        self.shard = SequenceShard(group.size, group.index)
+        self._method, self._group, self._transport, self._compiled = method, group, transport, compiled
 
-def require_method(method: str) -> None:
-    """Raise `UsageError` unless there is such a `ContextMethod`."""
-    if method not in get_args(ContextMethod):
-        raise UsageError(f"there is no context method {method!r}{suggest(method, get_args(ContextMethod))}")
+    def context_of(self, inputs: TensorSpec) -> Context | None:
+        """Return what blocks are told of the sequences that `inputs` are parts of; None where they are whole."""
+        if self.shard.size == 1:
+            return None
+        length = inputs.shape[1] * self.shard.size
+        attend = self._attend(length)
+        return Context(length, self.shard, self._group, torch.compiler.disable(attend) if self._compiled else attend)
+
+    def _attend(self, length: int) -> Attend:
+        match self._method:
+            case "ring":
+                return partial(ring_attention, Ring(self._transport, self._group))
+            case "gather":
+                return _gathering(self._group, self.shard, length)
+            case "ulysses":
+                return _swapping(self._group, self.shard, length)
 
 
 def _all_positions(group: Group, shard: SequenceShard, length: int) -> Tensor:

@@ -25,7 +25,7 @@ from quintsched.plan import Plan
 
 from .batches import Batch, BatchCutter
 from .blocks import Blocks, TensorSpec, estimate_costs
-from .context_parallel import Context, ContextMethod, SequenceShard, make_context, require_method
+from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
 from .forward import StageForward
 from .gradients import Gradients
@@ -111,15 +111,11 @@ class Engine:
         self.transport = transport or connect_for(plan, timeout_s)
         require_runnable(plan, self.transport)
         require_long_sight(plan, blocks)
-        require_method(context)
         self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
         self._rank = self.transport.rank
         self._groups = make_groups(plan, self.transport)
+        self._sequences = ContextParallel(context, self._groups.context, self.transport, compiled)
         open_channels([plan, self._evaluation_plan], self.transport, ring=context == "ring")
-        self._context_method, self._shard = (
-            context,
-            SequenceShard(self._groups.context.size, self._groups.context.index),
-        )
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
         self._blocks = blocks
@@ -148,7 +144,7 @@ class Engine:
             inputs=self.needs_inputs,
             targets=self.needs_targets,
             rank=self._rank,
-            shard=self._shard,
+            shard=self._sequences.shard,
         )
         self._num_steps = 0
         self._metric_names = tuple(self._metrics)
@@ -327,16 +323,9 @@ class Engine:
             optimizers=self.optimizers,
             clip=self._clip,
             sends_kept=self._sends_kept,
-            context=self._context_of(inputs),
+            context=self._sequences.context_of(inputs),
         )
         return Interpreter(machine, self._rank, self._recorder if trains else None)
-
-    def _context_of(self, inputs: TensorSpec) -> Context | None:
-        """Return what blocks are told of sequences of which `inputs` has this rank's part."""
-        if self._shard.size == 1:
-            return None
-        length, group = inputs.shape[1] * self._shard.size, self._groups.context
-        return make_context(self._context_method, length, self._shard, group, self.transport, compiled=self._compiled)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

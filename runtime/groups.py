@@ -91,7 +91,7 @@ def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ..
 
 
 def open_channels(plans: Iterable[Plan], transport: Transport, *, ring: bool) -> None:
-    """Open every directed channel that the plans use, for all replicas, in ascending order; if `ring`, those over cp."""
+    """Open every directed channel that the plans use, for all replicas, in ascending order; and of rings over cp."""
     used = {
         (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
         for plan in plans

@@ -83,14 +83,14 @@ def ring_channels(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(ranks[k - 1], ranks[k]) for k in range(len(ranks))] if len(ranks) > 1 else []
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, *, causal: bool) -> Tensor:
+def ring_attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     """Return what this rank's queries see in the keys and values of all ranks; every rank of the ring calls this.
 
     Args:
+        ring: the ranks; where `causal`, each holds its two chunks in rising order.
         query: (samples, heads, tokens here, size); the heads are a multiple of those of the keys, in groups.
         key: (samples, heads, tokens here, size).
         value: like `key`.
-        ring: the ranks; where `causal`, each holds its two chunks in rising order.
         causal: whether a token sees only itself and those before it.
 
     Returns the shape of `query`. Softmax and sums are of float32 at least.
@@ -115,11 +115,12 @@ class _RingAttention(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, mixed, weight = ctx.saved_tensors
         ring: Ring = ctx.ring
-        back = _Back.begin(*(_by_key_head(tensor, key) for tensor in (query, gradient, mixed)), weight)
+        grouped, gradient, mixed = (_by_key_head(tensor, key) for tensor in (query, gradient, mixed))
+        back = _Back.begin(grouped, gradient, mixed, weight)
         passing = torch.stack((key, value))
         home = torch.zeros_like(passing, dtype=back.of_query.dtype)
         arriving: Arrival | None = None
@@ -228,12 +229,14 @@ def _scores(query: Tensor, key: Tensor, part: _Part) -> Tensor:
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
     """Multiply (…, query heads, tokens, a) with (…, a, b) of the key head that they share, as one product."""
-    return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+    product: Tensor = (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+    return product
 
 
 def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:
     """Return (samples, heads, …) as (samples, key heads, query heads of a key head, …)."""
-    return tensor.unflatten(1, (key.shape[1], -1))
+    grouped: Tensor = tensor.unflatten(1, (key.shape[1], -1))
+    return grouped
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -198,7 +198,7 @@ class Case:
     def sums(self) -> tuple[object, ...]:
         """All that rounding depends on: cases of which this is the same have to end with the same bits."""
         mesh = qs.Mesh.parse(self.mesh)
-        axes = tuple(mesh.axis_size(name) for name in ("dp", "ep", "tp"))
+        axes = tuple(mesh.axis_size(name) for name in ("dp", "cp", "ep", "tp"))
         return self.model, self.depth, axes, self.slices, bool(self.plan.tied), self.orders
 
     @property
@@ -246,6 +246,8 @@ TWO_RANKS = [
     Case("zb-h2", "tp=2", 3, recompute=1),
     Case("seq-1f1b", "tp=2", 2, slices=2, model="gpt", often=True),
     Case("gpipe", "ep=2", 3),
+    Case("1f1b", "cp=2", 3, model="gpt"),
+    Case("zb-h1", "cp=2", 3, model="tied", recompute=1),
     Case(BY_PAIRS, "pp=2", 4),
     Case("zb-h1", "pp=2", 4, through=through_file),
     Case("interleaved-1f1b", "pp=2", 4, chunks=2, through=through_csv),
@@ -292,6 +294,9 @@ FOUR_RANKS = [
     Case("zb-h2", "dp=2,tp=2", 3),
     Case("gpipe", "dp=4", 2),
     Case("1f1b", "tp=4", 2),
+    Case("1f1b", "cp=4", 2, model="gpt"),
+    Case("zb-h1", "pp=2,cp=2", 3, model="tied"),
+    Case("interleaved-1f1b", "cp=2,pp=2", 4, chunks=2, model="gpt"),
     Case("zb-h1", "dp=2,pp=2", 3, through=through_csv),
     Case(BY_PAIRS, "dp=2,pp=2", 4, recompute=1),
 ]
@@ -306,6 +311,7 @@ MORE_RANKS = [
     Case("dualpipe", "tp=2,pp=2,dp=2", 4),
     Case("seq-1f1b", "dp=2,pp=2,tp=2", 2, slices=2, model="gpt"),
     Case("gpipe", "dp=2,ep=2,pp=2", 2),
+    Case("1f1b", "dp=2,cp=2,tp=2", 2, model="gpt"),
     Case("eager-1f1b", "dp=4,pp=2", 2),
     Case("v-min", "dp=2,pp=4", 4),
     Case("bfs", "tp=2,pp=4", 3, chunks=2, model="gpt"),

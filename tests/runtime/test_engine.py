@@ -346,14 +346,6 @@ def test_dropout_under_tensor_parallelism_is_refused() -> None:
         run_local(2, run)
 
 
-def test_context_parallelism_is_refused() -> None:
-    def run(transport: Transport) -> None:
-        engine_on(transport, qs.compile("1f1b", mesh="cp=2", microbatches=2), tiny_vit())
-
-    with pytest.raises(qs.UsageError, match="cp can be compiled and simulated, but not run yet"):
-        run_local(2, run)
-
-
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
     def explode(output: Tensor, targets: Tensor) -> Tensor:
         if targets.sum() > 0:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.blocks import Blocks, build_model
+from quintsched.runtime.context_parallel import ContextMethod
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
@@ -114,11 +115,12 @@ def train_on(
     dtype: torch.dtype | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
     rules: Rules = "mailbox",
+    context: ContextMethod = "ring",
 ) -> list[Outcome]:
     """Train with the engine on every rank of the plan, in process; returns each rank's losses and own weights."""
 
     def run(transport: Transport) -> Outcome:
-        return train_rank(transport, plan, task, blocks, optimizer, clip, bucket_mb, dtype, tied)
+        return train_rank(transport, plan, task, blocks, optimizer, clip, bucket_mb, dtype, tied, context)
 
     return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
 
@@ -133,6 +135,7 @@ def train_rank(
     bucket_mb: float = 25.0,
     dtype: torch.dtype | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
+    context: ContextMethod = "ring",
 ) -> Outcome:
     """Train with the engine on one rank of the plan; returns its losses and own weights."""
     engine = Engine(
@@ -144,6 +147,7 @@ def train_rank(
         clip=clip,
         bucket_mb=bucket_mb,
         dtype=dtype or task.inputs.dtype,
+        context=context,
         tied=tied,
         transport=transport,
     )
