@@ -67,9 +67,13 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return _apply(x, group, dim, forward=_sum_slice, backward=all_gather)
 
 
-def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """Return `x` (size, …) with row k that which member k had for the caller; the backward swaps gradients back."""
-    return _apply(x, group, 0, forward=_swap, backward=_swap_back)
+def all_to_all(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the caller's slice along `dim` of each member's `x`, joined; the backward swaps gradients back.
+
+    Raises:
+        MisfitError: the group's size does not divide `x.shape[dim]`.
+    """
+    return _apply(x, group, dim, forward=_swap, backward=all_to_all)
 
 
 class _Collective(torch.autograd.Function):
@@ -133,15 +137,12 @@ def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     return total
 
 
-def _swap(x: Tensor, group: Group, _dim: int) -> Tensor:
-    swapped = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _swap(x: Tensor, group: Group, dim: int) -> Tensor:
+    pieces = torch.stack(_pieces(x, group, dim))
+    swapped = torch.empty_like(pieces)
     if not x.is_meta:
-        group.all_to_all(swapped, x.contiguous()).wait()
-    return swapped
-
-
-def _swap_back(x: Tensor, group: Group, _dim: int) -> Tensor:
-    return all_to_all(x, group)
+        group.all_to_all(swapped, pieces).wait()
+    return torch.cat(swapped.unbind(), dim)
 
 
 def _pieces(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:

@@ -162,12 +162,13 @@ def _swapping(group: Group, shard: SequenceShard, length: int) -> Attend:
 
     def to_heads(tensor: Tensor) -> Tensor:
         """(samples, heads, tokens here, size) to (samples, heads here, tokens, size)."""
-        parts = all_to_all(tensor.unflatten(1, (group.size, -1)).movedim(1, 0), group)
-        return parts.movedim(0, 2).flatten(2, 3).index_select(2, order)
+        parts = all_to_all(tensor, group, 1).unflatten(1, (group.size, -1))
+        tokens: Tensor = parts.transpose(1, 2).flatten(2, 3)
+        return tokens.index_select(2, order)
 
     def to_tokens(tensor: Tensor) -> Tensor:
-        parts = tensor.index_select(2, back).unflatten(2, (group.size, -1)).movedim(2, 0)
-        return all_to_all(parts, group).movedim(0, 1).flatten(1, 2)
+        parts = tensor.index_select(2, back).unflatten(2, (group.size, -1))
+        return all_to_all(parts.transpose(1, 2).flatten(1, 2), group, 1)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         for name, tensor in (("query", query), ("key", key)):

@@ -22,11 +22,13 @@ def check_collectives(t: Transport, group: Group) -> None:
     x = torch.full((group.size, 3), float(t.rank), device=t.device)
     most, total, source = x.clone(), x.clone(), x.clone()
     gathered, scattered = x.new_empty(group.size * group.size, 3), x.new_empty(1, 3)
+    swapped, parts = torch.empty_like(x), x * 10 + torch.arange(group.size, device=x.device)[:, None].to(x.dtype)
     works = [
         group.all_reduce(most, ReduceOp.MAX),
         group.all_reduce(total),
         group.all_gather(gathered, x),
         group.reduce_scatter(scattered, x),
+        group.all_to_all(swapped, parts),
         group.broadcast(source, group.size - 1),
     ]
     for work in works:
@@ -34,6 +36,7 @@ def check_collectives(t: Transport, group: Group) -> None:
     assert most.eq(max(group.ranks)).all()
     assert total.eq(sum(group.ranks)).all()
     assert scattered.eq(sum(group.ranks)).all()
+    assert swapped[:, 0].tolist() == [10 * rank + group.index for rank in group.ranks]
     assert source.eq(group.ranks[-1]).all()
     assert gathered[:: group.size, 0].tolist() == list(group.ranks)
 

@@ -35,6 +35,10 @@ def slice_of_sum(xs: list[Tensor], dim: int) -> list[Tensor]:
     return own_slice(total(xs, dim), dim)
 
 
+def swapped(xs: list[Tensor], dim: int) -> list[Tensor]:
+    return [torch.cat([x.chunk(len(xs), dim)[i] for x in xs], dim) for i in range(len(xs))]
+
+
 # name: (forward formula, backward formula, whether it takes a dimension)
 TABLE: dict[str, tuple[Formula, Formula, bool]] = {
     "copy_to_group": (identity, total, False),
@@ -43,6 +47,7 @@ TABLE: dict[str, tuple[Formula, Formula, bool]] = {
     "scatter_to_group": (own_slice, joined, True),
     "all_gather": (joined, slice_of_sum, True),
     "reduce_scatter": (slice_of_sum, joined, True),
+    "all_to_all": (swapped, swapped, True),
 }
 
 
@@ -113,7 +118,7 @@ def test_meta_tensors_only_get_shapes(name: str) -> None:
     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("name", ["scatter_to_group", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["scatter_to_group", "reduce_scatter", "all_to_all"])
 def test_sizes_that_do_not_divide_are_refused(name: str) -> None:
     group = LocalTransport(LocalWorld(2), 0).make_group([(0, 1)])
     with pytest.raises(MisfitError, match=r"cannot cut dimension 1 of \(2, 3\) into 2 equal pieces"):

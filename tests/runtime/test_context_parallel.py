@@ -18,7 +18,7 @@ from quintsched.runtime.blocks import Block, Blocks
 from quintsched.runtime.context_parallel import ContextMethod
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.transport import Transport, run_local
+from quintsched.runtime.transport import Rules, Transport, run_local
 
 from .matrix import CASES
 from .test_gpt import COUNTING
@@ -38,7 +38,7 @@ def lively_gpt(length: int = LENGTH) -> Blocks:
             assert isinstance(module, nn.Module)
             with torch.no_grad():
                 for parameter in module.parameters():
-                    parameter += torch.randn_like(parameter) / 4
+                    parameter.add_(torch.randn_like(parameter) / 4)
             return module
 
         return built
@@ -59,7 +59,7 @@ def require_equality(plan: qs.Plan, context: ContextMethod = "ring", *, tied: bo
     assert worst_difference(found, alone) <= 1e-12
 
 
-@pytest.mark.parametrize("sizes", product((1, 2), repeat=4), ids=str)
+@pytest.mark.parametrize("sizes", list(product((1, 2), repeat=4)), ids=str)
 def test_sixteen_meshes_equal_one_process(sizes: tuple[int, ...]) -> None:
     mesh = qs.Mesh(**dict(zip(("dp", "pp", "tp", "cp"), sizes, strict=True)))
     require_equality(qs.compile("1f1b", mesh=mesh, microbatches=2))
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused() -> None:
     plan = qs.compile("1f1b", mesh="cp=2", microbatches=2)
     with pytest.raises(qs.MisfitError, match="mesh cp=2 shares out sequences over cp, but no block takes `context`"):
         train_on(plan, ids_task(1, 4, 8), tiny_vit())
-    with pytest.raises(qs.MisfitError, match=r"\(2, 10\).* sequence that divides into 4 equal chunks, .* of cp=2"):
+    with pytest.raises(qs.MisfitError, match=r"\(4, 10\).* sequence that divides into 4 equal chunks, .* of cp=2"):
         train_on(plan, ids_task(1, 4, 10), tiny_gpt(10), dtype=torch.float64)
     sliced = qs.compile("seq-1f1b", mesh="pp=2,cp=2", microbatches=2, slices=2)
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_a_job_trains_on_parts_of_its_sequences_to_the_same_losses(tmp_path: Pat
     (tmp_path / "data.py").write_text(COUNTING)
     losses = []
     for mesh, context in (("pp=1", "ring"), ("cp=2,pp=2", "ring"), ("cp=4", "ulysses")):
-        job, log = tmp_path / "job.yaml", tmp_path / f"{mesh}.jsonl"
+        job, log = tmp_path / "job.yaml", tmp_path / f"{len(losses)}.jsonl"
         text = JOB.replace("DATA", str(tmp_path / "data.py")).replace("MESH", mesh)
         job.write_text(text.replace("CONTEXT", context).replace("LOG", str(log)))
         assert main(["--config", str(job)]) == 0
@@ -205,6 +205,7 @@ def test_a_job_trains_on_parts_of_its_sequences_to_the_same_losses(tmp_path: Pat
 def test_two_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     cases = [case for case in CASES if case.mesh == "cp=2"]
-    runs = [(rules, case) for rules in ("rendezvous", "nccl") for case in cases]
+    both: tuple[Rules, ...] = ("rendezvous", "nccl")
+    runs = [(rules, case) for rules in both for case in cases]
     assert len(runs) == 4
     require_equal(train(tmp_path, 2, runs, timeout_s=100))

@@ -124,12 +124,14 @@ def test_groups_reduce_gather_scatter_and_broadcast() -> None:
         x = torch.full((2, 3), float(t.rank))
         maximum, minimum = x.clone(), x.clone()
         gathered, scattered = torch.empty(4, 3), torch.empty(1, 3)
+        swapped, parts = torch.empty(2, 3), x + torch.tensor([[0.0], [0.5]])
         source = x.clone()
         works = [
             group.all_reduce(maximum, ReduceOp.MAX),
             group.all_reduce(minimum, ReduceOp.MIN),
             group.all_gather(gathered, x),
             group.reduce_scatter(scattered, x),
+            group.all_to_all(swapped, parts),
             group.broadcast(source, 1),
         ]
         for work in reversed(works):
@@ -138,6 +140,7 @@ def test_groups_reduce_gather_scatter_and_broadcast() -> None:
         assert minimum.eq(first).all()
         assert gathered[:, 0].tolist() == [first, first, second, second]
         assert scattered.eq(first + second).all()
+        assert swapped[:, 0].tolist() == [first + group.index / 2, second + group.index / 2]
         assert source.eq(second).all()
         assert x.eq(t.rank).all()
 
@@ -221,6 +224,8 @@ def test_what_would_be_silent_on_a_real_wire_is_refused() -> None:
         lambda: group.all_gather(torch.empty(3), torch.empty(2)),
         lambda: group.all_gather(torch.empty(4, dtype=torch.float64), torch.empty(2)),
         lambda: group.reduce_scatter(torch.empty(2, 3), torch.empty(4, 2)),
+        lambda: group.all_to_all(torch.empty(4, 3), torch.empty(4, 2)),
+        lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2)),
         lambda: group.broadcast(torch.empty(1), 2),
     ):
         with pytest.raises(MisfitError, match=r"group of ranks \[0, 1\]"):

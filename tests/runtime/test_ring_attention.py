@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks import TensorSpec
@@ -58,7 +55,7 @@ def in_parts(method: ContextMethod, tensors: Tensors, size: int, causal: bool, r
         context = context_on(transport, method, tensors[0].shape[2])
         query, key, value, gradient = (tensor[:, :, context.positions].clone() for tensor in tensors)
         given = [tensor.requires_grad_() for tensor in (query, key, value)]
-        mixed = context.attend(*given, causal)
+        mixed = context.attend(given[0], given[1], given[2], causal)
         mixed.backward(gradient)
         return context.positions, (mixed.detach(), *(tensor.grad for tensor in given if tensor.grad is not None))
 
@@ -180,8 +177,9 @@ def test_shards_are_a_partition_in_rising_order(size: int) -> None:
         assert torch.equal(shard.cut("ids", ids), ids[:, places])
 
 
-def fails(method: ContextMethod, call: Callable[[Context], object]) -> None:
-    run_local(2, lambda transport: call(context_on(transport, method, 8)))
+def attend_on_two(method: ContextMethod, heads: int, queries: int) -> None:
+    query, key = torch.zeros(1, heads, queries, 3), torch.zeros(1, heads, 4, 3)
+    run_local(2, lambda transport: context_on(transport, method, 8).attend(query, key, key))
 
 
 def test_misfits() -> None:
@@ -190,10 +188,8 @@ def test_misfits() -> None:
     with pytest.raises(MisfitError, match=r"targets of shape \(8,\)"):
         SequenceShard(2, 0).cut("targets", torch.zeros(8))
     with pytest.raises(MisfitError, match=r"5 queries and 4 keys, but of the sequence of 8 there are 4 .*cp=2"):
-        few, more = torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 5, 3)
-        fails("ring", lambda context: context.attend(more, few, few))
+        attend_on_two("ring", heads=2, queries=5)
     with pytest.raises(MisfitError, match=r"ulysses cuts heads over cp=2, but there are 3 query heads"):
-        odd = torch.zeros(1, 3, 4, 3)
-        fails("ulysses", lambda context: context.attend(odd, odd, odd))
+        attend_on_two("ulysses", heads=3, queries=4)
     with pytest.raises(UsageError, match="context: there is no method 'rnig'; did you mean 'ring'"):
         run_local(2, lambda t: ContextParallel("rnig", t.make_group([(0, 1)]), t, False))  # type: ignore[arg-type]
