@@ -229,7 +229,7 @@ class Trainer:
             "grad_norm": math.nan if norm is None else norm.item(),
             "skipped": result.skipped,
             "step_s": seconds / window.every,
-            "samples_per_s": sums["weight"] / seconds,
+            "samples_per_s": window.every * self.job.train.batch_size / seconds,
             "bubble": 1 - busy,
         }
 

@@ -25,6 +25,7 @@ JOBS = {
     "simple_tp": "tp=2",
     "full_3d": "dp=2,pp=2,tp=2",
     "mnist": "dp=2,pp=2,tp=2",
+    "text_gpt": "pp=2",
 }
 
 
