@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.runtime.__main__ import main
 from quintsched.runtime.job import plan_of
 from quintsched.runtime.jobfile import load_job
 
@@ -38,6 +39,17 @@ def test_job_files_give_sound_plans(name: str, mesh: str) -> None:
     plan = plan_of(load_job(EXAMPLES / f"{name}.yaml"))
     assert str(plan.mesh) == mesh
     assert plan.check().sound
+
+
+def test_the_gpt_learns_to_read(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    settings = ("runtime.transport=local", "data.options.max_bytes=30000", "log.every=1", f"log.path={log}")
+    changes = [part for setting in settings for part in ("--set", setting)]
+    assert main(["--config", str(EXAMPLES / "text_gpt.yaml"), *changes]) == 0
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["event"] == "step"]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses[-1] < 5
 
 
 def test_own_loop_is_short() -> None:
