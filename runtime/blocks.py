@@ -150,6 +150,25 @@ def estimate_costs(blocks: Blocks) -> list[float]:
     return costs
 
 
+def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return the names, in the whole model, of those parameters that weight decay usually spares.
+
+    They are the ones with less than two dimensions (biases, norms), embeddings, what a module names in its attribute
+    `undecayed`, and what is tied to any of these. Found on the meta device, before anything is cut.
+    """
+    spared: set[str] = set()
+    for number, block in enumerate(blocks):
+        built = _on_meta(block)
+        ids = {
+            id(parameter)
+            for module in built.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or name in getattr(module, "undecayed", ())
+        }
+        spared |= {f"{number}.{name}" for name, parameter in built.named_parameters() if id(parameter) in ids}
+    return frozenset(spared.union(*(names for names in tied.values() if spared.intersection(names))))
+
+
 def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 3) -> list[float]:
     """Measure each block's forward and backward on one microbatch, in seconds: the best of `rounds`.
 

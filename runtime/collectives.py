@@ -130,7 +130,7 @@ def _join(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    pieces = torch.stack(_pieces(x, group, dim))
+    pieces = _stack(_pieces(x, group, dim))
     total = torch.empty_like(pieces[0])
     if not x.is_meta:
         group.reduce_scatter(total, pieces.flatten(0, 1)).wait()
@@ -138,11 +138,16 @@ def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _swap(x: Tensor, group: Group, dim: int) -> Tensor:
-    pieces = torch.stack(_pieces(x, group, dim))
+    pieces = _stack(_pieces(x, group, dim))
     swapped = torch.empty_like(pieces)
     if not x.is_meta:
         group.all_to_all(swapped, pieces).wait()
     return torch.cat(swapped.unbind(), dim)
+
+
+def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Stack tensors, contiguous: torch itself keeps a layout with channels last if it takes theirs to be one."""
+    return torch.stack(tensors).contiguous()
 
 
 def _pieces(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:

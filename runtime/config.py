@@ -49,11 +49,13 @@ class DataConfig(Settings):
     """The section `data`: what it is trained on."""
 
     name: str = "digits"
-    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), or a function of one's own: "my_file.py:load"."""
+    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a function of
+    one's own: "my_file.py:load"."""
     path: str | None = None
-    """A directory with MNIST's four IDX files, gzipped or not; it wins over "digits"."""
+    """A directory with MNIST's four IDX files, gzipped or not, which wins over "digits"; for "text", a file, which wins
+    over the source of Python's standard library."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The options of one's own function; the built-in data sets have none."""
+    """Those of "text": {sequence: 128, max_bytes: null}; or those of one's own function. The others have none."""
 
 
 class ParallelConfig(Settings):
@@ -94,6 +96,9 @@ class OptimizerConfig(Settings):
     """Of sgd."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Added to the gradient (sgd, adam) or taken off the weights (adamw)."""
+    decay: Literal["all", "matrices"] = "all"
+    """Which weights decay; "matrices" spares biases, norms, embeddings and what is tied to them, and what a module
+    names in its attribute `undecayed`."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.999), strict=False
     )

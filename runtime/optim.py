@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +14,39 @@ from .config import LearningRateConfig, OptimizerConfig
 
 
 def build_optimizer(
-    config: OptimizerConfig, params: Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]]
+    config: OptimizerConfig,
+    params: Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]],
+    undecayed: Collection[str] = (),
 ) -> Optimizer:
-    """Return torch's optimizer over `params`, plain or named, updating all of them in few kernels (`foreach`)."""
+    """Return torch's optimizer over `params`, plain or named, updating all of them in few kernels (`foreach`).
+
+    Weight decay spares the named parameters in `undecayed`.
+    """
+    groups = _decay_groups(params, undecayed)
     match config.name:
         case "sgd":
             return torch.optim.SGD(
-                params, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, foreach=True
+                groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, foreach=True
             )
         case "adam":
             return torch.optim.Adam(
-                params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
             )
         case "adamw":
             return torch.optim.AdamW(
-                params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
             )
+
+
+def _decay_groups(
+    params: Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]], undecayed: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters with and without weight decay, as torch takes them; none is empty."""
+    given = list(params)
+    spared = [param for param in given if isinstance(param, tuple) and param[0] in undecayed]
+    others = [param for param in given if not isinstance(param, tuple) or param[0] not in undecayed]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: int) -> float:

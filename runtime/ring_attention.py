@@ -103,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool) -> Tensor:
         seen = _Seen.nothing(_by_key_head(query, key))
-        passing = torch.stack((key, value))
+        passing = _pack(key, value)
         for step in range(ring.size):
             coming = ring.shift(passing) if step + 1 < ring.size else None
             seen.add(passing, _part(ring, step, key.shape[-2], causal))
@@ -121,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         grouped, gradient, mixed = (_by_key_head(tensor, key) for tensor in (query, gradient, mixed))
         back = _Back.begin(grouped, gradient, mixed, weight)
-        passing = torch.stack((key, value))
+        passing = _pack(key, value)
         home = torch.zeros_like(passing, dtype=back.of_query.dtype)
         arriving: Arrival | None = None
         sent: Work = DoneWork()
@@ -231,6 +231,11 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     """Multiply (…, query heads, tokens, a) with (…, a, b) of the key head that they share, as one product."""
     product: Tensor = (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
     return product
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values as one message; torch would keep a layout with channels last."""
+    return torch.stack((key, value)).contiguous()
 
 
 def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:

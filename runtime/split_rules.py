@@ -4,7 +4,8 @@ By default, pairs found by name within one parent module:
 
     attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value
                 with proj | out_proj | o_proj | out
-    MLP         fc1 | up | up_proj | gate_proj | w1 | w3   with   fc2 | down | down_proj | w2
+    MLP         fc1 | up | up_proj | gate_proj | w1 | w3 | gate_up, gate_up_proj (two fused blocks)
+                with fc2 | down | down_proj | w2
 
 A pair is cut only where both sides are plain nn.Linear of matching sizes that are used nowhere else, and an attention
 only where its parent says how many heads there are, or how wide one is. Everything else is left alone.
@@ -57,12 +58,14 @@ class _Family:
 
 
 _ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out")
+_MLP_ROWS = ("fc2", "down", "down_proj", "w2")
 _FAMILIES = (
     _Family(("qkv",), _ATTENTION_ROWS, parts=3),
     _Family(("q", "k", "v"), _ATTENTION_ROWS),
     _Family(("q_proj", "k_proj", "v_proj"), _ATTENTION_ROWS),
     _Family(("query", "key", "value"), _ATTENTION_ROWS),
-    _Family(("fc1", "up", "up_proj", "gate_proj", "w1", "w3"), ("fc2", "down", "down_proj", "w2"), is_attention=False),
+    _Family(("fc1", "up", "up_proj", "gate_proj", "w1", "w3"), _MLP_ROWS, is_attention=False),
+    _Family(("gate_up", "gate_up_proj"), _MLP_ROWS, parts=2, is_attention=False),
 )
 _HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_heads")
@@ -213,7 +216,7 @@ def _widths_match(family: _Family, outputs: list[int], width: int) -> bool:
     """Say whether the columns' outputs feed a row of `width`; keys and values may have fewer heads than queries."""
     first, *others = outputs
     if not family.is_attention:
-        return all(output == width for output in outputs)
+        return all(output == family.parts * width for output in outputs)
     return first == family.parts * width and len(set(others)) <= 1 and all(width % output == 0 for output in others)
 
 

@@ -25,7 +25,7 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.plan import Plan
 from quintsched.strictjson import describe_faults
 
-from .blocks import Blocks, estimate_costs, measure_costs
+from .blocks import Blocks, estimate_costs, measure_costs, undecayed_weights
 from .checkpoint import Checkpoints, remembered
 from .config import JobConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
@@ -85,19 +85,20 @@ class Trainer:
         self._train_split = dataset.train if dataset else None
         self._validation_split = dataset.validation if dataset else None
         sizes = _tell_sizes(dataset, plan, transport)
-        blocks = build_model(job.model, sizes.spec)
+        blocks, tied, optimizer = build_model(job.model, sizes.spec), tied_weights(job.model), job.train.optimizer
+        undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
         self.engine = Engine(
             plan,
             blocks,
             cross_entropy_sum,
-            lambda named_parameters: build_optimizer(job.train.optimizer, named_parameters),
+            lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
             metrics={"accuracy": correct_sum},
             clip=job.train.clip,
             block_costs=self._block_costs(blocks, sizes.spec, transport),
             bucket_mb=job.parallel.bucket_mb,
             dtype=DTYPES[job.runtime.precision],
             context=job.parallel.context,
-            tied=tied_weights(job.model),
+            tied=tied,
             compiled=job.runtime.compile,
             trace_steps=traced_steps(job.runtime),
             seed=job.train.seed,
@@ -229,7 +230,7 @@ class Trainer:
             "grad_norm": math.nan if norm is None else norm.item(),
             "skipped": result.skipped,
             "step_s": seconds / window.every,
-            "samples_per_s": sums["weight"] / seconds,
+            "samples_per_s": window.every * self.job.train.batch_size / seconds,
             "bubble": 1 - busy,
         }
 

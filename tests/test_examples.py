@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.runtime.__main__ import main
 from quintsched.runtime.job import plan_of
 from quintsched.runtime.jobfile import load_job
 
@@ -23,8 +24,10 @@ JOBS = {
     "simple_dp": "dp=2",
     "simple_pp": "pp=2",
     "simple_tp": "tp=2",
+    "simple_cp": "cp=2",
     "full_3d": "dp=2,pp=2,tp=2",
     "mnist": "dp=2,pp=2,tp=2",
+    "text_gpt": "pp=2",
 }
 
 
@@ -37,6 +40,18 @@ def test_job_files_give_sound_plans(name: str, mesh: str) -> None:
     plan = plan_of(load_job(EXAMPLES / f"{name}.yaml"))
     assert str(plan.mesh) == mesh
     assert plan.check().sound
+
+
+@pytest.mark.parametrize("name", ["text_gpt", "simple_cp"])
+def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    settings = ("runtime.transport=local", "data.options.max_bytes=30000", "log.every=1", f"log.path={log}")
+    changes = [part for setting in settings for part in ("--set", setting)]
+    assert main(["--config", str(EXAMPLES / f"{name}.yaml"), *changes]) == 0
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["event"] == "step"]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses[-1] < 5
 
 
 def test_own_loop_is_short() -> None:

@@ -1,6 +1,6 @@
 """Data sets in memory: a training and a validation split, each kept as compactly as it came.
 
-Bytes stay bytes until a batch is gathered; only then are they scaled to float32.
+Bytes stay bytes until a batch is gathered; only then are they scaled to float32, or become token ids.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ class Normalization:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
-    """Samples: inputs (N, …) of any type, targets int64 (N, …).
+    """Samples: inputs (N, …) of any type, targets (N, …) of any integer type.
 
-    With a normalization, batches are float32; without one, they are of the type of `inputs`.
+    In a batch, inputs are float32 with a normalization, int64 where they are the ids of tokens (`has_ids`), and
+    otherwise of the type they have here; targets are int64.
     Raises MisfitError where there are not as many inputs as targets, or none.
     """
 
     inputs: npt.NDArray[Any]
-    targets: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.integer[Any]]
     normalization: Normalization | None = None
+    has_ids: bool = False
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets) or not len(self.inputs):
@@ -87,9 +89,11 @@ def gather_batch(split: Split, indices: Indices) -> tuple[Tensor, Tensor]:
     """
     padding = indices == PADDING
     rows = np.where(padding, 0, indices)
-    inputs, targets = split.inputs[rows], split.targets[rows]
+    inputs, targets = split.inputs[rows], split.targets[rows].astype(np.int64, copy=False)
     if split.normalization is not None:
         inputs = (inputs.astype(np.float32) - split.normalization.mean) / split.normalization.std
+    if split.has_ids:
+        inputs = inputs.astype(np.int64, copy=False)
     inputs[padding] = 0
     targets[padding] = IGNORED_TARGET
     return torch.from_numpy(inputs), torch.from_numpy(targets)

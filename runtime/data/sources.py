@@ -1,4 +1,4 @@
-"""Where data sets come from: scikit-learn's digits, a directory of IDX files, or a user's own function."""
+"""Where data sets come from: scikit-learn's digits, a directory of IDX files, text, or a user's own function."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.userfile import call_object, names_file
 
 from ..config import DataConfig
+from ..settings import read_settings
 from .dataset import Dataset, Normalization, Split
 from .idx import read_image_label_pair
 from .sampler import BatchSampler
+from .text import TextOptions, load_text
 
-BUILT_IN = ("digits", "mnist")
+BUILT_IN = ("digits", "mnist", "text")
 
 DIGITS = Normalization(mean=4.884, std=6.017)
 """Of the 0…16 grey values of scikit-learn's digits."""
@@ -26,19 +28,23 @@ MNIST = Normalization(mean=0.1307 * 255, std=0.3081 * 255)
 def load_dataset(config: DataConfig) -> Dataset:
     """Return the data set of a job.
 
-    A user's function gets the options by name, and `path` where one is given; it returns a Dataset. Any other name
-    with a path means the MNIST files in that directory; "digits" without one is scikit-learn's.
+    A user's function gets the options by name, and `path` where one is given; it returns a Dataset. "text" is the
+    file at the path. Any other name with a path means the MNIST files in that directory; "digits" without one is
+    scikit-learn's.
     Raises UsageError for an unknown name, for options nobody reads and for files that are missing, InputError for
     broken files.
     """
     if names_file(config.name):
         return _load_user(config)
+    path = None if config.path is None else Path(config.path)
+    if config.name == "text":
+        return load_text(path, read_settings(TextOptions, config.options, "job", prefix="data.options"))
     if config.options:
         raise UsageError(f"data.options: {config.name!r} has no options, but there is: {', '.join(config.options)}")
     if config.name not in BUILT_IN:
         raise UsageError(f"data.name: there is no data set {config.name!r}{suggest(config.name, BUILT_IN)}")
-    if config.path is not None:
-        return _load_idx(Path(config.path))
+    if path is not None:
+        return _load_idx(path)
     if config.name == "mnist":
         raise UsageError("data.path: 'mnist' needs the directory that holds its IDX files")
     return _load_digits()

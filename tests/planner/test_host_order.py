@@ -44,6 +44,9 @@ PLANS = [
     qs.compile("dualpipe", mesh="pp=2", microbatches=4),
 ]
 
+SCHEDULES = qs.all_schedules()
+"""Those of the package, before other tests register theirs."""
+
 
 def held_back() -> Plan:
     """Each rank keeps a message back behind a computation that waits, by way of the other rank, for that message."""
@@ -96,7 +99,7 @@ def test_what_a_profile_refuses_is_refused_as_before() -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_schedule_can_be_issued_in_order(profile: str) -> None:
-    for schedule in qs.all_schedules():
+    for schedule in SCHEDULES:
         plan = qs.compile(schedule, mesh="pp=4", microbatches=8)
         require_runnable(plan, profile)
         assert Hosts(plan, profile).finish()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +17,21 @@ from quintsched.runtime import Engine
 from quintsched.runtime.__main__ import main
 from quintsched.runtime.blocks import Block, Blocks
 from quintsched.runtime.context_parallel import ContextMethod
+from quintsched.runtime.data import DataSpec
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
-from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.transport import Rules, Transport, run_local
 
 from .matrix import CASES
 from .test_gpt import COUNTING
 from .test_matrix_processes import require_equal, train
-from .toys import ids_task, sgd, share, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
+from .toys import CLASSES, ids_task, sgd, share, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
 
 DEPTH, LENGTH = 4, 16
 TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
 
 
-def lively_gpt(length: int = LENGTH) -> Blocks:
+def lively_gpt(length: int = LENGTH, **options: Any) -> Blocks:
     """A transformer whose attention has something to say: at their first values all scores are nearly alike."""
 
     def livelier(build: Block) -> Callable[[], nn.Module]:
@@ -43,12 +45,13 @@ def lively_gpt(length: int = LENGTH) -> Blocks:
 
         return built
 
-    return [livelier(block) for block in tiny_gpt(length, depth=DEPTH)]
+    data = DataSpec(input_shape=(length,), num_classes=CLASSES)
+    return [livelier(block) for block in gpt(data, GPTOptions(hidden=16, depth=DEPTH, **options))]
 
 
-def require_equality(plan: qs.Plan, context: ContextMethod = "ring", *, tied: bool = False) -> None:
+def require_equality(plan: qs.Plan, context: ContextMethod = "ring", *, tied: bool = False, **options: Any) -> None:
     """Train on a plan by NCCL's rules, and in one process."""
-    task, blocks, ties = ids_task(2, 8, LENGTH), lively_gpt(), TIES if tied else {}
+    task, blocks, ties = ids_task(2, 8, LENGTH), lively_gpt(**options), TIES if tied else {}
     replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
     alone = train_plainly(task, blocks, replicas * plan.schedule.microbatches, clip=1.0, dtype=torch.float64, tied=ties)
     copies = {other: alone.weights[first] for first, *others in ties.values() for other in others}
@@ -94,6 +97,14 @@ def test_other_schedules_equal_one_process(
 def test_tied_weights_equal_one_process(schedule: str) -> None:
     plan = qs.compile(schedule, mesh="pp=2,cp=2", microbatches=2, tied={"embedding": (0, 1)})
     require_equality(plan, tied=True)
+
+
+@pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("mesh", ["cp=2,pp=2", "tp=2,cp=2"])
+def test_rotary_positions_and_grouped_queries_equal_one_process(context: ContextMethod, mesh: str) -> None:
+    plan = qs.compile("zb-h1", mesh=mesh, microbatches=2)
+    options = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "heads": 8, "kv_heads": 4}
+    require_equality(plan, context, **options)  # type: ignore[arg-type]
 
 
 def test_six_ranks_and_longer_sequences() -> None:
@@ -188,7 +199,7 @@ log: {path: LOG, every: 1}
 
 def test_a_job_trains_on_parts_of_its_sequences_to_the_same_losses(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(COUNTING)
-    losses = []
+    losses: list[list[float]] = []
     for mesh, context in (("pp=1", "ring"), ("cp=2,pp=2", "ring"), ("cp=4", "ulysses")):
         job, log = tmp_path / "job.yaml", tmp_path / f"{len(losses)}.jsonl"
         text = JOB.replace("DATA", str(tmp_path / "data.py")).replace("MESH", mesh)

@@ -19,7 +19,8 @@ from quintsched.runtime.config import ModelConfig
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as build_blocks
 from quintsched.runtime.models import tied_weights
-from quintsched.runtime.models.gpt import Attention, Embedding, GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.gpt import Embedding, GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.layers import Attention
 from quintsched.runtime.tensor_parallel import apply_tensor_parallel, gather_full, shard_of
 from quintsched.runtime.transport import Transport, run_local
 

@@ -6,7 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from quintsched.runtime.blocks import build_model, undecayed_weights
 from quintsched.runtime.config import LearningRateConfig, OptimizerConfig
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.optim import build_optimizer, learning_rate_factor
 
 Shape: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -72,3 +76,47 @@ def test_torchs_optimizers(config: OptimizerConfig, kind: type, settings: dict[s
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert not torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_decay_spares_what_it_is_told(name: Literal["sgd", "adam", "adamw"]) -> None:
+    config = OptimizerConfig(name=name, lr=0.5, weight_decay=0.1, decay="matrices")
+    layer = nn.Linear(2, 2)
+    before = {key: weight.detach().clone() for key, weight in layer.named_parameters()}
+    optimizer = build_optimizer(config, layer.named_parameters(), {"bias"})
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(layer.bias, before["bias"])
+    assert not torch.equal(layer.weight, before["weight"])
+
+
+def test_a_rank_may_hold_nothing_that_decays() -> None:
+    norm = nn.LayerNorm(2)
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.1), norm.named_parameters(), {"weight", "bias"})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+def test_what_decay_spares_in_the_built_in_models() -> None:
+    text, images = DataSpec(input_shape=(8,), num_classes=5), DataSpec(input_shape=(1, 8, 8), num_classes=5)
+    untied, tied = (GPTOptions(depth=1, norm="rmsnorm", activation="swiglu", tied=tied) for tied in (False, True))
+    matrices = {f"1.{name}.weight" for name in ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.fc2")}
+    for options, expected in ((untied, {*matrices, "2.head.weight"}), (tied, matrices)):
+        blocks = gpt(text, options)
+        names = {name for name, _ in build_model(blocks).named_parameters()}
+        assert names - undecayed_weights(blocks, gpt_tied(options)) == expected
+    blocks = vit(images, ViTOptions(depth=1))
+    names = {name for name, _ in build_model(blocks).named_parameters()}
+    decayed = {f"1.{name}.weight" for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")}
+    assert names - undecayed_weights(blocks, {}) == decayed | {"0.proj.weight", "2.fc.weight"}
+
+
+def test_decay_spares_a_shared_embedding_under_whatever_name() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+            self.ids = nn.Embedding(4, 3)
+            self.ids.weight = self.head.weight
+
+    assert undecayed_weights([Lookup], {}) == {"0.head.weight", "0.head.bias"}

@@ -53,7 +53,7 @@ def in_parts(method: ContextMethod, tensors: Tensors, size: int, causal: bool, r
 
     def run(transport: Transport) -> tuple[Tensor, Tensors]:
         context = context_on(transport, method, tensors[0].shape[2])
-        query, key, value, gradient = (tensor[:, :, context.positions].clone() for tensor in tensors)
+        query, key, value, gradient = (tensor[:, :, context.positions] for tensor in tensors)
         given = [tensor.requires_grad_() for tensor in (query, key, value)]
         mixed = context.attend(given[0], given[1], given[2], causal)
         mixed.backward(gradient)
@@ -100,6 +100,13 @@ def test_the_alternatives_see_the_whole(method: ContextMethod, heads: int, key_h
 def test_every_kind_of_wire_will_do(method: ContextMethod, rules: Rules) -> None:
     tensors = draw(1, 3, 3, 18, 4)
     require_close(in_parts(method, tensors, 3, True, rules), whole(tensors, True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_layout_will_do(method: ContextMethod) -> None:
+    tensors = draw(2, 4, 4, 16, 6)
+    permuted = tuple(tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors)
+    require_close(in_parts(method, permuted, 2, True), whole(tensors, True))
 
 
 def test_large_scores_do_not_overflow() -> None:

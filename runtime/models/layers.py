@@ -1,0 +1,144 @@
+"""The halves of a transformer block in their variants: causal attention, and what transforms each token on its own.
+
+    heads = 4, kv_heads = 2         q0 q1 q2 q3          query heads share the keys and values of their group, which
+                                     ╲╱    ╲╱            are computed, cached and sent half as large
+                                     k0    k1
+
+    rotary positions                a pair of features (x, y) at position p is turned by p · angle, so that the product
+                                    of a query and a key depends on their distance alone
+
+Names and order of the projections are what tensor parallelism knows (see `split_rules`).
+
+Sources: Ainslie et al. 2023, "GQA" (grouped queries); Su et al. 2021, "RoFormer" (rotary positions, here with the
+features x in the first half of a head and y in the second, as in LLaMA); Shazeer 2020, "GLU Variants" (SwiGLU).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from quintsched.errors import MisfitError
+
+from ..context_parallel import Context
+from ..slices import Past
+
+ROTARY_BASE = 10_000.0
+"""The slowest pair of features turns about once in 2π times so many positions."""
+
+
+class Rotary(nn.Module):
+    """Turns queries and keys by their positions: (B, heads, S, head_dim) → the same shape, up to `length` positions."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, head_dim: int, length: int) -> None:
+        super().__init__()
+        speeds = ROTARY_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.arange(length, dtype=torch.float64).outer(speeds)
+        for name, table in (("cosines", angles.cos()), ("sines", angles.sin())):
+            self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, heads: Tensor, start: int, context: Context | None = None) -> Tensor:
+        """Turn what stands at the positions from `start` on, or at those of the context.
+
+        Raises MisfitError where positions are too many.
+        """
+        end = start + heads.shape[-2] if context is None else context.length
+        require_room(end, len(self.cosines))
+        places = slice(start, end) if context is None else context.positions
+        cosines, sines = self.cosines[places], self.sines[places]
+        x, y = heads.chunk(2, -1)
+        return torch.cat([x * cosines - y * sines, y * cosines + x * sines], -1)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: (B, S, D) → (B, S, D).
+
+    With as many key and value heads as query heads one product gives all three; its rows are those of q, of k and of
+    v, three equal parts, each ordered by head. With fewer (`num_kv_heads`), queries, keys and values have a product
+    each. How many heads are here follows from the width of what these return: a tensor-parallel rank holds a slice.
+    """
+
+    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int | None = None, rotary: Rotary | None = None):
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = hidden // num_heads
+        self.is_grouped = self.num_kv_heads != num_heads
+        if self.is_grouped:
+            self.q_proj = nn.Linear(hidden, hidden)
+            self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim)
+            self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim)
+        else:
+            self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+        self.rotary = rotary
+
+    def forward(self, tokens: Tensor, past: Past | None, context: Context | None = None) -> Tensor:
+        """Let each token attend to itself and to those before it, also in earlier slices and on other ranks."""
+        query, key, value = self._heads(tokens)
+        if self.rotary is not None:
+            start = 0 if past is None else past.seen
+            query, key = self.rotary(query, start, context), self.rotary(key, start, context)
+        if context is not None:
+            mixed = context.attend(query, key, value)
+        elif past is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.is_grouped)
+        else:
+            key, value = past.extend(self, key, value)
+            mask = causal_lower_right(query.shape[-2], key.shape[-2])
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.is_grouped)
+        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (B, heads here, S, head_dim) each."""
+        if self.is_grouped:
+            products = self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens)
+            query, key, value = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in products)
+        else:
+            parts: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
+            query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them: (…, D) → (…, D)."""
+
+    def __init__(self, hidden: int, mlp_hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden, mlp_hidden)
+        self.fc2 = nn.Linear(mlp_hidden, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Transform each token on its own."""
+        out: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
+        return out
+
+
+class SwiGlu(nn.Module):
+    """Features that others let through: (…, D) → (…, D).
+
+    One product gives the gates and the features, two equal parts of its rows.
+    """
+
+    def __init__(self, hidden: int, mlp_hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * mlp_hidden)
+        self.fc2 = nn.Linear(mlp_hidden, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Transform each token on its own."""
+        gate, up = self.gate_up(tokens).chunk(2, -1)
+        out: Tensor = self.fc2(F.silu(gate) * up)
+        return out
+
+
+def require_room(positions: int, length: int) -> None:
+    """Raise MisfitError for a sequence that is longer than what a model was built for."""
+    if positions > length:
+        raise MisfitError(f"gpt was built for {length} positions; a sequence has {positions}")
