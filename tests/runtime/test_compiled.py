@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
+from quintsched.runtime.context_parallel import ContextMethod
+from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.transport import Transport, run_local
 
-from .toys import difference, sgd
+from .toys import Outcome, difference, ids_task, sgd, tiny_gpt, train_plainly, worst_difference
 
 pytestmark = [
     pytest.mark.skipif(
@@ -71,3 +73,27 @@ def test_compiled_stages_equal_plain_ones(schedule: str, recompute: int) -> None
         assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
         assert share == plain_share
         assert share is None if schedule == "1f1b" else share is not None and share > 0.9
+
+
+@slow
+@pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
+def test_compiled_stages_look_beyond_their_part_of_a_sequence(context: ContextMethod) -> None:
+    plan = qs.compile("1f1b", mesh="cp=2", microbatches=2)
+    task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
+
+    def run(transport: Transport) -> Outcome:
+        engine = Engine(
+            plan,
+            blocks,
+            cross_entropy_sum,
+            sgd,
+            dtype=torch.float64,
+            compiled=True,
+            context=context,
+            transport=transport,
+        )
+        losses = [engine.step(*step).loss.item() for step in zip(task.inputs, task.targets, strict=True)]
+        return Outcome(losses, engine.full_weights())
+
+    expected = train_plainly(task, blocks, 2, dtype=torch.float64)
+    assert worst_difference(run_local(2, run, timeout_s=300), expected) <= 1e-12

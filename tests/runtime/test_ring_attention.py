@@ -48,12 +48,20 @@ def context_on(transport: Transport, method: ContextMethod, length: int) -> Cont
     return context
 
 
-def in_parts(method: ContextMethod, tensors: Tensors, size: int, causal: bool, rules: Rules = "nccl") -> Tensors:
+def in_parts(
+    method: ContextMethod,
+    tensors: Tensors,
+    size: int,
+    causal: bool,
+    rules: Rules = "nccl",
+    layout: torch.memory_format = torch.contiguous_format,
+) -> Tensors:
     """Return what `whole` does, put together from the parts of all ranks."""
 
     def run(transport: Transport) -> tuple[Tensor, Tensors]:
         context = context_on(transport, method, tensors[0].shape[2])
-        query, key, value, gradient = (tensor[:, :, context.positions] for tensor in tensors)
+        parts = (tensor[:, :, context.positions].contiguous(memory_format=layout) for tensor in tensors)
+        query, key, value, gradient = parts
         given = [tensor.requires_grad_() for tensor in (query, key, value)]
         mixed = context.attend(given[0], given[1], given[2], causal)
         mixed.backward(gradient)
@@ -105,8 +113,7 @@ def test_every_kind_of_wire_will_do(method: ContextMethod, rules: Rules) -> None
 @pytest.mark.parametrize("method", METHODS)
 def test_any_layout_will_do(method: ContextMethod) -> None:
     tensors = draw(2, 4, 4, 16, 6)
-    permuted = tuple(tensor.contiguous(memory_format=torch.channels_last) for tensor in tensors)
-    require_close(in_parts(method, permuted, 2, True), whole(tensors, True))
+    require_close(in_parts(method, tensors, 2, True, layout=torch.channels_last), whole(tensors, True))
 
 
 def test_large_scores_do_not_overflow() -> None:
