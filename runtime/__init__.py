@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .blocks import Carry, build_model, measure_costs
     from .config import JobConfig
     from .deferred import defer
-    from .engine import Engine, connect_for
+    from .connect import connect_for
+    from .engine import Engine
     from .job import plan_of
     from .jobfile import load_job
     from .results import StepResult
@@ -39,7 +40,8 @@ _HOMES = {
     "blocks": ("Carry", "build_model", "measure_costs"),
     "deferred": ("defer",),
     "config": ("JobConfig",),
-    "engine": ("Engine", "connect_for"),
+    "connect": ("connect_for",),
+    "engine": ("Engine",),
     "job": ("plan_of",),
     "jobfile": ("load_job",),
     "results": ("StepResult",),

@@ -72,7 +72,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
 
 def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
     """Train the job on the transport it names."""
-    from .engine import connect_for
+    from .connect import connect_for
     from .transport import run_local
 
     if job.runtime.transport == "local":

@@ -8,7 +8,6 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ from quintsched.plan import Plan
 
 from .batches import Batch, BatchCutter
 from .blocks import Blocks, TensorSpec, estimate_costs
+from .connect import connect_for
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
-from .job import require_world
 from .limits import require_blocks_to_recompute, require_long_sight, require_repeatable, require_runnable
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
@@ -42,7 +41,7 @@ from .stages import build_stages, cut, require_separate
 from .state import full_weights, load_state, state_of
 from .tied import TiedWeights
 from .tracing import Recorder
-from .transport import LocalTransport, LocalWorld, Rules, Transport, connect
+from .transport import Transport
 
 OptimizerFn = Callable[[Any], Optimizer]
 
@@ -370,22 +369,3 @@ class Engine:
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
-
-
-def connect_for(plan: Plan, timeout_s: float, name: str = "auto", rules: Rules | None = None) -> Transport:
-    """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
-
-    "auto" and "nccl" stand for a GPU also where there is one process.
-
-    Raises `MisfitError` for a mesh of several ranks outside torchrun, or a world size that is not the mesh's.
-    """
-    launched = "WORLD_SIZE" in os.environ
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    require_world(plan, world_size)
-    wants_nccl = torch.cuda.is_available() if name == "auto" else name == "nccl"
-    if not launched:
-        if wants_nccl and not torch.cuda.is_available():
-            raise MisfitError("transport nccl wants a CUDA device and there is none; choose gloo")
-        device = "cuda" if wants_nccl else "cpu"
-        return LocalTransport(LocalWorld(1, device, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
-    return connect("nccl" if wants_nccl else "gloo", timeout_s, rules=rules)

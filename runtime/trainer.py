@@ -71,7 +71,7 @@ class Trainer:
     Args:
         job: the job file.
         plan: the plan; `job.plan_of` makes it from the job.
-        transport: this rank's transport (`engine.connect_for`).
+        transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
 
     Raises what loading the data, building the model and the engine raise.
