@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .blocks import Carry, build_model, measure_costs
     from .config import JobConfig
-    from .deferred import defer
     from .connect import connect_for
+    from .deferred import defer
     from .engine import Engine
     from .job import plan_of
     from .jobfile import load_job

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from quintsched.compiler import compile
 from quintsched.costs import Costs
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import UsageError
 from quintsched.instructions import AllReduceBucket, BwdInput, OptStep
 from quintsched.plan import Plan
 
