@@ -16,7 +16,7 @@ derivatives works, since a backward is itself one of these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx
 
 from quintsched.errors import MisfitError
 
-from .transport.base import Group
+from .transport.base import Group, Work
 
 Collective = Callable[[Tensor, Group, int], Tensor]
 
@@ -99,6 +99,41 @@ def _apply(x: Tensor, group: Group, dim: int, *, forward: Collective, backward: 
     return result
 
 
+class Coming:
+    """The result of a collective that has begun; what was given is kept until it is there."""
+
+    def __init__(self, result: Callable[[], Tensor], given: Tensor, works: Sequence[Work]) -> None:
+        self._result = result
+        self._given = given
+        self._works = works
+
+    def wait(self) -> Tensor:
+        """Return the result when it is there."""
+        for work in self._works:
+            work.wait()
+        return self._result()
+
+
+def begin_all_reduce(x: Tensor, group: Group) -> Coming:
+    """Begin to sum the members' `x`, in place where it is contiguous; no gradient flows through it."""
+    total = x.contiguous()
+    return Coming(lambda: total, total, () if x.is_meta else (group.all_reduce(total),))
+
+
+def begin_all_gather(x: Tensor, group: Group, dim: int) -> Coming:
+    """Begin to join the members' `x` along `dim`; no gradient flows through it."""
+    joined, given = x.new_empty(group.size, *x.shape), x.contiguous()
+    works = () if x.is_meta else (group.all_gather(joined.flatten(0, 1), given),)
+    return Coming(lambda: torch.cat(joined.unbind(), dim), given, works)
+
+
+def begin_reduce_scatter(x: Tensor, group: Group, dim: int) -> Coming:
+    """Begin to sum the members' `x`, of which the caller gets its slice along `dim`; no gradient flows through it."""
+    pieces = _stack(_pieces(x, group, dim))
+    total = torch.empty_like(pieces[0])
+    return Coming(lambda: total, pieces, () if x.is_meta else (group.reduce_scatter(total, pieces.flatten(0, 1)),))
+
+
 def _reduce(x: Tensor, group: Group, _dim: int) -> Tensor:
     return reduce_from_group(x, group)
 
@@ -112,10 +147,7 @@ def _view(x: Tensor, _group: Group, _dim: int) -> Tensor:
 
 
 def _sum(x: Tensor, group: Group, _dim: int) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    if not x.is_meta:
-        group.all_reduce(total).wait()
-    return total
+    return begin_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 
 def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -123,18 +155,11 @@ def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _join(x: Tensor, group: Group, dim: int) -> Tensor:
-    joined = x.new_empty(group.size, *x.shape)
-    if not x.is_meta:
-        group.all_gather(joined.flatten(0, 1), x.contiguous()).wait()
-    return torch.cat(joined.unbind(), dim)
+    return begin_all_gather(x, group, dim).wait()
 
 
 def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    pieces = _stack(_pieces(x, group, dim))
-    total = torch.empty_like(pieces[0])
-    if not x.is_meta:
-        group.reduce_scatter(total, pieces.flatten(0, 1)).wait()
-    return total
+    return begin_reduce_scatter(x, group, dim).wait()
 
 
 def _swap(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -283,10 +283,10 @@ class _Linear(torch.autograd.Function):
         of_x = of_weight = of_bias = None
         if needs_x:
             of_x = _input_gradient(grad, _as_type(weight, x.dtype), x)
-        if needs_weight and not defer(weight, _weight_gradient, (grad, x)):
-            of_weight = _as_type(_weight_gradient(grad, x), weight.dtype)
-        if needs_bias and not defer(bias, _bias_gradient, (grad,)):
-            of_bias = _as_type(_bias_gradient(grad), bias.dtype)
+        if needs_weight and not defer(weight, weight_gradient, (grad, x)):
+            of_weight = _as_type(weight_gradient(grad, x), weight.dtype)
+        if needs_bias and not defer(bias, bias_gradient, (grad,)):
+            of_bias = _as_type(bias_gradient(grad), bias.dtype)
         return of_x, of_weight, of_bias
 
 
@@ -298,11 +298,13 @@ def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     return weight.t().mm(grad.t()).t() if x.stride() == (1, x.shape[0]) else grad.mm(weight)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient (out, in) of a linear layer's weight, from (rows, out) and (rows, in)."""
     return grad.t().mm(x)
 
 
-def _bias_gradient(grad: Tensor) -> Tensor:
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Return the gradient (out,) of a linear layer's bias, from (rows, out)."""
     return grad.sum(0)
 
 

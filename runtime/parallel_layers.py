@@ -11,18 +11,24 @@ slices of one and the same full layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from .collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from .collectives import gather_from_group, reduce_from_group, reduce_scatter, scatter_to_group
+from .column_product import TOKENS, Entry, column_product
 from .deferred import embedding, linear
+from .region import Region
 from .replicas import require_same
 from .shards import Shard, mark_shard, take_shard
 from .transport import Group
+
+Exit = Literal["sum", "scatter", "none"]
+"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its share of the tokens; or
+as it is, one of the summands, where somebody else adds them up."""
 
 Sharded = TypeVar("Sharded", bound="ShardedModule")
 
@@ -74,6 +80,7 @@ class ColumnParallelLinear(ShardedModule):
         bias: whether there is one; it is cut like the output.
         parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its share of every one.
         gather_output: give back the full output (…, out) on all ranks.
+        entry: how the input comes from the ranks around (see `column_product`).
         device: of the parameters.
         dtype: of the parameters.
 
@@ -94,6 +101,7 @@ class ColumnParallelLinear(ShardedModule):
         bias: bool = True,
         parts: int = 1,
         gather_output: bool = False,
+        entry: Entry = "copy",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -102,15 +110,17 @@ class ColumnParallelLinear(ShardedModule):
         self.out_features = out_features
         self.parts = parts
         self.gather_output = gather_output
+        self.entry: Entry = entry
+        self.region: Region | None = None
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: Group, *, parts: int = 1, gather_output: bool = False
+        cls, linear: nn.Linear, group: Group, *, parts: int = 1, gather_output: bool = False, entry: Entry = "copy"
     ) -> ColumnParallelLinear:
         """Take this rank's slice of `linear`."""
         sizes = (linear.in_features, linear.out_features)
-        layer = cls(*sizes, group, parts=parts, gather_output=gather_output, device="meta")
+        layer = cls(*sizes, group, parts=parts, gather_output=gather_output, entry=entry, device="meta")
         layer._take(linear)
         return layer.train(linear.training)
 
@@ -120,7 +130,9 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, in) to (…, out / size), or (…, out) with `gather_output`."""
-        y = linear(copy_to_group(x, self.group), self.weight, self.bias)
+        if self.region is not None:
+            self.region.is_open = True
+        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.region)
         if not self.gather_output:
             return y
         return gather_from_group(y.view(*y.shape[:-1], self.parts, -1), self.group, -1).flatten(-2)
@@ -140,11 +152,13 @@ class RowParallelLinear(ShardedModule):
         group: the ranks that share it.
         bias: whether there is one; it is replicated, and added once, after the sum over the ranks.
         input_is_parallel: the input is this rank's share already, as a column layer leaves it; otherwise it is full.
+        exit: what becomes of the partial results.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        MisfitError: the size does not divide `in_features`, or the ranks come with different biases.
+        MisfitError: the size does not divide `in_features`, the ranks come with different biases, or there is a bias
+            that would be added once per rank.
     """
 
     deferrable = ("weight",)
@@ -159,6 +173,7 @@ class RowParallelLinear(ShardedModule):
         *,
         bias: bool = True,
         input_is_parallel: bool = True,
+        exit: Exit = "sum",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -166,23 +181,29 @@ class RowParallelLinear(ShardedModule):
         self.in_features = in_features
         self.out_features = out_features
         self.input_is_parallel = input_is_parallel
+        self.exit: Exit = exit
+        self.region: Region | None = None
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, group: Group, *, input_is_parallel: bool = True) -> RowParallelLinear:
+    def from_linear(
+        cls, linear: nn.Linear, group: Group, *, input_is_parallel: bool = True, exit: Exit = "sum"
+    ) -> RowParallelLinear:
         """Take this rank's slice of `linear`."""
         sizes = (linear.in_features, linear.out_features)
-        layer = cls(*sizes, group, input_is_parallel=input_is_parallel, device="meta")
+        layer = cls(*sizes, group, input_is_parallel=input_is_parallel, exit=exit, device="meta")
         layer._take(linear)
         return layer.train(linear.training)
 
     def _take(self, full: nn.Linear) -> None:
         self._adopt("weight", full.weight, 1)
+        if full.bias is not None and self.exit == "none":
+            raise MisfitError("a row layer whose results are added up later cannot have a bias: it would count often")
         self._adopt("bias", full.bias, None)
         require_same({"bias": self.bias} if self.bias is not None else {}, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (…, in / size), or (…, in) without `input_is_parallel`, to (…, out).
+        """Map (…, in / size), or (…, in) without `input_is_parallel`, to (…, out), of this rank's tokens if scattered.
 
         Raises:
             MisfitError: the input has another width.
@@ -194,8 +215,19 @@ class RowParallelLinear(ShardedModule):
                 f"a row-parallel layer over {self.group.size} ranks takes {self.weight.shape[1]} of {self.in_features} "
                 f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
             )
-        y = reduce_from_group(linear(x, self.weight), self.group)
+        y = self._leave(linear(x, self.weight))
+        if self.region is not None:
+            self.region.leave()
         return y if self.bias is None else y + self.bias
+
+    def _leave(self, partial: Tensor) -> Tensor:
+        match self.exit:
+            case "sum":
+                return reduce_from_group(partial, self.group)
+            case "scatter":
+                return reduce_scatter(partial, self.group, TOKENS)
+            case "none":
+                return partial
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with full sizes."""

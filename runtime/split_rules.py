@@ -10,14 +10,21 @@ By default, pairs found by name within one parent module:
 A pair is cut only where both sides are plain nn.Linear of matching sizes that are used nowhere else, and an attention
 only where its parent says how many heads there are, or how wide one is. Everything else is left alone.
 
-Rules win over that. Columns and rows that rules name in one parent feed each other where there are both; a column alone
-gathers its output and a row alone takes the full input, so that what surrounds them need not know.
+A module may say more of its own layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
+then stays whole:
+
+    class Head(nn.Module):
+        tensor_parallel = {"head": "vocabulary"}
+
+Rules win over all that. Columns and rows that rules name in one parent feed each other where there are both; a column
+alone gathers its output and a row alone takes the full input, so that what surrounds them need not know. "vocabulary"
+cuts an embedding by its ids, and a linear layer by its outputs, which stay cut: they are for a loss that knows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -32,7 +39,7 @@ class Split(Enum):
 
     COLUMN = "column"
     ROW = "row"
-    VOCAB = "vocab"
+    VOCABULARY = "vocabulary"
     REPLICATE = "replicate"
 
 
@@ -75,22 +82,55 @@ HEAD_COUNTS = (*_HEADS, *_KV_HEADS)
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def find_cuts(root: nn.Module, rules: Mapping[str, str], size: int) -> list[Cut]:
-    """List the layers of `root` to be cut over `size` ranks.
+def find_cuts(root: nn.Module, rules: Mapping[str, str], size: int, path: str = "") -> list[Cut]:
+    """List the layers of `root` to be cut over `size` ranks; rules see their names below `path`.
 
     Raises:
-        UsageError: a rule that is none of "column", "row", "vocab", "replicate".
+        UsageError: a rule that is none of "column", "row", "vocabulary", "replicate".
         MisfitError: `size` does not divide heads or features, or a rule for a layer that cannot be cut.
     """
     splits = {pattern: _parse_rule(pattern, rule) for pattern, rule in rules.items()}
+    declared = _declared(root, path)
     shared = _shared_layers(root)
-    cuts = _root_cut(root, splits)
-    for path, parent in _open_modules("", root, splits, set()):
-        cuts += _parent_cuts(path, parent, splits, shared, size)
+    cuts = _root_cut(root, splits, path)
+    for place, parent in _open_modules(path, root, splits, set()):
+        cuts += _parent_cuts(place, parent, {**splits, **declared}, shared, size)
+    kept = []
     for cut in cuts:
+        if cut.path in declared and _match(cut.path, splits) is None and cut_width(cut) % size:
+            continue
         _require_cuttable(cut, shared)
         _require_divisible(cut, size)
-    return cuts
+        kept.append(cut)
+    return kept
+
+
+def cut_width(cut: Cut) -> int:
+    """Return how many features or ids are shared out; 0 for what is neither a linear layer nor an embedding."""
+    match cut.split, cut.layer:
+        case Split.ROW, nn.Linear(in_features=width):
+            return int(width)
+        case _, nn.Linear(out_features=width) | nn.Embedding(num_embeddings=width):
+            return int(width)
+    return 0
+
+
+def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
+    """Raise `MisfitError` where a module cannot work on a share of the tokens: all but its pairs sees only that."""
+    alone = [cut.path for cut in cuts if not cut.is_paired]
+    whole = [name for name, module in root.named_modules(prefix=path) if isinstance(module, _OPAQUE)]
+    if alone or whole:
+        why = "its partner is not cut" if alone else "it cannot be cut, and would attend to this rank's tokens only"
+        raise MisfitError(f"sequence parallelism shares out the tokens around {(alone or whole)[0]!r}, but {why}")
+
+
+def _declared(root: nn.Module, path: str) -> dict[str, Split]:
+    """Return what modules say of their own layers, by full names."""
+    return {
+        _join(place, name): _parse_rule(name, rule)
+        for place, module in root.named_modules(prefix=path)
+        for name, rule in getattr(module, "tensor_parallel", {}).items()
+    }
 
 
 def require_even(total: int, size: int, what: str, parts: int = 1) -> None:
@@ -136,9 +176,9 @@ def _shared_layers(root: nn.Module) -> set[int]:
     }
 
 
-def _root_cut(root: nn.Module, splits: Mapping[str, Split]) -> list[Cut]:
-    split = _match("", splits) if _is_layer(root) else None
-    return [] if split in (None, Split.REPLICATE) else [Cut(None, "", "", root, split)]
+def _root_cut(root: nn.Module, splits: Mapping[str, Split], path: str) -> list[Cut]:
+    split = _match(path, splits) if _is_layer(root) else None
+    return [] if split in (None, Split.REPLICATE) else [Cut(None, "", path, root, split)]
 
 
 def _open_modules(
@@ -238,7 +278,7 @@ def _ruled_cuts(
         parts = 1
         if is_paired and split is Split.COLUMN and isinstance(layer, nn.Linear):
             parts = _fused_parts(full_path, parent, layer.out_features, widths)
-        cuts.append(Cut(parent, name, full_path, layer, split, parts, is_paired and split is not Split.VOCAB))
+        cuts.append(Cut(parent, name, full_path, layer, split, parts, is_paired and split is not Split.VOCABULARY))
     return cuts
 
 
@@ -279,10 +319,11 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _require_cuttable(cut: Cut, shared: set[int]) -> None:
-    wanted = nn.Embedding if cut.split is Split.VOCAB else nn.Linear
-    if not isinstance(cut.layer, wanted) or not _is_plain(cut.layer):
+    can = isinstance(cut.layer, nn.Linear) or cut.split is Split.VOCABULARY
+    if not can or not _is_plain(cut.layer):
+        wanted = "Linear or Embedding" if cut.split is Split.VOCABULARY else "Linear"
         raise MisfitError(
-            f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted.__name__} without hooks, "
+            f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, "
             f"and is {type(cut.layer).__name__}"
         )
     if id(cut.layer) in shared:
@@ -290,10 +331,9 @@ def _require_cuttable(cut: Cut, shared: set[int]) -> None:
 
 
 def _require_divisible(cut: Cut, size: int) -> None:
-    match cut.split, cut.layer:
-        case Split.COLUMN, nn.Linear(out_features=total):
-            require_even(total, size, f"output features of {cut.path!r}", cut.parts)
-        case Split.ROW, nn.Linear(in_features=total):
-            require_even(total, size, f"input features of {cut.path!r}")
-        case Split.VOCAB, nn.Embedding(num_embeddings=total):
-            require_even(total, size, f"ids of {cut.path!r} (or pad the vocabulary)")
+    what = {
+        Split.COLUMN: f"output features of {cut.path!r}",
+        Split.ROW: f"input features of {cut.path!r}",
+        Split.VOCABULARY: f"ids of {cut.path!r} (or pad the vocabulary)",
+    }
+    require_even(cut_width(cut), size, what[cut.split], cut.parts)

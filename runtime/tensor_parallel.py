@@ -20,10 +20,12 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from .parallel_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .column_product import Entry
+from .parallel_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
+from .region import Region
 from .replicas import require_same, watch_gradient
 from .shards import Shard, gather_full, shard_of, take_shard
-from .split_rules import HEAD_COUNTS, Cut, Split, find_cuts
+from .split_rules import HEAD_COUNTS, Cut, Split, find_cuts, require_pairs
 from .transport import Group, as_group
 
 __all__ = [
@@ -39,7 +41,13 @@ __all__ = [
 
 
 def apply_tensor_parallel(
-    module: nn.Module, group: Group | dist.ProcessGroup, rules: Mapping[str, str] | None = None
+    module: nn.Module,
+    group: Group | dist.ProcessGroup,
+    rules: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
+    sequence_parallel: bool = False,
+    gather_logits: bool = False,
 ) -> nn.Module:
     """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
 
@@ -50,8 +58,12 @@ def apply_tensor_parallel(
     Args:
         module: the full module, with the same parameters on all ranks; may be on the meta device.
         group: all its members must call this.
-        rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocab" or "replicate"; the first
-            that matches wins over the defaults.
+        rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate"; the
+            first that matches wins over the defaults.
+        path: where the module stands in the model; rules see names below it.
+        sequence_parallel: between its pairs, the module is given this rank's share of the tokens (samples, tokens, …)
+            and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
+        gather_logits: a linear layer cut by "vocabulary" gives whole outputs, as "column" does.
 
     Raises:
         UsageError: a rule says something else.
@@ -59,18 +71,22 @@ def apply_tensor_parallel(
             parameters that differ between the ranks.
     """
     group = as_group(group)
-    cuts = find_cuts(module, rules or {}, group.size)
+    cuts = find_cuts(module, rules or {}, group.size, path)
     if group.size == 1:
         return module
+    if sequence_parallel:
+        require_pairs(module, cuts, path)
     require_same(dict(module.named_parameters()), group)
+    made = {id(cut): _cut_layer(cut, group, sequence_parallel, gather_logits) for cut in cuts}
     for cut in cuts:
-        layer = _cut_layer(cut, group)
         if cut.parent is None:
-            return layer
-        setattr(cut.parent, cut.name, layer)
+            return made[id(cut)]
+        setattr(cut.parent, cut.name, made[id(cut)])
     for parent in {cut.parent for cut in cuts if cut.is_paired and cut.parent is not None}:
         _share_heads(parent, group.size)
-    _watch_replicated(module, cuts, group)
+        _share_region(parent, group)
+    if not sequence_parallel:
+        _watch_replicated(module, cuts, group)
     return module
 
 
@@ -81,13 +97,25 @@ def _share_heads(parent: nn.Module, size: int) -> None:
             setattr(parent, name, count // size)
 
 
-def _cut_layer(cut: Cut, group: Group) -> nn.Module:
+def _share_region(parent: nn.Module, group: Group) -> None:
+    """Let a pair, and what drops out between, know of each other."""
+    region = Region(group, sum(isinstance(layer, ColumnParallelLinear) for layer in parent.children()))
+    for layer in parent.children():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | nn.Dropout):
+            layer.region = region
+
+
+def _cut_layer(cut: Cut, group: Group, sequence_parallel: bool, gather_logits: bool) -> nn.Module:
+    scatters = sequence_parallel and cut.is_paired
     match cut.split, cut.layer:
-        case Split.COLUMN, nn.Linear() as linear:
-            return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=not cut.is_paired)
+        case Split.COLUMN | Split.VOCABULARY, nn.Linear() as linear:
+            gathers = gather_logits if cut.split is Split.VOCABULARY else not cut.is_paired
+            entry: Entry = "gather" if scatters else "copy"
+            return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
         case Split.ROW, nn.Linear() as linear:
-            return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired)
-        case Split.VOCAB, nn.Embedding() as embedding:
+            leaving: Exit = "scatter" if scatters else "sum"
+            return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
+        case Split.VOCABULARY, nn.Embedding() as embedding:
             return VocabParallelEmbedding.from_embedding(embedding, group)
     raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
 

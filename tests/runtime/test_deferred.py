@@ -354,7 +354,7 @@ def test_tensor_parallel_layers() -> None:
 
     def body(transport: Transport) -> int:
         group = transport.make_group([(0, 1)])
-        modules = [apply_tensor_parallel(copy.deepcopy(full), group, {"words": "vocab"}) for _ in range(2)]
+        modules = [apply_tensor_parallel(copy.deepcopy(full), group, {"words": "vocabulary"}) for _ in range(2)]
         wanted, halves = backward_plainly(modules[0], batches), backward_in_halves(modules[1], batches)
         torch.testing.assert_close(halves, wanted, rtol=0, atol=0)
         return defer_weights(modules[1], WeightQueue())

@@ -135,7 +135,7 @@ def test_tensor_parallel() -> None:
 
     def body(transport: Transport) -> set[str]:
         group = transport.make_group([tuple(range(transport.world_size))])
-        model = apply_tensor_parallel(copy.deepcopy(fresh), group, {"0.tokens": "vocab"})
+        model = apply_tensor_parallel(copy.deepcopy(fresh), group, {"0.tokens": "vocabulary"})
         logits = model(ids)
         logits.square().sum().backward()
         torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)

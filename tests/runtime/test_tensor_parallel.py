@@ -188,7 +188,7 @@ def test_vocab_embedding_equals_the_full_one() -> None:
     ids = torch.tensor([[0, 5, 3], [11, 5, 6]])
     for padding in (None, 5, 11):
         full = seeded(nn.Sequential(nn.Embedding(12, 4, padding_idx=padding), nn.Linear(4, 8), Mlp()))
-        cut = check_equal(full, ids, 3, {"0": "vocab"})
+        cut = check_equal(full, ids, 3, {"0": "vocabulary"})
         assert "0.weight" in cut[0]
 
 
@@ -252,8 +252,8 @@ def test_modules_that_bypass_their_layers_are_left_alone() -> None:
         ),
         (nn.Linear(6, 4), 3, {"*": "column"}, r"tp=3 does not divide the 4 output features of ''"),
         (nn.Sequential(nn.Linear(4, 6)), 3, {"0": "row"}, r"tp=3 does not divide the 4 input features of '0'"),
-        (nn.Sequential(nn.Embedding(5, 2)), 2, {"0": "vocab"}, r"tp=2 does not divide the 5 ids of '0' \(or pad"),
-        (nn.Sequential(nn.Linear(4, 6)), 2, {"0": "vocab"}, r"'0' cannot be cut as 'vocab': it must be a plain Embed"),
+        (nn.Sequential(nn.Embedding(5, 2)), 2, {"0": "vocabulary"}, r"tp=2 does not divide the 5 ids of '0' \(or pad"),
+        (nn.Sequential(nn.Linear(4, 5)), 2, {"0": "vocabulary"}, r"tp=2 does not divide the 5 ids of '0' \(or pad"),
         (nn.Sequential(nn.Embedding(4, 6)), 2, {"0": "column"}, r"'0' cannot be cut as 'column'"),
         (nn.Sequential(nn.Linear(4, 6), nn.Linear(8, 6)), 2, {"0": "column", "1": "row"}, r"'0' has 6 outputs, but"),
     ],
@@ -271,7 +271,7 @@ def test_other_refusals() -> None:
     tied = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     tied["head"].weight = tied["embed"].weight
     with pytest.raises(MisfitError, match="'embed' cannot be cut: it, or its weight, is used in several places"):
-        apply_tensor_parallel(tied, lone_group(), {"embed": "vocab"})
+        apply_tensor_parallel(tied, lone_group(), {"embed": "vocabulary"})
     with pytest.raises(MisfitError, match="max_norm"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0), lone_group())
 
