@@ -6,6 +6,7 @@ the others, and the engine seeds each block by (seed, its number), so that initi
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +116,22 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
 def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:
     """Return the whole model in one piece, with the weights that every mesh starts from."""
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
+
+
+def outlines(blocks: Blocks, *, apart: bool) -> list[nn.Module]:
+    """Return the blocks without data, on the meta device; if `apart`, what is cut in place later stays whole here."""
+    return [
+        copy.deepcopy(block, _meta_twins(block)) if apart and isinstance(block, nn.Module) else _on_meta(block)
+        for block in blocks
+    ]
+
+
+def _meta_twins(module: nn.Module) -> dict[int, Any]:
+    """Return what takes the place of each tensor of a module in a copy without data."""
+    twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
+    for parameter in module.parameters():
+        twins[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    return twins
 
 
 def accepted_extras(block: nn.Module) -> Callable[[str], bool]:

@@ -84,12 +84,12 @@ def _extras(machine: Machine, instruction: ins.Fwd) -> Callable[[Outputs], Extra
     if slices == 1:
         return lambda given: machine.batch.extras[unit]
     microbatch, number = divmod(unit, slices)
-    key = (stage, microbatch)
+    key, parts = (stage, microbatch), machine.token_parts.get(stage, 1)
 
     def extras(given: Outputs) -> Extras:
         if number == 0:
             machine.stores[key] = Store()
-        past = Past(machine.stores[key], number, slices, given[0].shape[1])
+        past = Past(machine.stores[key], number, slices, given[0].shape[1] * parts)
         return {**machine.batch.extras[unit], "past": past}
 
     return extras
@@ -162,10 +162,30 @@ def bind_bwd(machine: Machine, index: int, instruction: ins.Bwd) -> Call:
     backward = _backward(machine, index, instruction)
     gradients = machine.gradients
     layout, stage = machine.plan.layout, instruction.stage
+    add_parts = _adding_parts(machine, instruction)
     in_parts = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients come more than once
     if gradients is None or in_parts or instruction not in machine.last_backwards:
-        return partial(backward, nullcontext())
-    return lambda: backward(gradients.last_backward(instruction.stage))
+        return _in_turn(partial(backward, nullcontext()), add_parts)
+    return _in_turn(lambda: backward(gradients.last_backward(stage)), add_parts)
+
+
+def _adding_parts(machine: Machine, instruction: ins.Compute) -> Call | None:
+    """Return what follows a stage's last backward where its gradients are in parts on the ranks of tp, if they are."""
+    gradients, stage = machine.gradients, instruction.stage
+    if gradients is None or instruction not in machine.last_backwards or not gradients.has_parts(stage):
+        return None
+    return partial(gradients.add_parts, stage)
+
+
+def _in_turn(first: Call, second: Call | None) -> Call:
+    if second is None:
+        return first
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def bind_bwd_input(machine: Machine, index: int, instruction: ins.BwdInput) -> Call:
@@ -196,7 +216,7 @@ def bind_bwd_weight(machine: Machine, index: int, instruction: ins.BwdWeight) ->
         drain(pending.pop(taken))
         clock.stop()
 
-    return run
+    return _in_turn(run, _adding_parts(machine, instruction))
 
 
 def _backward(

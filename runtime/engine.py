@@ -23,7 +23,7 @@ from quintsched.instructions import AllReduceBucket, BwdInput, OptStep
 from quintsched.plan import Plan
 
 from .batches import Batch, BatchCutter
-from .blocks import Blocks, TensorSpec, estimate_costs
+from .blocks import Blocks, TensorSpec, estimate_costs, outlines
 from .connect import connect_for
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
@@ -32,6 +32,7 @@ from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
 from .limits import require_blocks_to_recompute, require_long_sight, require_repeatable, require_runnable
+from .losses import takes_vocabulary
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
 from .results import StepResult
@@ -39,6 +40,7 @@ from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
 from .stages import build_stages, cut, require_separate
 from .state import full_weights, load_state, state_of
+from .tensor_cuts import TensorCuts
 from .tied import TiedWeights
 from .tracing import Recorder
 from .transport import Transport
@@ -66,6 +68,9 @@ class Engine:
         dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
             the optimizer works on float32 masters, and gradients are added up in float32.
         context: how attention reaches over the parts of a sequence, where the mesh has cp.
+        rules: which layers tensor parallelism cuts, and how, beyond its defaults: pattern on a name in the whole model
+            ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate" (see `split_rules`).
+        sequence_parallel: whether each rank of tp has a share of the tokens between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (linear layers of split backwards stay outside).
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
@@ -90,6 +95,8 @@ class Engine:
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
         context: ContextMethod = "ring",
+        rules: Mapping[str, str] | None = None,
+        sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
         trace_steps: Collection[int] | None = None,
@@ -117,20 +124,36 @@ class Engine:
         open_channels([plan, self._evaluation_plan], self.transport, ring=context == "ring")
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
-        self._blocks = blocks
         if block_costs is not None and len(block_costs) != len(blocks):
             raise UsageError(f"there are {len(block_costs)} block_costs for {len(blocks)} blocks")
         self._cuts = cut(estimate_costs(blocks) if block_costs is None else block_costs, plan.layout)
         require_separate(blocks, self._cuts, self._groups.tensor)
+        self._outlines = outlines(blocks, apart=self._groups.tensor.size > 1)
+        self._tensor = TensorCuts(
+            self._outlines,
+            self._groups.tensor,
+            rules or {},
+            sequence_parallel=sequence_parallel,
+            cut_logits=all(takes_vocabulary(function) for function in (loss_fn, *(metrics or {}).values())),
+        )
         self._dtype = dtype
         device = self.transport.device
         self.stages = build_stages(
-            blocks, self._cuts, plan.layout, self._pp_rank, self._groups, seed=seed, dtype=dtype, device=device
+            blocks,
+            self._cuts,
+            plan.layout,
+            self._pp_rank,
+            self._groups,
+            self._tensor,
+            seed=seed,
+            dtype=dtype,
+            device=device,
         )
         require_repeatable(plan, self.stages, self.transport)
         require_blocks_to_recompute(plan, self.stages)
         self.clock = Clock(device)
-        self._loss_fn, self._metrics, self._clip, self._compiled = loss_fn, dict(metrics or {}), clip, compiled
+        self._loss_fn, self._clip, self._compiled = self._tensor.told(loss_fn), clip, compiled
+        self._metrics = {name: self._tensor.told(metric) for name, metric in (metrics or {}).items()}
         self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
         self._queues, self.deferred_share = self._defer()
         self.masters = Masters(self.stages)
@@ -294,7 +317,9 @@ class Engine:
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
         inputs = tell_spec(own, source, self._groups.pipeline, device)
-        parcels = find_shapes(self._blocks, inputs, batch.extras[0], self._dtype, self._groups.world, device)
+        shapes = find_shapes(self._outlines, inputs, batch.extras[0], self._dtype, self._groups.world, device)
+        tokens = self._tensor.tokens
+        parcels = tokens.travelling(shapes)
         trains = plan.mode == "train"
         machine = Machine(
             plan=plan,
@@ -305,6 +330,7 @@ class Engine:
                     parcels,
                     recompute=plan.layout.recompute_every(number) if trains else 0,
                     compiled=self._compiled,
+                    around=tokens.around,
                 )
                 for number, stage in self.stages.items()
             },
@@ -323,6 +349,7 @@ class Engine:
             clip=self._clip,
             sends_kept=self._sends_kept,
             context=self._sequences.context_of(inputs),
+            token_parts={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(self._cuts)},
         )
         return Interpreter(machine, self._rank, self._recorder if trains else None)
 

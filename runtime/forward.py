@@ -62,16 +62,23 @@ class StageForward:
         parcels: what every block of the model leaves for the next.
         recompute: every how manieth block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
+        around: number, block → the block with what stands before and behind it.
     """
 
     def __init__(
-        self, blocks: Mapping[int, nn.Module], parcels: Sequence[Parcel], *, recompute: int = 0, compiled: bool = False
+        self,
+        blocks: Mapping[int, nn.Module],
+        parcels: Sequence[Parcel],
+        *,
+        recompute: int = 0,
+        compiled: bool = False,
+        around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
     ) -> None:
         numbers = list(blocks)
 
         def segment(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
             arriving = parcels[some[0] - 1].names if some[0] else ()
-            modules = [blocks[number] for number in some]
+            modules = [module for number in some for module in around(number, blocks[number])]
             made = Chain(modules, arriving, parcels[some[-1]].names)
             run = torch.compile(made, dynamic=False) if compiled else made
             return run, partial(_buffers, modules) if dropped else None

@@ -5,8 +5,9 @@
 
 In a stage's last backward a piece is ready when all its parameters have their gradient. Ready pieces are launched in
 one fixed order, that of the plan's reductions, on all replicas alike: a piece that is ready early waits for those
-before it. The plan's `AllReduceBucket` launches what is left. Weights that several stages hold stand in pieces of their
-own, which are ready when they have been added up.
+before it. The plan's `AllReduceBucket` launches what is left. Weights that several stages hold, and those whose
+gradient is in parts on the ranks of tp (`sequence_parallel`), stand in pieces of their own, which are ready when they
+have been added up.
 """
 
 from __future__ import annotations
@@ -82,8 +83,10 @@ class Gradients:
                 piece = Piece(bucket, parameters, masters)
                 by_bucket.setdefault(bucket, []).append(piece)
                 self._home.update({p: (piece, view) for p, view in zip(parameters, piece.views, strict=True)})
+        partial_ = {parameter for stage in stages.values() for parameter in stage.partial}
         self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
         self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ())]
+        self._partial = [piece for piece in self._pieces if not partial_.isdisjoint(piece.parameters)]
         self.launched: list[Work] = []
         self._syncing: list[_Sum] = []
         self._counted = list(self._find_counted(twin_stages))
@@ -126,7 +129,8 @@ class Gradients:
                 hook.remove()
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
-        return self._groups.replicas.size > 1 and self._tied.parameters.isdisjoint(piece.parameters)
+        is_added_up = piece in self._partial or not self._tied.parameters.isdisjoint(piece.parameters)
+        return self._groups.replicas.size > 1 and not is_added_up
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -166,11 +170,22 @@ class Gradients:
 
         products.drain(accumulate)
 
+    def has_parts(self, stage: int) -> bool:
+        """Whether a stage has gradients that are in parts on the ranks of tp."""
+        return any(piece.bucket[0] == stage for piece in self._partial)
+
+    def add_parts(self, stage: int) -> None:
+        """Begin to sum the gradients of a stage that are in parts on the ranks of tp; as with `add_up` nobody waits."""
+        for piece in self._partial:
+            if piece.bucket[0] == stage:
+                self._syncing.append(_Sum([piece.flat], self._groups.tensor.all_reduce(piece.flat)))
+
     def add_up(self, params: str, stages: tuple[int, ...]) -> None:
         """Begin to sum the gradients of what several stages hold: all weights of twins ("stage"), or one that is named.
 
         `reduce` and `end_sums` wait for it: until then the program goes on.
         """
+        self.end_sums()
         sharing = self._groups.sharing.get(stages)
         if params == "stage":
             own = [[piece.flat] for piece in self._pieces if piece.bucket[0] in stages]
@@ -266,17 +281,31 @@ def cut_pieces(
 ) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
 
-    Those that stand `apart` come last, each in a piece of its own.
+    Those with partial gradients come behind, and last those that stand `apart`, each in a piece of its own.
     """
-    parameters = [p for p in reversed(list(stage.named_weights().values())) if p not in apart]
+    found = list(stage.named_weights().values())
+    first = [p for p in reversed(found) if p not in apart and p not in stage.partial]
+    behind = [p for p in reversed(found) if p not in apart and p in stage.partial]
+    last = buckets - 1
+    return [
+        *(((stage.index, bucket), piece) for bucket, piece in _cut_evenly(first, buckets, piece_bytes)),
+        *(((stage.index, last), piece) for _, piece in _cut_evenly(behind, 1, piece_bytes)),
+        *(((stage.index, last), [parameter]) for parameter in found if parameter in apart),
+    ]
+
+
+def _cut_evenly(
+    parameters: Sequence[nn.Parameter], buckets: int, piece_bytes: int
+) -> list[tuple[int, list[nn.Parameter]]]:
+    """Return pieces with the number of their bucket, in order."""
     total = sum(p.numel() for p in parameters)
-    pieces: list[tuple[Bucket, list[nn.Parameter]]] = []
+    pieces: list[tuple[int, list[nn.Parameter]]] = []
     gathered: list[nn.Parameter] = []
     done = bucket = 0
 
     def close() -> None:
         if gathered:
-            pieces.append(((stage.index, bucket), [*gathered]))
+            pieces.append((bucket, [*gathered]))
             gathered.clear()
 
     for parameter in parameters:
@@ -288,8 +317,7 @@ def cut_pieces(
             close()
             bucket += 1
     close()
-    alone = [p for p in stage.named_weights().values() if p in apart]
-    return [*pieces, *(((stage.index, buckets - 1), [parameter]) for parameter in alone)]
+    return pieces
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

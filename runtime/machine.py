@@ -169,7 +169,8 @@ class Machine:
     """One rank's state while it runs programs. Handlers are bound to it.
 
     `parcels` says what each stage leaves for the next, for one unit. `tally` collects the step's loss and metrics,
-    `sums` holds them once they are shared. `context` is what blocks are told where sequences are shared out over cp.
+    `sums` holds them once they are shared. `context` is what blocks are told where sequences are shared out over cp;
+    `token_parts` says into how many parts the tokens that a stage is given are cut over tp.
     """
 
     plan: Plan
@@ -190,6 +191,7 @@ class Machine:
     clip: float | None = None
     sends_kept: int | None = SENDS_KEPT
     context: Context | None = None
+    token_parts: Mapping[int, int] = field(default_factory=dict)
     batch: Batch = NOTHING
     cells: dict[Value, Cell] = field(default_factory=dict)
     saved: dict[Value, Saved] = field(default_factory=dict)

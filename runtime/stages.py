@@ -18,18 +18,24 @@ from quintsched.partition import partition
 
 from .blocks import Block, Blocks, build_block
 from .groups import MeshGroups
-from .tensor_parallel import apply_tensor_parallel
+from .tensor_cuts import TensorCuts
 from .transport import Group
 
 BlockBuilder = Callable[[Block, int], nn.Module]
 
 
 class Stage(nn.Module):
-    """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it."""
+    """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it.
 
-    def __init__(self, index: int, blocks: Mapping[int, nn.Module]) -> None:
+    `partial` are the weights whose gradients are in parts on the ranks of tp (see `sequence_parallel`).
+    """
+
+    def __init__(
+        self, index: int, blocks: Mapping[int, nn.Module], partial: frozenset[nn.Parameter] = frozenset()
+    ) -> None:
         super().__init__()
         self.index = index
+        self.partial = partial
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -50,6 +56,7 @@ def build_stages(
     layout: Layout,
     pp_rank: int,
     groups: MeshGroups,
+    tensor: TensorCuts,
     *,
     seed: int,
     dtype: torch.dtype | None,
@@ -62,17 +69,18 @@ def build_stages(
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
-        for tensor in (*module.parameters(), *module.buffers()):
-            _same_everywhere(tensor, groups.holders)
+        for held in (*module.parameters(), *module.buffers()):
+            _same_everywhere(held, groups.holders)
             if layout.twins(stage) in groups.sharing:
-                _same_everywhere(tensor, groups.sharing[layout.twins(stage)].group)
+                _same_everywhere(held, groups.sharing[layout.twins(stage)].group)
         _require_no_dropout(module, number, groups.tensor)
-        return apply_tensor_parallel(module, groups.tensor)
+        return tensor.apply(number, module)
 
-    return {
-        stage: Stage(stage, {number: build(number, stage) for number in cuts[stage]})
-        for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)
-    }
+    def made(stage: int) -> Stage:
+        built = {number: build(number, stage) for number in cuts[stage]}
+        return Stage(stage, built, tensor.partial(built))
+
+    return {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
 
 
 def _require_no_dropout(module: nn.Module, number: int, tensor: Group) -> None:

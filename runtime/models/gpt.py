@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import sqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -105,6 +105,8 @@ def gpt_tied(options: GPTOptions) -> dict[str, tuple[str, ...]]:
 class Embedding(nn.Module):
     """Token ids to tokens: int64 (B, S) → (B, S, D), learned positions added where there is a longest `length`."""
 
+    tensor_parallel: ClassVar = {"tokens": "vocabulary"}
+
     def __init__(self, num_tokens: int, length: int | None, hidden: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(num_tokens, hidden)
@@ -155,6 +157,8 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """Logits of the token that comes next: (B, S, D) → (B, S, V). `head` has the embedding's shape and no bias."""
+
+    tensor_parallel: ClassVar = {"head": "vocabulary"}
 
     def __init__(self, options: GPTOptions, num_tokens: int) -> None:
         super().__init__()

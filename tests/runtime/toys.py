@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.blocks import Blocks, build_model
-from quintsched.runtime.context_parallel import ContextMethod
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
@@ -115,12 +115,15 @@ def train_on(
     dtype: torch.dtype | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
     rules: Rules = "mailbox",
-    context: ContextMethod = "ring",
+    **more: Any,
 ) -> list[Outcome]:
-    """Train with the engine on every rank of the plan, in process; returns each rank's losses and own weights."""
+    """Train with the engine on every rank of the plan, in process; returns each rank's losses and own weights.
+
+    `more` is what the engine is told beyond that.
+    """
 
     def run(transport: Transport) -> Outcome:
-        return train_rank(transport, plan, task, blocks, optimizer, clip, bucket_mb, dtype, tied, context)
+        return train_rank(transport, plan, task, blocks, optimizer, clip, bucket_mb, dtype, tied, **more)
 
     return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
 
@@ -135,7 +138,7 @@ def train_rank(
     bucket_mb: float = 25.0,
     dtype: torch.dtype | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
-    context: ContextMethod = "ring",
+    **more: Any,
 ) -> Outcome:
     """Train with the engine on one rank of the plan; returns its losses and own weights."""
     engine = Engine(
@@ -147,9 +150,9 @@ def train_rank(
         clip=clip,
         bucket_mb=bucket_mb,
         dtype=dtype or task.inputs.dtype,
-        context=context,
         tied=tied,
         transport=transport,
+        **more,
     )
     losses = []
     for inputs, targets in zip(task.inputs, task.targets, strict=True):

@@ -1,0 +1,124 @@
+"""Sequence parallelism: between the column/row pairs of a block, each rank of tp has a share of the tokens.
+
+    embedding ──▶ (B,S,D) ─▷ scatter ─▶ (B,S/tp,D) ─▶ norm ─▷ gather ─▶ column … row ─▷ reduce-scatter ─▶ (B,S/tp,D) …
+                                        └──────────────────── block ────────────────────────────────┘
+    … block ──▶ (B,S/tp,D) ─▷ gather ─▶ (B,S,D) ─▶ head
+
+What tensor parallelism alone does on every rank alike (norms, dropout, residuals) is shared out, and so are the
+activations it keeps and the messages between stages. The volume of communication stays: an all-reduce is a
+reduce-scatter and an all-gather (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", section 4.2.2). A block is given its share if it has pairs; the others (an embedding, a head) get whole tokens.
+
+Outside of its pairs a block must work on tokens one by one, along dimension 1. The gradient of a parameter there is
+made from a share of the tokens: after a stage's last backward the ranks add theirs up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError
+
+from .blocks import Parcel, TensorSpec
+from .collectives import gather_from_group, scatter_to_group
+from .column_product import TOKENS
+from .shards import shard_of
+from .split_rules import find_cuts
+from .transport import Group
+
+
+class SequenceParallel:
+    """Where in the model activations are this rank's share of the tokens.
+
+    Args:
+        outlines: the blocks before anything is cut (see `blocks.outlines`).
+        group: the ranks of tp; None: tokens are not shared out.
+        rules: those of tensor parallelism.
+    """
+
+    def __init__(self, outlines: Sequence[nn.Module], group: Group | None, rules: Mapping[str, str]) -> None:
+        self._group = None if group is None or group.size == 1 else group
+        size = 1 if self._group is None else self._group.size
+        self._inside = [
+            size > 1 and any(cut.is_paired for cut in find_cuts(block, rules, size, str(number)))
+            for number, block in enumerate(outlines)
+        ]
+
+    def inside(self, number: int) -> bool:
+        """Whether block `number` works on this rank's share."""
+        return self._inside[number]
+
+    def leaves_share(self, number: int) -> bool:
+        """Whether what travels behind block `number` is a share; before the first and after the last it is not."""
+        neighbours = self._inside[number : number + 2]
+        return 0 <= number < len(self._inside) - 1 and any(neighbours)
+
+    def parts_before(self, number: int) -> int:
+        """Into how many parts the tokens are cut that block `number` is given."""
+        return self._group.size if self._group is not None and self.leaves_share(number - 1) else 1
+
+    def around(self, number: int, block: nn.Module) -> list[nn.Module]:
+        """Return a block with what gathers tokens before it, or scatters them behind it, where that is needed."""
+        if self._group is None:
+            return [block]
+        inside, given, left = self._inside[number], self.leaves_share(number - 1), self.leaves_share(number)
+        return [
+            *_borders(given, inside, self._group),
+            block,
+            *_borders(inside, left, self._group),
+        ]
+
+    def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Return what a rank sends and keeps of what the blocks leave.
+
+        Raises `MisfitError` for tokens that do not divide, and for what rides along.
+        """
+        return [
+            self._share_of(number, parcel) if self.leaves_share(number) else parcel
+            for number, parcel in enumerate(parcels)
+        ]
+
+    def _share_of(self, number: int, parcel: Parcel) -> Parcel:
+        assert self._group is not None
+        if parcel.riders:
+            raise MisfitError(
+                f"{parcel.names[0]!r} rides along behind block {number}, which sequence parallelism does not share "
+                "out; run without sequence_parallel"
+            )
+        samples, *rest = parcel.activation.shape
+        if len(rest) < 2 or rest[0] % self._group.size:
+            raise MisfitError(
+                f"sequence parallelism shares out tokens, dimension {TOKENS}, over tp={self._group.size}, but block "
+                f"{number} leaves {parcel.activation}, which does not divide; choose another length or tp"
+            )
+        shape = (samples, rest[0] // self._group.size, *rest[1:])
+        return Parcel(TensorSpec(shape, parcel.activation.dtype))
+
+
+def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the weights of a block inside that get a part of their gradient on each rank: all that are not cut."""
+    return frozenset(parameter for parameter in block.parameters() if shard_of(parameter) is None)
+
+
+def _borders(given: bool, wanted: bool, group: Group) -> list[nn.Module]:
+    return [] if given == wanted else [_Scatter(group) if wanted else _Gather(group)]
+
+
+class _Scatter(nn.Module):
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return scatter_to_group(tokens, self.group, TOKENS)
+
+
+class _Gather(nn.Module):
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return gather_from_group(tokens, self.group, TOKENS)

@@ -1,0 +1,61 @@
+"""What tensor parallelism does to the blocks of a model on one rank, settled before any block is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .sequence_parallel import SequenceParallel, partial_weights
+from .split_rules import Split, find_cuts
+from .tensor_parallel import apply_tensor_parallel
+from .transport import Group
+
+
+class TensorCuts:
+    """How the blocks of a model are cut over tp.
+
+    Args:
+        outlines: the blocks before anything is cut (see `blocks.outlines`).
+        group: the ranks of tp.
+        rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
+        sequence_parallel: whether tokens are shared out between pairs.
+        cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
+    """
+
+    def __init__(
+        self,
+        outlines: Sequence[nn.Module],
+        group: Group,
+        rules: Mapping[str, str],
+        *,
+        sequence_parallel: bool,
+        cut_logits: bool,
+    ) -> None:
+        self.tokens = SequenceParallel(outlines, group if sequence_parallel else None, rules)
+        self._group, self._rules, self._gather_logits = group, rules, not cut_logits
+        last = find_cuts(outlines[-1], rules, group.size, str(len(outlines) - 1)) if group.size > 1 else []
+        heads = [cut for cut in last if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
+        self._logits_are_cut = bool(heads) and cut_logits
+
+    def apply(self, number: int, block: nn.Module) -> nn.Module:
+        """Cut block `number`; every rank of tp calls this."""
+        return apply_tensor_parallel(
+            block,
+            self._group,
+            self._rules,
+            path=str(number),
+            sequence_parallel=self.tokens.inside(number),
+            gather_logits=self._gather_logits,
+        )
+
+    def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:
+        """Return the weights of cut blocks whose gradients are in parts on the ranks of tp."""
+        inside = [partial_weights(block) for number, block in blocks.items() if self.tokens.inside(number)]
+        return frozenset().union(*inside)
+
+    def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss or a metric that knows over which ranks the logits it gets are cut, if they are."""
+        return partial(function, vocabulary=self._group) if self._logits_are_cut else function
