@@ -79,6 +79,11 @@ class ParallelConfig(Settings):
     """A plan file; it takes the place of the other settings of this section."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """How attention reaches over the parts of a sequence, where the mesh has cp."""
+    rules: dict[str, Literal["column", "row", "vocabulary", "replicate"]] = Field(default_factory=dict)
+    """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
+    those in the whole model, which begin with the number of a block."""
+    sequence_parallel: bool = False
+    """Whether each rank of tp has a share of the tokens wherever layers are not cut."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in pieces."""
     balance: Literal["estimated", "measured"] = "estimated"

@@ -98,6 +98,8 @@ class Trainer:
             bucket_mb=job.parallel.bucket_mb,
             dtype=DTYPES[job.runtime.precision],
             context=job.parallel.context,
+            rules=job.parallel.rules,
+            sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
             trace_steps=traced_steps(job.runtime),

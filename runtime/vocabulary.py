@@ -36,7 +36,7 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Grou
 def cut_argmax(logits: Tensor, group: Group) -> Tensor:
     """Return the id with the largest logit, the first of them, on all ranks: (…, V / size) to int64 (…)."""
     best, local = logits.max(-1)
-    highest = _over(best, group, ReduceOp.MAX)
+    highest = _over(best.clone(), group, ReduceOp.MAX)
     here = local + group.index * logits.shape[-1]
     none = torch.full_like(here, logits.shape[-1] * group.size)
     return _over(torch.where(best == highest, here, none), group, ReduceOp.MIN)

@@ -128,8 +128,7 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Let each token attend to all."""
-        batch, length, _ = tokens.shape
-        parts: Tensor = self.qkv(tokens).view(batch, length, 3, -1, self.head_dim)
+        parts: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value)  # B, heads here, T, head_dim
         out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
