@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .blocks import Carry, build_model, measure_costs
     from .config import JobConfig
-    from .connect import connect_for
     from .deferred import defer
     from .engine import Engine
     from .job import plan_of
@@ -35,12 +34,13 @@ if TYPE_CHECKING:
     )
     from .trainer import Trainer
     from .transport import Group, Transport, connect, run_local
+    from .wiring import connect_for
 
 _HOMES = {
     "blocks": ("Carry", "build_model", "measure_costs"),
     "deferred": ("defer",),
     "config": ("JobConfig",),
-    "connect": ("connect_for",),
+    "wiring": ("connect_for",),
     "engine": ("Engine",),
     "job": ("plan_of",),
     "jobfile": ("load_job",),

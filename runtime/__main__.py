@@ -72,8 +72,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
 
 def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
     """Train the job on the transport it names."""
-    from .connect import connect_for
     from .transport import run_local
+    from .wiring import connect_for
 
     if job.runtime.transport == "local":
         rules = job.runtime.rules or "mailbox"

@@ -24,7 +24,6 @@ from quintsched.plan import Plan
 
 from .batches import Batch, BatchCutter
 from .blocks import Blocks, TensorSpec, estimate_costs, outlines
-from .connect import connect_for
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
 from .forward import StageForward
@@ -44,6 +43,7 @@ from .tensor_cuts import TensorCuts
 from .tied import TiedWeights
 from .tracing import Recorder
 from .transport import Transport
+from .wiring import connect_for
 
 OptimizerFn = Callable[[Any], Optimizer]
 
