@@ -18,7 +18,7 @@ then stays whole:
 
 Rules win over all that. Columns and rows that rules name in one parent feed each other where there are both; a column
 alone gathers its output and a row alone takes the full input, so that what surrounds them need not know. "vocabulary"
-cuts an embedding by its ids, and a linear layer by its outputs, which stay cut: they are for a loss that knows.
+cuts an embedding by its ids, and a linear layer by its outputs, which stay cut for a loss that can do with them.
 """
 
 from __future__ import annotations

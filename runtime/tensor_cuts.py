@@ -35,7 +35,7 @@ class TensorCuts:
         cut_logits: bool,
     ) -> None:
         self.tokens = SequenceParallel(outlines, group if sequence_parallel else None, rules)
-        self._group, self._rules, self._gather_logits = group, rules, not cut_logits
+        self._group, self._rules, self._cut_logits = group, rules, cut_logits
         last = find_cuts(outlines[-1], rules, group.size, str(len(outlines) - 1)) if group.size > 1 else []
         heads = [cut for cut in last if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
@@ -48,7 +48,7 @@ class TensorCuts:
             self._rules,
             path=str(number),
             sequence_parallel=self.tokens.inside(number),
-            gather_logits=self._gather_logits,
+            cut_logits=self._cut_logits,
         )
 
     def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:

@@ -47,7 +47,7 @@ def apply_tensor_parallel(
     *,
     path: str = "",
     sequence_parallel: bool = False,
-    gather_logits: bool = False,
+    cut_logits: bool = False,
 ) -> nn.Module:
     """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
 
@@ -63,7 +63,8 @@ def apply_tensor_parallel(
         path: where the module stands in the model; rules see names below it.
         sequence_parallel: between its pairs, the module is given this rank's share of the tokens (samples, tokens, …)
             and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
-        gather_logits: a linear layer cut by "vocabulary" gives whole outputs, as "column" does.
+        cut_logits: a linear layer cut by "vocabulary" gives the outputs of this rank's ids (see `losses`); otherwise it
+            gives whole ones, as a column alone does.
 
     Raises:
         UsageError: a rule says something else.
@@ -77,7 +78,7 @@ def apply_tensor_parallel(
     if sequence_parallel:
         require_pairs(module, cuts, path)
     require_same(dict(module.named_parameters()), group)
-    made = {id(cut): _cut_layer(cut, group, sequence_parallel, gather_logits) for cut in cuts}
+    made = {id(cut): _cut_layer(cut, group, sequence_parallel, cut_logits) for cut in cuts}
     for cut in cuts:
         if cut.parent is None:
             return made[id(cut)]
@@ -105,11 +106,11 @@ def _share_region(parent: nn.Module, group: Group) -> None:
             layer.region = region
 
 
-def _cut_layer(cut: Cut, group: Group, sequence_parallel: bool, gather_logits: bool) -> nn.Module:
+def _cut_layer(cut: Cut, group: Group, sequence_parallel: bool, cut_logits: bool) -> nn.Module:
     scatters = sequence_parallel and cut.is_paired
     match cut.split, cut.layer:
         case Split.COLUMN | Split.VOCABULARY, nn.Linear() as linear:
-            gathers = gather_logits if cut.split is Split.VOCABULARY else not cut.is_paired
+            gathers = not cut_logits if cut.split is Split.VOCABULARY else not cut.is_paired
             entry: Entry = "gather" if scatters else "copy"
             return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
         case Split.ROW, nn.Linear() as linear:

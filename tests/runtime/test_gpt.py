@@ -148,7 +148,7 @@ def test_tensor_parallel() -> None:
 
     block = ("attention.qkv.weight", "attention.qkv.bias", "attention.proj.weight")
     mlp = ("mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")
-    cut = {f"{number}.{name}" for number in (1, 2) for name in block + mlp} | {"0.tokens.weight"}
+    cut = {f"{number}.{name}" for number in (1, 2) for name in block + mlp} | {"0.tokens.weight", "3.head.weight"}
     assert run_local(2, body) == [cut] * 2
     assert run_local(4, body) == [cut] * 4
 

@@ -211,8 +211,8 @@ def test_sizes_that_do_not_divide(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("tp", "options", "words"),
     [
-        (4, {"kv_heads": 2}, "tp=4 does not divide the 2 key/value heads of 'attention'; choose tp from 1, 2"),
-        (2, {"heads": 1}, "tp=2 does not divide the 1 heads of 'attention'"),
+        (4, {"kv_heads": 2}, "tp=4 does not divide the 2 key/value heads of '1.attention'; choose tp from 1, 2"),
+        (2, {"heads": 1}, "tp=2 does not divide the 1 heads of '1.attention'"),
     ],
 )
 def test_heads_that_tensor_parallelism_does_not_divide(tp: int, options: dict[str, Any], words: str) -> None:
