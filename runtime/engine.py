@@ -27,6 +27,8 @@ from .blocks import Blocks, TensorSpec, estimate_costs
 from .connect import connect_for
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
+from .expert_load import ExpertLoad
+from .experts import leave_uncompiled
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
@@ -129,6 +131,9 @@ class Engine:
         )
         require_repeatable(plan, self.stages, self.transport)
         require_blocks_to_recompute(plan, self.stages)
+        if compiled:
+            leave_uncompiled(self.stages)
+        self._expert_load = ExpertLoad(blocks, self.stages, self._groups, device)
         self.clock = Clock(device)
         self._loss_fn, self._metrics, self._clip, self._compiled = loss_fn, dict(metrics or {}), clip, compiled
         self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
@@ -334,6 +339,13 @@ class Engine:
         busy = torch.tensor([self.clock.read_s(), seconds], dtype=torch.float64, device=self.transport.device)
         self._groups.world.all_reduce(busy).wait()
         return float(busy[0] / busy[1])
+
+    def expert_tokens(self) -> dict[str, Tensor]:
+        """Return how often each expert was chosen in training since the last call, on every rank (collective).
+
+        Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
+        """
+        return self._expert_load.read()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>"."""

@@ -6,7 +6,8 @@
 In a stage's last backward a piece is ready when all its parameters have their gradient. Ready pieces are launched in
 one fixed order, that of the plan's reductions, on all replicas alike: a piece that is ready early waits for those
 before it. The plan's `AllReduceBucket` launches what is left. Weights that several stages hold stand in pieces of their
-own, which are ready when they have been added up.
+own, which are ready when they have been added up. So do the weights of experts that ep shares out, in a bucket behind
+the others, which is summed over the replicas of this rank's experts only.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from .deferred import Products
+from .experts import expert_weights
 from .groups import MeshGroups, Sharing
 from .precision import Masters, is_low
 from .stages import Stage
 from .tied import TiedWeights
-from .transport import Work
+from .transport import Group, Work
 
 Bucket = tuple[int, int]
 
@@ -75,6 +77,7 @@ class Gradients:
         self._groups = groups
         self._device = device
         self._tied = tied
+        self._first_expert_bucket = buckets_per_stage
         self._home: dict[nn.Parameter, tuple[Piece, Tensor]] = {}
         by_bucket: dict[Bucket, list[Piece]] = {}
         for stage in stages.values():
@@ -100,8 +103,15 @@ class Gradients:
                 yield from [piece.flat] if len(views) == len(piece.views) else views
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter: of tensor-parallel copies, and of tied ones, one does."""
-        return self._tied.counts(parameter) and self._groups.counts(parameter)
+        """Whether this rank counts a parameter: of copies along tp or ep, and of tied ones, one does."""
+        is_expert = self._is_of_experts(self._home[parameter][0])
+        return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=is_expert)
+
+    def _is_of_experts(self, piece: Piece) -> bool:
+        return piece.bucket[1] >= self._first_expert_bucket
+
+    def _replicas_of(self, piece: Piece) -> Group:
+        return self._groups.expert_replicas if self._is_of_experts(piece) else self._groups.replicas
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, as a backward does."""
@@ -126,7 +136,7 @@ class Gradients:
                 hook.remove()
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
-        return self._groups.replicas.size > 1 and self._tied.parameters.isdisjoint(piece.parameters)
+        return self._replicas_of(piece).size > 1 and self._tied.parameters.isdisjoint(piece.parameters)
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -189,7 +199,7 @@ class Gradients:
     def _launch_ready(self) -> None:
         while len(self.launched) < len(self._order) and self._order[len(self.launched)].ready:
             piece = self._order[len(self.launched)]
-            self.launched.append(self._groups.replicas.all_reduce(piece.flat))
+            self.launched.append(self._replicas_of(piece).all_reduce(piece.flat))
 
     def end_sums(self) -> None:
         """Wait for the sums that `add_up` has begun."""
@@ -266,17 +276,25 @@ def cut_pieces(
 ) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
 
-    Those that stand `apart` come last, each in a piece of its own.
+    Those that stand `apart` come next, each in a piece of its own; then, in one more bucket, the experts that ranks
+    along ep do not have in common.
     """
-    parameters = [p for p in reversed(list(stage.named_weights().values())) if p not in apart]
+    weights, experts = list(stage.named_weights().values()), expert_weights(stage)
+    dense = [p for p in reversed(weights) if p not in apart and p not in experts]
+    alone = [(buckets - 1, [p]) for p in weights if p in apart]
+    own = [(buckets, piece) for _, piece in _pieces([p for p in reversed(weights) if p in experts], 1, piece_bytes)]
+    return [((stage.index, bucket), piece) for bucket, piece in [*_pieces(dense, buckets, piece_bytes), *alone, *own]]
+
+
+def _pieces(parameters: Sequence[nn.Parameter], buckets: int, piece_bytes: int) -> list[tuple[int, list[nn.Parameter]]]:
     total = sum(p.numel() for p in parameters)
-    pieces: list[tuple[Bucket, list[nn.Parameter]]] = []
+    pieces: list[tuple[int, list[nn.Parameter]]] = []
     gathered: list[nn.Parameter] = []
     done = bucket = 0
 
     def close() -> None:
         if gathered:
-            pieces.append(((stage.index, bucket), [*gathered]))
+            pieces.append((bucket, [*gathered]))
             gathered.clear()
 
     for parameter in parameters:
@@ -288,8 +306,7 @@ def cut_pieces(
             close()
             bucket += 1
     close()
-    alone = [p for p in stage.named_weights().values() if p in apart]
-    return [*pieces, *(((stage.index, buckets - 1), [parameter]) for parameter in alone)]
+    return pieces
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
