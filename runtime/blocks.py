@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError
 
@@ -288,8 +290,22 @@ class _Ride:
 def _on_meta(block: Block) -> nn.Module:
     if isinstance(block, nn.Module):
         return block
-    with seeded(0, 0), torch.device("meta"):
+    with seeded(0, 0), torch.device("meta"), _Undrawn():
         return block()
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws no initial weights on the meta device: they are nothing, and torch takes a millisecond for each tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__ or func in (Tensor.normal_, Tensor.uniform_):
+            tensor = args[0] if args else given.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def _call_on_meta(

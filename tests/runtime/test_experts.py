@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -144,7 +145,7 @@ def moe_blocks(length: int = LENGTH, **options: Any) -> Blocks:
             module = build()
             assert isinstance(module, nn.Module)
             with torch.no_grad():
-                for parameter in module.parameters():
+                for parameter in (p for p in module.parameters() if not p.is_meta):
                     parameter.add_(torch.randn_like(parameter) / 4)
             return module
 
@@ -193,7 +194,9 @@ def train_plainly(task: Task, blocks: Blocks, microbatches: int, clip: float, ti
     return Trained(losses, norms, weights, {name: m.expert_tokens.tolist() for name, m in mixtures(model).items()})
 
 
-def train_on(plan: qs.Plan, task: Task, blocks: Blocks, clip: float, tied: dict[str, Any]) -> list[Trained]:
+def train_on(
+    plan: qs.Plan, task: Task, blocks: Blocks, clip: float, tied: dict[str, Any], *, compiled: bool = False
+) -> list[Trained]:
     def run(transport: Transport) -> Trained:
         engine = Engine(
             plan,
@@ -204,6 +207,7 @@ def train_on(plan: qs.Plan, task: Task, blocks: Blocks, clip: float, tied: dict[
             bucket_mb=0.01,
             dtype=torch.float64,
             tied=tied,
+            compiled=compiled,
             transport=transport,
         )
         results = [engine.step(*share(engine, *step)) for step in zip(task.inputs, task.targets, strict=True)]
@@ -212,16 +216,16 @@ def train_on(plan: qs.Plan, task: Task, blocks: Blocks, clip: float, tied: dict[
         assert not any(row.any() for row in engine.expert_tokens().values())
         return Trained([result.loss.item() for result in results], norms, engine.full_weights(), tokens)
 
-    return run_local(plan.mesh.size, run, timeout_s=60, rules="nccl")
+    return run_local(plan.mesh.size, run, timeout_s=300, rules="nccl")
 
 
-def require_equality(plan: qs.Plan, *, tied: bool = False, steps: int = 2, **options: Any) -> None:
+def require_equality(plan: qs.Plan, *, tied: bool = False, compiled: bool = False, **options: Any) -> None:
     """Train on a plan by NCCL's rules, and in one process."""
-    task, blocks = ids_task(steps, 8, LENGTH), moe_blocks(tied=tied, **options)
+    task, blocks = ids_task(2, 8, LENGTH), moe_blocks(tied=tied, **options)
     ties = gpt_tied(MoEGPTOptions(depth=DEPTH, tied=tied))
     replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
     alone = train_plainly(task, blocks, replicas * plan.schedule.microbatches, 1.0, ties)
-    found = train_on(plan, task, blocks, 1.0, ties)
+    found = train_on(plan, task, blocks, 1.0, ties, compiled=compiled)
     assert {name for rank in found for name in rank.weights} == set(alone.weights)
     for rank in found:
         assert rank.losses == pytest.approx(alone.losses, abs=1e-12)
@@ -295,6 +299,15 @@ def test_variants_equal_one_process(mesh: str, options: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_all_five_axes_equal_one_process() -> None:
     require_equality(qs.compile("zb-h1", mesh="dp=2,ep=2,pp=2,cp=2,tp=2", microbatches=2))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile wants a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_stages_equal_one_process() -> None:
+    plan = qs.compile("zb-h1", mesh="ep=2,dp=2", microbatches=2)
+    require_equality(plan, compiled=True, shared_experts=1)
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:
