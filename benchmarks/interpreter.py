@@ -167,8 +167,10 @@ class MutedGroup(Group):
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         return self._real.reduce_scatter(output, tensor)
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._real.all_to_all(output, tensor)
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
+        return self._real.all_to_all(output, tensor, received, sent)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._real.broadcast(tensor, source)

@@ -11,7 +11,7 @@ these stages. `quintsched.symbolic` runs plans on it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -25,7 +25,7 @@ from quintsched.plan import Plan
 PRIME = 2**61 - 1
 
 Number: TypeAlias = npt.NDArray[np.object_]
-"""Whole numbers modulo `PRIME`, one per replica."""
+"""Whole numbers modulo `PRIME`, one per replica: a dimension per replica axis."""
 
 Gradient: TypeAlias = tuple[Number, ...]
 """The gradients of w, b, v, q and u, and then of each named weight that the stage holds with others."""
@@ -75,7 +75,7 @@ class Model:
         self._random = random.Random(seed)
         parts = sorted({layout.part_of(stage) for stage in range(len(plan.stage_to_pp))})
         drawn = {part: Weights(*(self._draw() for _ in Weights._fields)) for part in parts}
-        self.num_replicas = 2 if layout.reduces else 1
+        self._axes = layout.mesh.replica_axes
         self.zero = self._numbers(lambda: 0)
         self.weights = {stage: drawn[layout.part_of(stage)] for stage in range(len(plan.stage_to_pp))}
         self.named = {stage: [tie for tie in layout.ties_of(stage) if tie.number] for stage in self.weights}
@@ -89,7 +89,9 @@ class Model:
         return self._random.randrange(1, PRIME)
 
     def _numbers(self, draw: Callable[[], int]) -> Number:
-        return np.array([draw() for _ in range(self.num_replicas)], dtype=object)
+        """Draw a number for each replica; two per axis are enough to tell sums over different axes apart."""
+        drawn = [draw() for _ in range(2 ** len(self._axes))]
+        return np.array(drawn, dtype=object).reshape((2,) * len(self._axes) or 1)
 
     def share(self, stage: int, of_weights: Gradient) -> Gradient:
         """Return the gradient of all that a stage holds, given that of its own five numbers."""
@@ -111,9 +113,14 @@ class Model:
         """Return the loss's gradient of y."""
         return self.modulo(2 * (y - self.targets[unit]))
 
+    def over(self, axes: Sequence[str], number: Number) -> Number:
+        """Return the sum over these replica axes, for each replica."""
+        along = tuple(self._axes.index(axis) for axis in axes)
+        return self.modulo(self.zero + number.sum(axis=along, keepdims=True))
+
     def over_replicas(self, number: Number) -> Number:
-        """Return the sum over the replicas, for each of them."""
-        return self.modulo(self.zero + sum(number.tolist()))
+        """Return the sum over all replicas, for each of them."""
+        return self.over(self._axes, number)
 
     @staticmethod
     def modulo(number: Number) -> Number:
@@ -139,13 +146,13 @@ class Sequential:
         losses = (loss for _, _, loss in self._all())
         return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
 
-    def gradient(self, stage: int) -> Gradient:
-        """The gradient of a stage's weights: over all units, all stages that hold them and all replicas."""
+    def gradient(self, stage: int, bucket: int = 0) -> Gradient:
+        """The gradient of a stage's weights: over all units, all stages that hold them and the bucket's replicas."""
         found = list(self._of_stage[stage])
         for tie in self.plan.layout.ties_of(stage):
             parts = [self._of_stage[holder][self.model.held(tie, holder)] for holder in tie.stages]
             found[self.model.held(tie, stage)] = added(*parts)
-        return tuple(map(self.model.over_replicas, found))
+        return tuple(self.model.over(self.plan.layout.buckets[bucket], part) for part in found)
 
     @cached_property
     def _of_stage(self) -> dict[int, Gradient]:

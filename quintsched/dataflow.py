@@ -235,8 +235,7 @@ def _local_grads(stage: int, layout: Layout) -> Iterator[Value]:
 def _gradients(stage: int, layout: Layout) -> Iterator[Value]:
     """All gradients of a stage, in the state in which the optimizer wants them."""
     yield from _local_grads(stage, layout)
-    for bucket in range(layout.buckets_per_stage if layout.reduces else 0):
-        yield Value(Kind.REDUCED, stage, bucket)
+    yield from (Value(Kind.REDUCED, stage, bucket) for bucket, _ in layout.reductions)
 
 
 BATCH_RULES: dict[type[ins.Instruction], Callable[[Any, Layout, int], Iterator[Use]]] = {
@@ -325,7 +324,7 @@ class Flows:
 def flows_of(columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout) -> Flows:
     """Return the flow of every instruction of a well-formed plan; `columns` are those of `programs`."""
     num_stages = len(layout.stage_to_pp)
-    num_numbers = max(layout.num_microbatches, layout.buckets_per_stage, len(layout.tied) + 1)
+    num_numbers = max(layout.num_microbatches, len(layout.buckets), len(layout.tied) + 1)
     empty = Uses(np.zeros(0, np.int64), np.zeros(0, np.int64))
     found = Flows(num_stages, num_numbers, empty, empty, empty)
     parts: tuple[list[Uses], list[Uses], list[Uses]] = ([empty], [empty], [empty])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from quintsched.columns import Flags, Ints
+from quintsched.mesh import Mesh
 
 TWINS = "stage"
 """What ties call the weights of twins: all of a stage."""
@@ -43,7 +44,7 @@ class Layout:
     stage_to_pp: tuple[int, ...]
     routes: tuple[Route, ...]
     trains: bool
-    reduces: bool
+    mesh: Mesh
     buckets_per_stage: int
     slices: int = 1
     stage_to_part: tuple[int, ...] = ()
@@ -115,6 +116,22 @@ class Layout:
     def num_microbatches(self) -> int:
         """How many microbatches all routes have together."""
         return sum(len(route.microbatches) for route in self.routes)
+
+    @cached_property
+    def buckets(self) -> Mapping[int, tuple[str, ...]]:
+        """The gradient buckets of a stage, and the axes over which each is summed: () where there are no replicas.
+
+        The dense weights' come first, `buckets_per_stage` of them. Where ep shares out experts that have replicas, one
+        more holds the experts' weights, which ranks along ep do not have in common.
+        """
+        dense = dict.fromkeys(range(self.buckets_per_stage), self.mesh.replica_axes)
+        experts = self.mesh.expert_replica_axes
+        return {**dense, self.buckets_per_stage: experts} if experts else dense
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """What is summed over replicas of each stage, in this order: (bucket, axes)."""
+        return tuple((bucket, axes) for bucket, axes in self.buckets.items() if axes)
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:

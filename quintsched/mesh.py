@@ -25,6 +25,9 @@ AXES = ("dp", "pp", "tp", "cp", "ep")
 REPLICA_AXES = ("dp", "cp", "ep")
 """The axes over which the gradient of a dense weight is summed."""
 
+EXPERT_REPLICA_AXES = ("dp", "cp")
+"""The axes over which the gradient of an expert's weight is summed: along ep the ranks hold different experts."""
+
 MAX_RANKS = 2**24
 
 
@@ -114,3 +117,9 @@ class Mesh:
     def replica_axes(self) -> tuple[str, ...]:
         """The axes of more than one rank over which dense gradients are summed."""
         return tuple(name for name, size in self.axes if name in REPLICA_AXES and size > 1)
+
+    @property
+    def expert_replica_axes(self) -> tuple[str, ...]:
+        """The axes of more than one rank over which experts' gradients are summed; () where all ranks hold them all."""
+        has_experts = self.axis_size("ep") > 1
+        return tuple(name for name in self.replica_axes if has_experts and name in EXPERT_REPLICA_AXES)

@@ -89,7 +89,7 @@ class Plan:
             stage_to_pp=self.stage_to_pp,
             routes=self.routes,
             trains=self.mode == "train",
-            reduces=bool(self.mesh.replica_axes),
+            mesh=self.mesh,
             buckets_per_stage=self.buckets_per_stage,
             slices=self.schedule.slices,
             stage_to_part=self.stage_to_part or (),

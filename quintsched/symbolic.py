@@ -6,7 +6,7 @@ Each piece of the model is five random numbers modulo a prime, and stage s compu
 
 with the gradients worked out by hand. Such maps do not commute, so an output knows every stage it came through, in
 which order, and a sum of gradients knows every microbatch in it. A number is one entry per replica, each with data of
-its own, so that a sum over replicas that is missing, early or done twice shows as well.
+its own, so that a sum over replicas that is missing, early, done twice or over other axes shows as well.
 
 The plan runs as a transport runs it: program order on each rank, sends that never wait, channels that deliver what was
 sent first under whatever name the receiver expects. Two polynomials that differ agree at a random point with a chance
@@ -38,7 +38,7 @@ class _Rank:
     values: dict[Value, Any] = field(default_factory=dict)
     grads: dict[tuple[int, int], Gradient] = field(default_factory=dict)
     shares: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
-    applied: dict[int, list[Gradient]] = field(default_factory=dict)
+    applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
 
     def take(self, kind: Kind, stage: int, unit: int) -> Any:
         """Take a value away; raises `_Fault` where it does not stand here."""
@@ -100,7 +100,7 @@ def _differences(run: _Run, expected: Sequential) -> Iterator[str]:
             yield f"rank {rank.number} ends with another loss than the sequential program's"
         for stage in run.plan.layout.stages_of(rank.number) if run.plan.mode == "train" else ():
             yield from _wrong_shares(rank.shares.get(stage, []), stage, expected)
-            yield from _wrong_steps(rank, stage, expected.gradient(stage))
+            yield from _wrong_steps(rank, stage, expected)
         yield from (f"{value} is left over on rank {rank.number}" for value in rank.values if value not in _LASTING)
     for (source, target), queue in run.channels.items():
         if queue:
@@ -120,11 +120,11 @@ def _wrong_shares(shares: list[tuple[int, Gradient]], stage: int, expected: Sequ
             yield f"stage {stage} computes another gradient for microbatch {unit} than the sequential program"
 
 
-def _wrong_steps(rank: _Rank, stage: int, gradient: Gradient) -> Iterator[str]:
-    steps = rank.applied.get(stage, [])
-    if not steps:
+def _wrong_steps(rank: _Rank, stage: int, expected: Sequential) -> Iterator[str]:
+    steps = {bucket: rank.applied.get((stage, bucket), []) for bucket in expected.plan.layout.buckets}
+    if not all(steps.values()):
         yield f"stage {stage} never gets its optimizer step"
-    if not all(_same(found, gradient) for found in steps):
+    if not all(_same(found, expected.gradient(stage, bucket)) for bucket in steps for found in steps[bucket]):
         yield f"the optimizer steps stage {stage} with another gradient than the sequential program's"
 
 
@@ -272,7 +272,7 @@ def _bwd_weight(run: _Run, rank: _Rank, i: ins.BwdWeight) -> None:
 
 def _add(run: _Run, rank: _Rank, i: ins.Compute, share: Gradient) -> None:
     rank.shares.setdefault(i.stage, []).append((i.microbatch, share))
-    for bucket in range(run.plan.buckets_per_stage):
+    for bucket in run.plan.layout.buckets:
         old = rank.grads.get((i.stage, bucket), (run.model.zero,) * len(share))
         rank.grads[i.stage, bucket] = added(old, share)
 
@@ -285,13 +285,13 @@ def _held(rank: _Rank, stage: int, bucket: int) -> Gradient:
 
 def _all_reduce_bucket(run: _Run, rank: _Rank, i: ins.AllReduceBucket) -> None:
     held = _held(rank, i.stage, i.bucket)
-    rank.grads[i.stage, i.bucket] = tuple(run.model.over_replicas(part) for part in held)
+    rank.grads[i.stage, i.bucket] = tuple(run.model.over(i.axes, part) for part in held)
 
 
 def _sync_tied(run: _Run, rank: _Rank, i: ins.SyncTied) -> None:
     tie = next(tie for tie in run.plan.layout.ties if (tie.params, tie.stages) == (i.params, i.stages))
     holders = [(run.ranks[run.plan.stage_to_pp[stage]], stage, run.model.held(tie, stage)) for stage in i.stages]
-    for bucket in range(run.plan.buckets_per_stage):
+    for bucket in run.plan.layout.buckets:
         total = added(*(_held(holder, stage, bucket)[part] for holder, stage, part in holders))
         for holder, stage, part in holders:
             gradient = list(_held(holder, stage, bucket))
@@ -322,11 +322,11 @@ def _opt_step(run: _Run, rank: _Rank, i: ins.OptStep) -> None:
         if value not in rank.values:
             raise _Fault(f"needs {value}, which does not stand on rank {rank.number}")
     for stage in i.stages:
-        for bucket in range(run.plan.buckets_per_stage):
+        for bucket in run.plan.layout.buckets:
             gradient = _held(rank, stage, bucket)
             if rank.values[NORM].get((stage, bucket)) is not gradient:
                 raise _Fault(f"uses another gradient of stage {stage} than the one in the norm")
-            rank.applied.setdefault(stage, []).append(rank.grads.pop((stage, bucket)))
+            rank.applied.setdefault((stage, bucket), []).append(rank.grads.pop((stage, bucket)))
 
 
 def _all_go_on(run: _Run, rank: _Rank, instruction: Instruction) -> None:

@@ -151,10 +151,11 @@ def _message_fault(i: ins.Message, plan: Plan, rank: int) -> str | None:
 def _bucket_fault(i: ins.AllReduceBucket, plan: Plan, rank: int) -> str | None:
     if fault := _stage_fault(i.stage, plan, rank):
         return fault
-    if not 0 <= i.bucket < plan.buckets_per_stage:
-        return f"bucket {i.bucket} is out of range: a stage has {plan.buckets_per_stage}"
-    if i.axes != plan.mesh.replica_axes:
-        return f"the axes must be those of the replicas, {plan.mesh.replica_axes or 'of which there are none'}"
+    buckets = plan.layout.buckets
+    if i.bucket not in buckets:
+        return f"bucket {i.bucket} is out of range: a stage has {len(buckets)}"
+    if i.axes != buckets[i.bucket] or not i.axes:
+        return f"the axes must be those of the replicas, {buckets[i.bucket] or 'of which there are none'}"
     return None
 
 

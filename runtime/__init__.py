@@ -3,6 +3,7 @@
     Engine, StepResult          a plan and a list of blocks; the user keeps the loop
     Trainer, load_job, plan_of  that loop written out, driven by a job file
     run_local, connect          all ranks in one process; gloo and NCCL
+    MoE, apply_expert_parallel  a mixture of experts, shared out over ep
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
     defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .config import JobConfig
     from .deferred import defer
     from .engine import Engine
+    from .experts import MoE, apply_expert_parallel
     from .job import plan_of
     from .jobfile import load_job
     from .results import StepResult
@@ -42,6 +44,7 @@ _HOMES = {
     "config": ("JobConfig",),
     "wiring": ("connect_for",),
     "engine": ("Engine",),
+    "experts": ("MoE", "apply_expert_parallel"),
     "job": ("plan_of",),
     "jobfile": ("load_job",),
     "results": ("StepResult",),
@@ -62,11 +65,13 @@ __all__ = [
     "Engine",
     "Group",
     "JobConfig",
+    "MoE",
     "RowParallelLinear",
     "StepResult",
     "Trainer",
     "Transport",
     "VocabParallelEmbedding",
+    "apply_expert_parallel",
     "apply_tensor_parallel",
     "build_model",
     "connect",

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError
 
@@ -158,14 +159,23 @@ def split_result(result: BlockResult) -> tuple[Tensor, dict[str, Tensor], Tensor
 def estimate_costs(blocks: Blocks) -> list[float]:
     """Estimate what each block costs without running it: the weights that its products touch.
 
-    A lookup (`nn.Embedding`) touches one row. Builders run on the meta device, so nothing is allocated.
+    A lookup (`nn.Embedding`) touches one row, and a mixture of experts those that a token goes to: what a module's
+    `touched_parameters` say. Builders run on the meta device, so nothing is allocated.
     """
     costs = []
     for block in blocks:
         module = _on_meta(block)
         lookups = {id(m.weight): m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding)}
-        costs.append(float(sum(lookups.get(id(p), p.numel()) for p in module.parameters())))
+        shares = {id(p): share for m in module.modules() for p, share in getattr(m, "touched_parameters", tuple)()}
+        touched = (lookups.get(id(p), p.numel() * shares.get(id(p), 1.0)) for p in module.parameters())
+        costs.append(float(sum(touched)))
     return costs
+
+
+def named_modules(blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module of the model by its name in the whole; those that builders make are on the meta device."""
+    for number, block in enumerate(blocks):
+        yield from _on_meta(block).named_modules(prefix=str(number))
 
 
 def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> frozenset[str]:
@@ -297,8 +307,22 @@ class _Ride:
 def _on_meta(block: Block) -> nn.Module:
     if isinstance(block, nn.Module):
         return block
-    with seeded(0, 0), torch.device("meta"):
+    with seeded(0, 0), torch.device("meta"), _Undrawn():
         return block()
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws no initial weights on the meta device: they are nothing, and torch takes a millisecond for each tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__ or func in (Tensor.normal_, Tensor.uniform_):
+            tensor = args[0] if args else given.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def _call_on_meta(

@@ -4,10 +4,11 @@
     scatter_to_group   own slice     ◀─ backward ─▶  gather_from_group  all-gather
     all_gather         all-gather    ◀─ backward ─▶  reduce_scatter     reduce-scatter
     all_to_all         all-to-all    ◀─ backward ─▶  all_to_all         all-to-all
+    all_to_all_rows    rows of any number each way  ◀─ backward ─▶  the same, sent and received swapped
 
 The first two pairs stand at the border of a region where the members of a group share out the work on one tensor:
 outside, all members hold the same tensor and the same gradient. The third pair is for members that hold different
-pieces of a tensor, and different, partial gradients of the whole. The last swaps pieces, and is its own backward.
+pieces of a tensor, and different, partial gradients of the whole. The last two swap pieces, and are their own backward.
 
 No function changes its argument, and all members of the group must call it. In a group of one they return
 the argument. On meta tensors they work out shapes and do not communicate. Any order of
@@ -74,6 +75,31 @@ def all_to_all(x: Tensor, group: Group, dim: int) -> Tensor:
         MisfitError: the group's size does not divide `x.shape[dim]`.
     """
     return _apply(x, group, dim, forward=_swap, backward=all_to_all)
+
+
+def all_to_all_rows(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Return the rows that each member has for the caller, in the order of members; the backward sends them back.
+
+    Args:
+        x: (rows, …), `sent[k]` of them for member k, in their order.
+        group: the members.
+        sent: rows for each member.
+        received: rows from each member, of which the result has as many together.
+
+    Raises:
+        MisfitError: `sent` are not the rows of `x`, or not what the others expect.
+    """
+
+    def backward(grad: Tensor, group: Group, _dim: int) -> Tensor:
+        return all_to_all_rows(grad, group, received, sent)
+
+    def forward(x: Tensor, group: Group, _dim: int) -> Tensor:
+        arrived = x.new_empty(sum(received), *x.shape[1:])
+        if not x.is_meta:
+            group.all_to_all(arrived, x.contiguous(), received, sent).wait()
+        return arrived
+
+    return _apply(x, group, 0, forward=forward, backward=backward)
 
 
 class _Collective(torch.autograd.Function):

@@ -26,6 +26,8 @@ from .batches import Batch, BatchCutter
 from .blocks import Blocks, TensorSpec, estimate_costs, outlines
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
+from .expert_load import ExpertLoad
+from .experts import leave_uncompiled
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
@@ -151,6 +153,9 @@ class Engine:
         )
         require_repeatable(plan, self.stages, self.transport)
         require_blocks_to_recompute(plan, self.stages)
+        if compiled:
+            leave_uncompiled(self.stages)
+        self._expert_load = ExpertLoad(blocks, self.stages, self._groups, device)
         self.clock = Clock(device)
         self._loss_fn, self._clip, self._compiled = self._tensor.told(loss_fn), clip, compiled
         self._metrics = {name: self._tensor.told(metric) for name, metric in (metrics or {}).items()}
@@ -361,6 +366,13 @@ class Engine:
         busy = torch.tensor([self.clock.read_s(), seconds], dtype=torch.float64, device=self.transport.device)
         self._groups.world.all_reduce(busy).wait()
         return float(busy[0] / busy[1])
+
+    def expert_tokens(self) -> dict[str, Tensor]:
+        """Return how often each expert was chosen in training since the last call, on every rank (collective).
+
+        Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
+        """
+        return self._expert_load.read()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>"."""

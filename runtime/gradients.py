@@ -7,7 +7,8 @@ In a stage's last backward a piece is ready when all its parameters have their g
 one fixed order, that of the plan's reductions, on all replicas alike: a piece that is ready early waits for those
 before it. The plan's `AllReduceBucket` launches what is left. Weights that several stages hold, and those whose
 gradient is in parts on the ranks of tp (`sequence_parallel`), stand in pieces of their own, which are ready when they
-have been added up.
+have been added up. So do the weights of experts that ep shares out, in a bucket behind the others, which is summed over
+the replicas of this rank's experts only.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from .deferred import Products
+from .experts import expert_weights
 from .groups import MeshGroups, Sharing
 from .precision import Masters, is_low
 from .stages import Stage
 from .tied import TiedWeights
-from .transport import Work
+from .transport import Group, Work
 
 Bucket = tuple[int, int]
 
@@ -76,6 +78,7 @@ class Gradients:
         self._groups = groups
         self._device = device
         self._tied = tied
+        self._first_expert_bucket = buckets_per_stage
         self._home: dict[nn.Parameter, tuple[Piece, Tensor]] = {}
         by_bucket: dict[Bucket, list[Piece]] = {}
         for stage in stages.values():
@@ -103,8 +106,15 @@ class Gradients:
                 yield from [piece.flat] if len(views) == len(piece.views) else views
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter: of tensor-parallel copies, and of tied ones, one does."""
-        return self._tied.counts(parameter) and self._groups.counts(parameter)
+        """Whether this rank counts a parameter: of copies along tp or ep, and of tied ones, one does."""
+        is_expert = self._is_of_experts(self._home[parameter][0])
+        return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=is_expert)
+
+    def _is_of_experts(self, piece: Piece) -> bool:
+        return piece.bucket[1] >= self._first_expert_bucket
+
+    def _replicas_of(self, piece: Piece) -> Group:
+        return self._groups.expert_replicas if self._is_of_experts(piece) else self._groups.replicas
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, as a backward does."""
@@ -130,7 +140,7 @@ class Gradients:
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
         is_added_up = piece in self._partial or not self._tied.parameters.isdisjoint(piece.parameters)
-        return self._groups.replicas.size > 1 and not is_added_up
+        return self._replicas_of(piece).size > 1 and not is_added_up
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -204,7 +214,7 @@ class Gradients:
     def _launch_ready(self) -> None:
         while len(self.launched) < len(self._order) and self._order[len(self.launched)].ready:
             piece = self._order[len(self.launched)]
-            self.launched.append(self._groups.replicas.all_reduce(piece.flat))
+            self.launched.append(self._replicas_of(piece).all_reduce(piece.flat))
 
     def end_sums(self) -> None:
         """Wait for the sums that `add_up` has begun."""
@@ -281,17 +291,23 @@ def cut_pieces(
 ) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
 
-    Those with partial gradients come behind, and last those that stand `apart`, each in a piece of its own.
+    Behind them come those with partial gradients, then those that stand `apart`, each in a piece of its own; then, in
+    one more bucket, the experts that ranks along ep do not have in common.
     """
-    found = list(stage.named_weights().values())
-    first = [p for p in reversed(found) if p not in apart and p not in stage.partial]
-    behind = [p for p in reversed(found) if p not in apart and p in stage.partial]
+    found, experts = list(stage.named_weights().values()), expert_weights(stage)
+    alone = [parameter for parameter in found if parameter in apart]
+    rest = [parameter for parameter in reversed(found) if parameter not in apart]
+    dense = [parameter for parameter in rest if parameter not in stage.partial and parameter not in experts]
+    partial_ = [parameter for parameter in rest if parameter in stage.partial]
+    own = [parameter for parameter in rest if parameter in experts]
     last = buckets - 1
-    return [
-        *(((stage.index, bucket), piece) for bucket, piece in _cut_evenly(first, buckets, piece_bytes)),
-        *(((stage.index, last), piece) for _, piece in _cut_evenly(behind, 1, piece_bytes)),
-        *(((stage.index, last), [parameter]) for parameter in found if parameter in apart),
+    pieces = [
+        *_cut_evenly(dense, buckets, piece_bytes),
+        *((last, piece) for _, piece in _cut_evenly(partial_, 1, piece_bytes)),
+        *((last, [parameter]) for parameter in alone),
+        *((buckets, piece) for _, piece in _cut_evenly(own, 1, piece_bytes)),
     ]
+    return [((stage.index, bucket), piece) for bucket, piece in pieces]
 
 
 def _cut_evenly(

@@ -5,7 +5,8 @@ mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forwar
                             context    (0) … (7)                 inside a forward: parts of a sequence, over cp
                             pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of what travels
                             metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all but tp
-                            model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model
+                            experts    (0) … (7)                 inside a forward: shares of the experts, over ep
+                            model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model, all experts
                             holders    (0 1 4 5) (2 3 6 7)       all that hold the same stages
                             world      (0 … 7)                   agreement, checkpoints
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quintsched.instructions import Message, Send
-from quintsched.mesh import REPLICA_AXES, Mesh
+from quintsched.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES, Mesh
 from quintsched.plan import Plan
 
 from .ring_attention import ring_channels
@@ -40,7 +41,10 @@ class MeshGroups:
 
     tensor: Group
     context: Group
+    experts: Group
     replicas: Group
+    expert_replicas: Group
+    """Those of this rank's experts: `replicas`, without ep."""
     pipeline: Group
     metrics: Group
     model: Group
@@ -49,16 +53,20 @@ class MeshGroups:
     sharing: Mapping[tuple[int, ...], Sharing]
     """Per set of stages on several ranks that share weights: the ranks that hold one of them, in each replica."""
 
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter in the global norm: of tensor-parallel copies, one does."""
-        return shard_of(parameter) is not None or self.tensor.index == 0
+    def counts(self, parameter: nn.Parameter, *, is_expert: bool = False) -> bool:
+        """Whether this rank counts a parameter in the global norm: of copies along tp or ep, one does.
+
+        `is_expert` says that the ranks along ep hold different ones.
+        """
+        is_first = is_expert or self.experts.index == 0
+        return is_first and (shard_of(parameter) is not None or self.tensor.index == 0)
 
 
 def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
     """Make all groups of a plan in one order; every rank calls this at the same point.
 
-    Groups of the same ranks are one: their collectives stand in program order. Only the replicas have theirs to
-    themselves, since gradients are launched ahead of their place.
+    Groups of the same ranks are one: their collectives stand in program order. Only the replicas, and those of experts,
+    have theirs to themselves, since gradients are launched ahead of their place.
     """
     mesh, made = plan.mesh, {}
 
@@ -69,7 +77,10 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
         return made[partition]
 
     tensor, context, replicas = group("tp"), group("cp"), transport.make_group(mesh.groups(*REPLICA_AXES))
-    pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp")
+    experts, expert_replicas = group("ep"), replicas
+    if mesh.axis_size("ep") > 1:
+        expert_replicas = transport.make_group(mesh.groups(*EXPERT_REPLICA_AXES))
+    pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp", "ep")
     holding, world = group("tp", *REPLICA_AXES), group("pp", "tp", *REPLICA_AXES)
     layout, sharing = plan.layout, {}
     twins = {layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()}
@@ -78,7 +89,9 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
         if len(holders) > 1:
             together = transport.make_group(_sharing_partition(mesh, holders))
             sharing[stages] = Sharing(together, holders.index(plan.stage_to_pp[stages[0]]))
-    return MeshGroups(tensor, context, replicas, pipeline, metrics, model, holding, world, sharing)
+    return MeshGroups(
+        tensor, context, experts, replicas, expert_replicas, pipeline, metrics, model, holding, world, sharing
+    )
 
 
 def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ...]]:

@@ -120,7 +120,8 @@ class ColumnParallelLinear(ShardedModule):
     ) -> ColumnParallelLinear:
         """Take this rank's slice of `linear`."""
         sizes = (linear.in_features, linear.out_features)
-        layer = cls(*sizes, group, parts=parts, gather_output=gather_output, entry=entry, device="meta")
+        has = linear.bias is not None
+        layer = cls(*sizes, group, bias=has, parts=parts, gather_output=gather_output, entry=entry, device="meta")
         layer._take(linear)
         return layer.train(linear.training)
 
@@ -191,7 +192,8 @@ class RowParallelLinear(ShardedModule):
     ) -> RowParallelLinear:
         """Take this rank's slice of `linear`."""
         sizes = (linear.in_features, linear.out_features)
-        layer = cls(*sizes, group, input_is_parallel=input_is_parallel, exit=exit, device="meta")
+        has = linear.bias is not None
+        layer = cls(*sizes, group, bias=has, input_is_parallel=input_is_parallel, exit=exit, device="meta")
         layer._take(linear)
         return layer.train(linear.training)
 

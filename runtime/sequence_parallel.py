@@ -24,6 +24,7 @@ from quintsched.errors import MisfitError
 from .blocks import Parcel, TensorSpec
 from .collectives import gather_from_group, scatter_to_group
 from .column_product import TOKENS
+from .experts import mixtures
 from .shards import shard_of
 from .split_rules import find_cuts
 from .transport import Group
@@ -98,8 +99,13 @@ class SequenceParallel:
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the weights of a block inside that get a part of their gradient on each rank: all that are not cut."""
-    return frozenset(parameter for parameter in block.parameters() if shard_of(parameter) is None)
+    """Return the weights of a block inside that get a part of their gradient on each rank.
+
+    These are all that are not cut, but for the routers of experts, and experts that are not cut, which see all tokens.
+    """
+    routed = [part for layer in mixtures(block).values() for part in (layer.router, layer.experts)]
+    whole = {parameter for part in routed for parameter in part.parameters()}
+    return frozenset(p for p in block.parameters() if shard_of(p) is None and p not in whole)
 
 
 def _borders(given: bool, wanted: bool, group: Group) -> list[nn.Module]:

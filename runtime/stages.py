@@ -1,6 +1,6 @@
-"""The stages of one rank: cut from the blocks, built one block at a time, split over the tensor-parallel group.
+"""The stages of one rank: cut from the blocks, built one block at a time, split over ep (experts) and tp.
 
-blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
+blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's share
 stages  [  0  ][  1  ][ 2 ][ 3 ]
 """
 
@@ -17,6 +17,7 @@ from quintsched.layout import Layout
 from quintsched.partition import partition
 
 from .blocks import Block, Blocks, build_block
+from .experts import apply_expert_parallel
 from .groups import MeshGroups
 from .tensor_cuts import TensorCuts
 from .transport import Group
@@ -74,6 +75,7 @@ def build_stages(
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(held, groups.sharing[layout.twins(stage)].group)
         _require_no_dropout(module, number, groups.tensor)
+        apply_expert_parallel(module, groups.experts, groups.context)
         return tensor.apply(number, module)
 
     def made(stage: int) -> Stage:

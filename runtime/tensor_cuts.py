@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from .sequence_parallel import SequenceParallel, partial_weights
-from .split_rules import Split, find_cuts
-from .tensor_parallel import apply_tensor_parallel
+from .split_rules import Cut, Split, find_cuts
+from .tensor_parallel import apply_tensor_parallel, require_like_experts
 from .transport import Group
 
 
@@ -36,7 +36,10 @@ class TensorCuts:
     ) -> None:
         self.tokens = SequenceParallel(outlines, group if sequence_parallel else None, rules)
         self._group, self._rules, self._cut_logits = group, rules, cut_logits
-        last = find_cuts(outlines[-1], rules, group.size, str(len(outlines) - 1)) if group.size > 1 else []
+        last: list[Cut] = []
+        for number, block in enumerate(outlines if group.size > 1 else ()):
+            last = find_cuts(block, rules, group.size, str(number))
+            require_like_experts(block, last, str(number))
         heads = [cut for cut in last if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
 

@@ -13,7 +13,7 @@ its first backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +21,8 @@ from torch import nn
 from quintsched.errors import MisfitError
 
 from .column_product import Entry
+from .expert_door import Door
+from .experts import mixtures
 from .parallel_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .region import Region
 from .replicas import require_same, watch_gradient
@@ -38,6 +40,8 @@ __all__ = [
     "shard_of",
     "take_shard",
 ]
+
+Way = tuple[Entry, Exit]
 
 
 def apply_tensor_parallel(
@@ -78,7 +82,9 @@ def apply_tensor_parallel(
     if sequence_parallel:
         require_pairs(module, cuts, path)
     require_same(dict(module.named_parameters()), group)
-    made = {id(cut): _cut_layer(cut, group, sequence_parallel, cut_logits) for cut in cuts}
+    doors = _doors(module, cuts)
+    ways = _ways(module, cuts, doors, sequence_parallel)
+    made = {id(cut): _cut_layer(cut, group, ways[id(cut.layer)], cut_logits) for cut in cuts}
     for cut in cuts:
         if cut.parent is None:
             return made[id(cut)]
@@ -86,9 +92,46 @@ def apply_tensor_parallel(
     for parent in {cut.parent for cut in cuts if cut.is_paired and cut.parent is not None}:
         _share_heads(parent, group.size)
         _share_region(parent, group)
+    for layer in mixtures(module).values():
+        layer.open_door(Door(group, cut=layer in doors, shares=sequence_parallel))
     if not sequence_parallel:
         _watch_replicated(module, cuts, group)
     return module
+
+
+def _doors(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
+    """Return the mixtures of which every expert is cut in all its parts: they copy and sum for all of them at once."""
+    cut = {id(weight) for cut in cuts if cut.is_paired for weight in _cut_weights(cut)}
+    return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
+
+
+def _ways(module: nn.Module, cuts: Sequence[Cut], doors: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
+    """Return how tokens enter and leave each layer that is cut; experts are given whole ones."""
+    alone: Way = ("copy", "sum")
+    shared: Way = ("gather", "scatter") if sequence_parallel else alone
+    ways = {id(cut.layer): shared if cut.is_paired else alone for cut in cuts}
+    for mixture in mixtures(module).values():
+        of_experts: Way = ("none", "none") if mixture in doors else alone
+        ways |= {id(layer): of_experts for layer in mixture.experts.modules()}
+    return ways
+
+
+def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> None:
+    """Raise `MisfitError` for a mixture whose experts are not all cut alike: what they give is added up alike."""
+    for name, mixture in mixtures(module).items():
+        found = {}
+        for number, expert in mixture.experts.items():
+            names = {id(layer): part for part, layer in expert.named_modules()}
+            found[number] = {(names[id(cut.layer)], cut.split) for cut in cuts if id(cut.layer) in names}
+        odd = next((number for number, how in found.items() if how != found["0"]), None)
+        if odd is not None:
+            where = f"{path}.{name}" if name else path
+            raise MisfitError(f"rules cut experts 0 and {odd} of {where!r} differently over tp; cut all of them alike")
+
+
+def _cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
+    """Yield the parameters of which each rank has a part."""
+    return (p for name, p in cut.layer.named_parameters() if cut.split is not Split.ROW or name != "bias")
 
 
 def _share_heads(parent: nn.Module, size: int) -> None:
@@ -106,15 +149,13 @@ def _share_region(parent: nn.Module, group: Group) -> None:
             layer.region = region
 
 
-def _cut_layer(cut: Cut, group: Group, sequence_parallel: bool, cut_logits: bool) -> nn.Module:
-    scatters = sequence_parallel and cut.is_paired
+def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
+    entry, leaving = way
     match cut.split, cut.layer:
         case Split.COLUMN | Split.VOCABULARY, nn.Linear() as linear:
             gathers = not cut_logits if cut.split is Split.VOCABULARY else not cut.is_paired
-            entry: Entry = "gather" if scatters else "copy"
             return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
         case Split.ROW, nn.Linear() as linear:
-            leaving: Exit = "scatter" if scatters else "sum"
             return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
         case Split.VOCABULARY, nn.Embedding() as embedding:
             return VocabParallelEmbedding.from_embedding(embedding, group)

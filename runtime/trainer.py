@@ -30,6 +30,7 @@ from .checkpoint import Checkpoints, remembered
 from .config import JobConfig
 from .data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from .engine import Engine
+from .expert_load import expert_figures
 from .figures import Sums, Window
 from .history import Record, Reporter
 from .losses import correct_sum, cross_entropy_sum
@@ -219,7 +220,7 @@ class Trainer:
                 group["lr"] = rate
 
     def _step_record(self, window: Window, result: StepResult) -> Record:
-        """Return the figures of the last steps; collective, for the bubble."""
+        """Return the figures of the last steps; collective, for the bubble and the experts."""
         seconds, sums = window.take()
         busy = self.engine.busy_share(seconds)
         norm = result.grad_norm
@@ -234,6 +235,7 @@ class Trainer:
             "step_s": seconds / window.every,
             "samples_per_s": window.every * self.job.train.batch_size / seconds,
             "bubble": 1 - busy,
+            **expert_figures(self.engine.expert_tokens()),
         }
 
     def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:

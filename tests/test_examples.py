@@ -25,6 +25,7 @@ JOBS = {
     "simple_pp": "pp=2",
     "simple_tp": "tp=2",
     "simple_cp": "cp=2",
+    "simple_ep": "ep=2",
     "full_3d": "dp=2,pp=2,tp=2",
     "mnist": "dp=2,pp=2,tp=2",
     "text_gpt": "pp=2",
@@ -42,7 +43,7 @@ def test_job_files_give_sound_plans(name: str, mesh: str) -> None:
     assert plan.check().sound
 
 
-@pytest.mark.parametrize("name", ["text_gpt", "simple_cp"])
+@pytest.mark.parametrize("name", ["text_gpt", "simple_cp", "simple_ep"])
 def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     settings = ("runtime.transport=local", "data.options.max_bytes=30000", "log.every=1", f"log.path={log}")

@@ -2,6 +2,8 @@
 
     … Bwd(s, 7)  SendGrad(s, 7)  AllReduceBucket(s, 0) …
 
+Where ep shares out experts, a stage's last bucket holds those of the rank, and is summed over dp and cp alone.
+
 The gradient for the previous stage goes first where it follows at once: another rank waits for it. The gradients of
 tied weights, and of twins, are added up before that, at the end of the programs, in one order on all ranks.
 """
@@ -28,16 +30,13 @@ def sync_tied(plan: Plan) -> Plan:
 
 
 def reduce_buckets(plan: Plan) -> Plan:
-    """Add an `AllReduceBucket` per stage and bucket over the replica axes; none where there are no replicas."""
-    axes = plan.mesh.replica_axes
-    if not axes:
+    """Add an `AllReduceBucket` per stage and bucket over the axes of its replicas; none where there are no replicas."""
+    if not plan.layout.reductions:
         return plan
-    return replace(
-        plan, programs=tuple(tuple(_with_reductions(rank, p, plan, axes)) for rank, p in enumerate(plan.programs))
-    )
+    return replace(plan, programs=tuple(tuple(_with_reductions(rank, p, plan)) for rank, p in enumerate(plan.programs)))
 
 
-def _with_reductions(rank: int, program: Program, plan: Plan, axes: tuple[str, ...]) -> Iterator[Instruction]:
+def _with_reductions(rank: int, program: Program, plan: Plan) -> Iterator[Instruction]:
     complete = _completions(rank, program, plan)
     due: list[AllReduceBucket] = []
     for index, instruction in enumerate(program):
@@ -46,7 +45,7 @@ def _with_reductions(rank: int, program: Program, plan: Plan, axes: tuple[str, .
             due = []
         yield instruction
         for stage in complete.get(index, ()):
-            due += [AllReduceBucket(stage, bucket, axes) for bucket in range(plan.buckets_per_stage)]
+            due += [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
     yield from due
 
 

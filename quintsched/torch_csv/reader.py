@@ -116,9 +116,8 @@ def _instructions(cell: Cell, plan: Plan) -> Sequence[Instruction]:
         kind, at = MESSAGES[cell.word], plan.stage_to_pp
         other = stage + 1 if issubclass(kind, SendAct | RecvGrad) else stage - 1
         return [kind(stage, microbatch, at[other] if 0 <= other < len(at) else NOBODY)]
-    axes = plan.mesh.replica_axes
-    if cell.word is Word.REDUCE_GRAD and axes:
-        return [AllReduceBucket(stage, 0, axes)]
+    if cell.word is Word.REDUCE_GRAD:
+        return [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
     return []
 
 

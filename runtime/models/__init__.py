@@ -21,6 +21,7 @@ from ..config import ModelConfig
 from ..data import DataSpec
 from ..settings import Settings, read_settings
 from .gpt import GPTOptions, gpt, gpt_tied
+from .moe_gpt import MoEGPTOptions, moe_gpt
 from .vit import ViTOptions, vit
 
 Builder: TypeAlias = Callable[[], nn.Module]
@@ -45,7 +46,11 @@ class ModelKind(Generic[Options]):
 
 
 MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
-    {"vit": ModelKind(ViTOptions, vit), "gpt": ModelKind(GPTOptions, gpt, gpt_tied)}
+    {
+        "vit": ModelKind(ViTOptions, vit),
+        "gpt": ModelKind(GPTOptions, gpt, gpt_tied),
+        "moe-gpt": ModelKind(MoEGPTOptions, moe_gpt, gpt_tied),
+    }
 )
 
 

@@ -43,6 +43,8 @@ from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02
 NORM_EPSILON = 1e-5
+LAST_PRODUCTS = (".proj", ".fc2")
+"""What the layers are called whose output is added to the tokens."""
 
 
 class GPTOptions(Settings):
@@ -132,27 +134,40 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block for sequences of at most `length`: (B, S, D) → (B, S, D).
 
-    What its two halves add starts smaller the more blocks add up.
+    What its two halves add starts smaller the more blocks add up. The second half is `mlp`, by default that of the
+    options; one that returns an auxiliary loss beside its output has the block do so too.
     """
 
-    def __init__(self, options: GPTOptions, length: int) -> None:
+    def __init__(self, options: GPTOptions, length: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
         hidden, heads = options.hidden, options.heads
         rotary = Rotary(hidden // heads, length) if options.positions == "rope" else None
-        mlp = Mlp if options.activation == "gelu" else SwiGlu
         self.norm1 = _norm(options)
         self.attention = Attention(hidden, heads, options.kv_heads, rotary)
         self.norm2 = _norm(options)
-        self.mlp = mlp(hidden, hidden * options.mlp_ratio)
+        self.mlp = feed_forward(options) if mlp is None else mlp
         _initialise(self)
-        for last in (self.attention.proj, self.mlp.fc2):
-            nn.init.normal_(last.weight, std=INITIAL_DEVIATION / sqrt(2 * options.depth))
+        for name, layer in self.named_modules():
+            if name.endswith(LAST_PRODUCTS) and isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=INITIAL_DEVIATION / sqrt(2 * options.depth))
 
-    def forward(self, tokens: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, past: Past | None = None, context: Context | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attend to what came before, then transform each token; both are residual."""
         attended: Tensor = tokens + self.attention(self.norm1(tokens), past, context)
-        out: Tensor = attended + self.mlp(self.norm2(attended))
+        added = self.mlp(self.norm2(attended))
+        if isinstance(added, tuple):
+            output, auxiliary = added
+            return attended + output, auxiliary
+        out: Tensor = attended + added
         return out
+
+
+def feed_forward(options: GPTOptions, ratio: int | None = None, *, bias: bool = True) -> nn.Module:
+    """Return what transforms each token on its own, `ratio` (none: that of the options) times as wide in the middle."""
+    kind = Mlp if options.activation == "gelu" else SwiGlu
+    return kind(options.hidden, options.hidden * (ratio or options.mlp_ratio), bias=bias)
 
 
 class Head(nn.Module):

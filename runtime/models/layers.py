@@ -109,10 +109,10 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two linear layers with a GELU between them: (…, D) → (…, D)."""
 
-    def __init__(self, hidden: int, mlp_hidden: int) -> None:
+    def __init__(self, hidden: int, mlp_hidden: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(hidden, mlp_hidden)
-        self.fc2 = nn.Linear(mlp_hidden, hidden)
+        self.fc1 = nn.Linear(hidden, mlp_hidden, bias)
+        self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Transform each token on its own."""
@@ -126,10 +126,10 @@ class SwiGlu(nn.Module):
     One product gives the gates and the features, two equal parts of its rows.
     """
 
-    def __init__(self, hidden: int, mlp_hidden: int) -> None:
+    def __init__(self, hidden: int, mlp_hidden: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(hidden, 2 * mlp_hidden)
-        self.fc2 = nn.Linear(mlp_hidden, hidden)
+        self.gate_up = nn.Linear(hidden, 2 * mlp_hidden, bias)
+        self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Transform each token on its own."""

@@ -95,13 +95,25 @@ class Group(ABC):
         self._require_multiple("reduce_scatter", tensor, output)
         return self._reduce_scatter(_data(output), _data(tensor))
 
-    def all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
-        """Give part k of `tensor` (size × n, …) to member k; `output`, alike, gets a part of each, in their order."""
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+    ) -> Work:
+        """Give part k of `tensor` (rows, …) to member k; `output` gets a part of each member, in their order.
+
+        `sent` and `received` are the rows of each part, the same on both ends; parts are equal where neither is given,
+        by all members alike.
+        """
         self._require_contiguous(output, tensor)
-        alike = output.shape == tensor.shape and output.dtype == tensor.dtype
-        if not alike or not tensor.dim() or tensor.shape[0] % self.size:
-            self._refuse(f"all_to_all between {describe(tensor)} and {describe(output)}: wants {self.size} equal parts")
-        return self._all_to_all(_data(output), _data(tensor))
+        alike = tensor.dim() > 0 and output.shape[1:] == tensor.shape[1:] and output.dtype == tensor.dtype
+        if received is None or sent is None:
+            fits = alike and output.shape == tensor.shape and tensor.shape[0] % self.size == 0
+            if not fits or received is not sent:
+                how = f"all_to_all between {describe(tensor)} and {describe(output)}"
+                self._refuse(f"{how}: wants {self.size} equal parts, or the rows of each, received and sent")
+        elif not alike or not self._are_parts(output, received) or not self._are_parts(tensor, sent):
+            how = f"all_to_all between {describe(tensor)} and {describe(output)}"
+            self._refuse(f"{how}: does not fit parts of {[*sent]} and {[*received]} rows")
+        return self._all_to_all(_data(output), _data(tensor), received, sent)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Overwrite `tensor` with that of the member at index `source` of this group."""
@@ -120,7 +132,9 @@ class Group(ABC):
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work: ...
 
     @abstractmethod
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work: ...
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work: ...
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
@@ -128,6 +142,9 @@ class Group(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """A group is a handle: a copied module goes on talking to the same ranks."""
         return self
+
+    def _are_parts(self, tensor: Tensor, rows: Sequence[int]) -> bool:
+        return len(rows) == self.size and min(rows) >= 0 and sum(rows) == tensor.shape[0]
 
     def _require_contiguous(self, *tensors: Tensor) -> None:
         for tensor in tensors:
@@ -161,7 +178,9 @@ class SelfGroup(Group):
         output.copy_(tensor)
         return DoneWork()
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
         output.copy_(tensor)
         return DoneWork()
 

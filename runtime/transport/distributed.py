@@ -110,8 +110,11 @@ class TorchGroup(Group):
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._issue(partial(dist.all_to_all_single, output, tensor), "all_to_all", tensor, output)
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
+        splits = None if received is None else list(received), None if sent is None else list(sent)
+        return self._issue(partial(dist.all_to_all_single, output, tensor, *splits), "all_to_all", tensor, output)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         issue = partial(dist.broadcast, tensor, self.ranks[source])

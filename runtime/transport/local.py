@@ -17,6 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from quintsched.errors import MisfitError
+
 from .base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work
 from .local_meetings import Collective, Share
 from .local_world import Awaited, LocalWorld
@@ -89,22 +91,26 @@ class LocalGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         collective = Collective("all_reduce", op, tensor)
-        return self._meet(collective, tensor, lambda brought: [reduce(_COMBINE[op], brought)] * len(brought))
+        return self._meet(collective, tensor, lambda brought: [reduce(_COMBINE[op], _tensors(brought))] * len(brought))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         collective = Collective("all_gather", None, tensor)
-        return self._meet(collective, output, lambda brought: [torch.cat(brought)] * len(brought))
+        return self._meet(collective, output, lambda brought: [torch.cat(_tensors(brought))] * len(brought))
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         collective = Collective("reduce_scatter", None, tensor)
-        return self._meet(collective, output, lambda brought: reduce(torch.add, brought).chunk(len(brought)))
+        return self._meet(collective, output, lambda brought: reduce(torch.add, _tensors(brought)).chunk(len(brought)))
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._meet(Collective("all_to_all", None, tensor), output, _swap)
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
+        equal = (tensor.shape[0] // self.size,) * self.size
+        collective = Collective("all_to_all", None, tensor, tuple(received or equal), tuple(sent or equal))
+        return self._meet(collective, output, _swap)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         collective = Collective("broadcast from member", source, tensor)
-        return self._meet(collective, tensor, lambda brought: [brought[source]] * len(brought))
+        return self._meet(collective, tensor, lambda brought: [brought[source].tensor] * len(brought))
 
     def _meet(self, collective: Collective, output: Tensor, share: Share) -> Work:
         with self._world.lock:
@@ -115,9 +121,24 @@ class LocalGroup(Group):
         return _LocalWork(self._world, self._rank, meeting)
 
 
-def _swap(brought: list[Tensor]) -> list[Tensor]:
-    """Return what each member gets: the parts that are meant for it."""
-    return [torch.cat(parts) for parts in zip(*(tensor.chunk(len(brought)) for tensor in brought), strict=True)]
+def _tensors(brought: list[Collective]) -> list[Tensor]:
+    return [collective.tensor for collective in brought]
+
+
+def _swap(brought: list[Collective]) -> list[Tensor]:
+    """Return what each member gets: the parts that are meant for it.
+
+    Raises `MisfitError` where one member sends other rows than another one expects.
+    """
+    for source, sender in enumerate(brought):
+        for target, receiver in enumerate(brought):
+            if sender.sent[target] != receiver.received[source]:
+                raise MisfitError(
+                    f"all_to_all: member {source} sends {sender.sent[target]} rows to member {target}, which expects "
+                    f"{receiver.received[source]}"
+                )
+    parts = [collective.tensor.split(collective.sent) for collective in brought]
+    return [torch.cat(mine) for mine in zip(*parts, strict=True)]
 
 
 class _LocalWork:

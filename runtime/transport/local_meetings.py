@@ -24,25 +24,36 @@ from quintsched.errors import MisfitError
 from .base import ReduceOp, describe
 
 GroupKey = tuple[int, tuple[int, ...]]
-Share = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a member issues, which must be the same for all: its kind with operation or source, and the tensor."""
+    """What a member issues, which must be the same for all: its kind with operation or source, and the tensor.
+
+    Only an all-to-all brings rows that differ: so many for each member, and from each.
+    """
 
     kind: str
     detail: ReduceOp | int | None
     tensor: Tensor
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
 
     def fits(self, other: Collective) -> bool:
         """Say whether these two can meet."""
-        mine, its = self.tensor, other.tensor
-        return (self.kind, self.detail, mine.shape, mine.dtype) == (other.kind, other.detail, its.shape, its.dtype)
+        return self._is_alike() == other._is_alike()
+
+    def _is_alike(self) -> tuple[object, ...]:
+        shape = self.tensor.shape[1:] if self.sent else self.tensor.shape
+        return self.kind, self.detail, len(self.sent), shape, self.tensor.dtype
 
     def __str__(self) -> str:
         detail = self.detail.value if isinstance(self.detail, ReduceOp) else self.detail
         return " ".join(str(part) for part in (self.kind, detail, describe(self.tensor)) if part is not None)
+
+
+Share = Callable[[list[Collective]], Sequence[Tensor]]
+"""What all members brought → the result of each."""
 
 
 @dataclass(slots=True)
@@ -52,14 +63,14 @@ class Meeting:
     group: GroupKey
     number: int
     first: tuple[int, Collective]
-    brought: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    brought: dict[int, tuple[Collective, Tensor]] = field(default_factory=dict)
     launched: dict[GroupKey, tuple[int, int]] = field(default_factory=dict)
     arrival_s: float | None = None
 
     def hold(self, share: Share) -> None:
         """Combine what all members brought and give each its result."""
         members = [self.brought[rank] for rank in self.group[1]]
-        for (_, output), result in zip(members, share([tensor for tensor, _ in members]), strict=True):
+        for (_, output), result in zip(members, share([collective for collective, _ in members]), strict=True):
             output.copy_(result)
         self.brought.clear()
         self.arrival_s = 0.0
@@ -109,7 +120,7 @@ class Meetings:
         if self._one_order:
             _require_one_order(meeting, rank, issued)
         issued[group] = number + 1
-        meeting.brought[rank] = (collective.tensor, output)
+        meeting.brought[rank] = (collective, output)
         if len(meeting.brought) == len(group[1]):
             del self._open[group, number]
             meeting.hold(share)

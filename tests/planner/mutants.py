@@ -44,6 +44,7 @@ SHAPES = (
     ("pp=2", 4),
     ("dp=2,pp=2", 4),
     ("dp=2,pp=3", 3),
+    ("dp=2,ep=2,pp=2", 2),
     ("pp=3", 4),
     ("pp=4", 4),
 )
@@ -119,7 +120,7 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
         case "restage":
             program[index] = replace(i, stage=random.randint(0, stages))
         case "rebucket":
-            program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage))
+            program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage + 1))
         case "stages":
             program[index] = replace(i, stages=tuple(random.choices(range(stages + 1), k=random.randint(0, 3))))
         case "retie":
@@ -250,8 +251,10 @@ class Judge:
         elif isinstance(i, AllReduceBucket):
             for token in (*self._weights(rank, i.stage), *self._tied(i.stage)):
                 self._need(rank, *token)
-            if i.bucket >= self.plan.buckets_per_stage:
+            if i.bucket not in self._buckets():
                 self.faults.append(f"there is no bucket {i.bucket}")
+            elif i.axes != self._buckets()[i.bucket]:
+                self.faults.append(f"{i} sums over other ranks than those that hold the same")
             self._give(rank, "reduced", i.stage, i.bucket)
         elif isinstance(i, OptStep):
             for token in (("metrics",), ("norm",)):
@@ -328,11 +331,18 @@ class Judge:
         return found + [("tied", stage, name, held) for name, held in self.plan.tied.items() if stage in held]
 
     def _gradients(self, rank: int, stages: list[int] | tuple[int, ...]) -> Iterator[Token]:
-        replicas = [size for name, size in self.plan.mesh.axes if name in ("dp", "cp", "ep") and size > 1]
         for stage in stages:
             yield from self._weights(rank, stage)
             yield from self._tied(stage)
-            yield from (("reduced", stage, b) for b in range(self.plan.buckets_per_stage if replicas else 0))
+            yield from (("reduced", stage, bucket) for bucket in self._buckets())
+
+    def _buckets(self) -> dict[int, tuple[str, ...]]:
+        """What is summed over replicas, and over which axes: dense weights, and where ep cuts them apart, experts."""
+        sizes, dense = dict(self.plan.mesh.axes), self.plan.buckets_per_stage
+        over = tuple(name for name, size in sizes.items() if name in ("dp", "cp", "ep") and size > 1)
+        without = tuple(name for name in over if name != "ep")
+        buckets = {bucket: over for bucket in range(dense) if over}
+        return buckets | {dense: without} if without and without != over else buckets
 
     def _give(self, rank: int, *token: object) -> None:
         if token in self.ever[rank]:

@@ -165,6 +165,21 @@ def test_a_missing_reduction():
     assert "the optimizer steps stage 1 with another gradient" in changed(PLAIN, 1, change)
 
 
+def test_experts_summed_over_the_dense_weights_axes():
+    plan = qs.compile("1f1b", mesh="dp=2,ep=2,pp=2", microbatches=2)
+    experts = AllReduceBucket(1, 1, ("dp",))
+
+    def dense(program):
+        program[index_of(program, experts)] = replace(experts, axes=("dp", "ep"))
+
+    def never(program):
+        del program[index_of(program, experts)]
+
+    assert equivalence(plan).holds
+    assert "the axes must be those of the replicas, ('dp',)" in changed(plan, 1, dense)
+    assert "the optimizer steps stage 1 with another gradient" in changed(plan, 1, never)
+
+
 def test_an_early_reduction():
     def change(program):
         program.insert(index_of(program, Bwd(1, 3)), program.pop(index_of(program, AllReduceBucket)))

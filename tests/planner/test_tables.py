@@ -15,7 +15,7 @@ from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
 
-LAYOUT = Layout((0, 1, 0), (Route((0, 1, 2), (0, 1)),), trains=True, reduces=True, buckets_per_stage=1)
+LAYOUT = Layout((0, 1, 0), (Route((0, 1, 2), (0, 1)),), trains=True, mesh=qs.Mesh(dp=2), buckets_per_stage=1)
 VALUES = {"int": 1, "str": "stage", "tuple[int, ...]": (0,), "tuple[str, ...]": ("dp",)}
 
 
@@ -133,6 +133,26 @@ def test_buckets_per_stage():
     for wrong in (0, 1025, True, 1.0):
         with pytest.raises(qs.UsageError, match="buckets_per_stage"):
             qs.compile("1f1b", mesh="pp=2", microbatches=2, buckets_per_stage=wrong)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dense", "experts"),
+    [
+        ("pp=2", (), None),
+        ("ep=2,pp=2", ("ep",), None),
+        ("dp=2,pp=2", ("dp",), None),
+        ("dp=2,ep=2", ("dp", "ep"), ("dp",)),
+        ("cp=2,ep=2,tp=2", ("cp", "ep"), ("cp",)),
+        ("ep=4,cp=2,pp=2,dp=3", ("ep", "cp", "dp"), ("cp", "dp")),
+    ],
+)
+def test_experts_have_a_bucket_of_their_own(mesh, dense, experts):
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, buckets_per_stage=2)
+    found = [(i.bucket, i.axes) for i in plan.programs[-1] if i.op == "AllReduceBucket"]
+    assert found == ([(0, dense), (1, dense)] if dense else []) + ([(2, experts)] if experts else [])
+    assert plan.check().sound
+    assert plan.buckets_per_stage == 2
+    assert qs.Plan.from_json(plan.to_json()) == plan
 
 
 def test_stages_on_other_ranks(plan: Plan):

@@ -237,6 +237,8 @@ def test_reductions_stand_where_the_file_says():
     assert reductions(plan) == [AllReduceBucket(0, 0, ("dp", "cp")), AllReduceBucket(1, 0, ("dp", "cp"))]
     assert [type(i) for i in plan.programs[1][-5:-3]] == [AllReduceBucket, type(plan.programs[1][-4])]
     assert isinstance(plan.programs[1][-4], Message)
+    experts = torch_csv.loads(placed, mesh="dp=2,pp=2,ep=2").plan
+    assert [(i.bucket, i.axes) for i in reductions(experts)] == [(0, ("dp", "ep")), (1, ("dp",))] * 2
     ours = torch_csv.loads(CROSSES, mesh="dp=2,pp=2").plan
     assert len(reductions(ours)) == 2, "where the file says nothing, our pass places them"
     bare = torch_csv.loads("0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD", mesh="dp=2,pp=2").plan

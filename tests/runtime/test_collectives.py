@@ -88,6 +88,25 @@ def test_forward_and_backward_equal_the_formula(name: str, size: int, widths: li
         torch.testing.assert_close(grad, wanted_grad, rtol=0, atol=1e-14)
 
 
+def test_rows_that_are_swapped_bring_their_gradients_back() -> None:
+    """Member 0 has three rows for member 1, which has two for it; each keeps one."""
+    sent = {0: [1, 3], 1: [2, 1]}
+
+    def body(t: Transport) -> tuple[list[float], list[float]]:
+        received = [sent[0][t.rank], sent[1][t.rank]]
+        x = (torch.arange(sum(sent[t.rank]), dtype=torch.float64) + 10 * t.rank).unsqueeze(-1).requires_grad_()
+        y = collectives.all_to_all_rows(x, t.make_group([(0, 1)]), sent[t.rank], received)
+        grad = y.detach() * 2
+        (back,) = torch.autograd.grad(y, x, grad)
+        return y.flatten().tolist(), back.flatten().tolist()
+
+    (first, first_back), (second, second_back) = run_local(2, body)
+    assert first == [0, 10, 11]
+    assert second == [1, 2, 3, 12]
+    assert first_back == [0, 2, 4, 6]
+    assert second_back == [20, 22, 24]
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_second_derivatives_pass(name: str) -> None:
     """The function is linear, so the derivative of its backward by the gradient is the function itself."""

@@ -39,6 +39,8 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype) -> None:
     most, least, total, source = x.clone(), x.clone(), x.clone(), x.clone()
     gathered, scattered = x.new_empty(group.size * group.size, 3), x.new_empty(1, 3)
     swapped, parts = torch.empty_like(x), x * 10 + torch.arange(group.size, device=x.device)[:, None].to(x.dtype)
+    sent, received = [*range(group.size)], [group.index] * group.size  # member k gets k rows of each
+    uneven = x.new_empty(sum(received), 3)
     works = [
         group.all_reduce(most, ReduceOp.MAX),
         group.all_reduce(least, ReduceOp.MIN),
@@ -47,6 +49,7 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype) -> None:
         group.reduce_scatter(scattered, x),
         group.all_to_all(swapped, parts),
         group.broadcast(source, group.size - 1),
+        group.all_to_all(uneven, x.new_full((sum(sent), 3), t.rank), received, sent),
     ]
     for work in works:
         work.wait()
@@ -56,6 +59,7 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype) -> None:
     assert total.eq(sum(group.ranks)).all()
     assert scattered.eq(sum(group.ranks)).all()
     assert swapped[:, 0].tolist() == [10 * rank + group.index for rank in group.ranks]
+    assert uneven[:, 0].tolist() == [rank for rank in group.ranks for _ in range(group.index)]
     assert source.eq(group.ranks[-1]).all()
     assert gathered[:: group.size, 0].tolist() == list(group.ranks)
 

@@ -147,6 +147,32 @@ def test_groups_reduce_gather_scatter_and_broadcast() -> None:
     run_local(4, body)
 
 
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(1, 4), data=st.data())
+def test_parts_of_any_size_are_swapped(size: int, data: st.DataObject) -> None:
+    parts = st.lists(st.integers(0, 3), min_size=size, max_size=size)
+    rows = data.draw(st.lists(parts, min_size=size, max_size=size))
+
+    def body(t: Transport) -> list[float]:
+        sent, received = rows[t.rank], [row[t.rank] for row in rows]
+        parcel = [t.rank + peer / 8 for peer, count in enumerate(sent) for _ in range(count)]
+        swapped = torch.empty(sum(received), 1)
+        world_group(t).all_to_all(swapped, torch.tensor(parcel).view(-1, 1), received, sent).wait()
+        found: list[float] = swapped.flatten().tolist()
+        return found
+
+    for rank, found in enumerate(run_local(size, body, rules="nccl")):
+        assert found == [peer + rank / 8 for peer in range(size) for _ in range(rows[peer][rank])]
+
+
+def test_parts_that_are_not_what_the_other_expects_are_refused() -> None:
+    def body(t: Transport) -> None:
+        world_group(t).all_to_all(torch.empty(3), torch.empty(3), [2, 1], [2, 1]).wait()
+
+    with pytest.raises(MisfitError, match="member 0 sends 1 rows to member 1, which expects 2"):
+        run_local(2, body)
+
+
 @settings(max_examples=15, deadline=None)
 @given(size=st.integers(2, 4), calls=st.integers(1, 4), seed=st.integers(0, 99))
 def test_sums_are_bitwise_the_same_on_all_ranks_and_in_rank_order(size: int, calls: int, seed: int) -> None:
@@ -226,6 +252,10 @@ def test_what_would_be_silent_on_a_real_wire_is_refused() -> None:
         lambda: group.reduce_scatter(torch.empty(2, 3), torch.empty(4, 2)),
         lambda: group.all_to_all(torch.empty(4, 3), torch.empty(4, 2)),
         lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2)),
+        lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2), [1, 2]),
+        lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2), [1, 2], [1, 1]),
+        lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2), [1, 2], [3]),
+        lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2), [1, 2], [4, -1]),
         lambda: group.broadcast(torch.empty(1), 2),
     ):
         with pytest.raises(MisfitError, match=r"group of ranks \[0, 1\]"):
