@@ -42,7 +42,7 @@ class MoE(nn.Module):
     Args:
         hidden: width of a token, D.
         experts: how many there are, E.
-        make: builds one expert, (rows, D) → (rows, D). It should have no biases if it is to be cut over tp.
+        make: builds one expert, (rows, D) → (rows, D).
         top_k: how many experts a token uses.
         renormalise: whether the weights of a token's experts add up to 1.
         capacity_factor: an expert takes no more than ceil(factor · T · k / E) of the assignments of a rank's T tokens,
@@ -52,7 +52,8 @@ class MoE(nn.Module):
         shared: what every token passes besides.
 
     Attributes:
-        expert_tokens: (E,), int64: how often each expert was chosen here, by tokens of training forwards.
+        expert_tokens: (E,), int64: how often each expert was chosen here, by tokens of training forwards; what was
+            dropped then counts too.
 
     Raises `UsageError` for a `top_k` or a factor that cannot be.
     """
