@@ -27,11 +27,12 @@ from .blocks import Blocks, TensorSpec, estimate_costs
 from .connect import connect_for
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
+from .dropout import Masks
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
-from .limits import require_blocks_to_recompute, require_long_sight, require_repeatable, require_runnable
+from .limits import require_blocks_to_recompute, require_keyed_dropout, require_long_sight, require_runnable
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
 from .results import StepResult
@@ -124,10 +125,19 @@ class Engine:
         require_separate(blocks, self._cuts, self._groups.tensor)
         self._dtype = dtype
         device = self.transport.device
+        self._masks = Masks(seed)
         self.stages = build_stages(
-            blocks, self._cuts, plan.layout, self._pp_rank, self._groups, seed=seed, dtype=dtype, device=device
+            blocks,
+            self._cuts,
+            plan.layout,
+            self._pp_rank,
+            self._groups,
+            seed=seed,
+            masks=self._masks,
+            dtype=dtype,
+            device=device,
         )
-        require_repeatable(plan, self.stages, self.transport)
+        require_keyed_dropout(plan, self.stages)
         require_blocks_to_recompute(plan, self.stages)
         self.clock = Clock(device)
         self._loss_fn, self._metrics, self._clip, self._compiled = loss_fn, dict(metrics or {}), clip, compiled
@@ -145,7 +155,7 @@ class Engine:
             rank=self._rank,
             shard=self._sequences.shard,
         )
-        self._num_steps = 0
+        self._num_steps = self._steps_before = 0
         self._metric_names = tuple(self._metrics)
         self._broken = False
         self._running: Interpreter | None = None
@@ -282,6 +292,7 @@ class Engine:
         if self._running is not None and self._running is not interpreter:
             self._running.machine.settle()
         self._running, self._broken = interpreter, True
+        machine.step = self._steps_before + self._num_steps
         interpreter.run(batch, self._num_steps, calls)
         self._broken = False
         assert machine.sums is not None
@@ -303,6 +314,7 @@ class Engine:
                 number: StageForward(
                     {int(block): module for block, module in stage.blocks.items()},
                     parcels,
+                    masks=self._masks,
                     recompute=plan.layout.recompute_every(number) if trains else 0,
                     compiled=self._compiled,
                 )
@@ -323,6 +335,7 @@ class Engine:
             clip=self._clip,
             sends_kept=self._sends_kept,
             context=self._sequences.context_of(inputs),
+            replica=self.replica,
         )
         return Interpreter(machine, self._rank, self._recorder if trains else None)
 
@@ -336,12 +349,17 @@ class Engine:
         return float(busy[0] / busy[1])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>"."""
-        return state_of(self.stages, self.optimizers, self.masters)
+        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
+
+        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on.
+        """
+        step = torch.tensor(self._steps_before + self._num_steps)
+        return {**state_of(self.stages, self.optimizers, self.masters), "engine.step": step}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit."""
         load_state(self.stages, self.optimizers, self.masters, state)
+        self._steps_before = int(state.get("engine.step", 0)) - self._num_steps
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""
