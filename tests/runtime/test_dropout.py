@@ -69,6 +69,14 @@ def test_bits_are_as_good_as_independent(p: float) -> None:
         assert abs(spread - 1) < 4 * (3 / means.numel()) ** 0.5, spread
 
 
+def test_pairs_of_features_are_no_more_alike_than_independent_ones() -> None:
+    layer = keyed(0.5)
+    bits = drawn(layer, Unit(0, range(4)), 4, 256, 1024).flatten(0, 1).sub(1).float()  # -1 or 1
+    alike = (bits.T @ bits).square().fill_diagonal_(0.0).double() / len(bits)
+    pairs = 1024 * 1023 / 2
+    assert abs(float(alike.sum()) / 2 / pairs - 1) < 4 * (2 / pairs) ** 0.5
+
+
 def test_sites_steps_seeds_and_calls_are_independent() -> None:
     masks, p = Masks(0), 0.3
     layer = keyed(p, masks=masks)
