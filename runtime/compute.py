@@ -23,7 +23,8 @@ from quintsched.errors import MisfitError
 
 from .backward import edge_of, run_backward
 from .blocks import TensorSpec
-from .forward import Extras, Outputs
+from .dropout import Unit
+from .forward import UNIT, Extras, Outputs
 from .machine import Machine, Saved, Start
 from .recompute import Rerun
 from .slices import Past, Store
@@ -47,6 +48,8 @@ def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
     take = None if taken is None else machine.taker(taken, index)
     finish = partial(_lose, machine, unit) if made.kind is Kind.LOSS else _hand_on(machine, made)
     extras_of = _extras(machine, instruction)
+    if forward.drops and machine.trains:
+        extras_of = _with_unit(machine, instruction, extras_of)
     clock, saved, whole, differentiable = machine.clock, machine.saved, forward.whole, DIFFERENTIABLE
 
     def train() -> None:
@@ -93,6 +96,21 @@ def _extras(machine: Machine, instruction: ins.Fwd) -> Callable[[Outputs], Extra
         return {**machine.batch.extras[unit], "past": past}
 
     return extras
+
+
+def _with_unit(
+    machine: Machine, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
+) -> Callable[[Outputs], Extras]:
+    """Return what says beside the extras which samples of the batch a unit has, and where its tokens stand."""
+    schedule, inputs = machine.plan.schedule, machine.input_spec.shape
+    microbatch, number = divmod(instruction.microbatch, schedule.slices)
+    first = (machine.replica * schedule.microbatches + microbatch) * inputs[0]
+    samples, positions = range(first, first + inputs[0]), None
+    if machine.context is not None:
+        positions = machine.context.positions
+    elif schedule.slices > 1:
+        positions = torch.arange(number * inputs[1], (number + 1) * inputs[1], device=machine.transport.device)
+    return lambda given: {**extras_of(given), UNIT: Unit(machine.step, samples, positions)}
 
 
 def _hand_on(machine: Machine, made: Value) -> Callable[[Outputs], Start]:

@@ -26,13 +26,14 @@ from .batches import Batch, BatchCutter
 from .blocks import Blocks, TensorSpec, estimate_costs, outlines
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
+from .dropout import Masks
 from .expert_load import ExpertLoad
 from .experts import leave_uncompiled
 from .forward import StageForward
 from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
-from .limits import require_blocks_to_recompute, require_long_sight, require_repeatable, require_runnable
+from .limits import require_blocks_to_recompute, require_keyed_dropout, require_long_sight, require_runnable
 from .losses import takes_vocabulary
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
@@ -140,6 +141,7 @@ class Engine:
         )
         self._dtype = dtype
         device = self.transport.device
+        self._masks = Masks(seed)
         self.stages = build_stages(
             blocks,
             self._cuts,
@@ -148,10 +150,11 @@ class Engine:
             self._groups,
             self._tensor,
             seed=seed,
+            masks=self._masks,
             dtype=dtype,
             device=device,
         )
-        require_repeatable(plan, self.stages, self.transport)
+        require_keyed_dropout(plan, self.stages)
         require_blocks_to_recompute(plan, self.stages)
         if compiled:
             leave_uncompiled(self.stages)
@@ -173,7 +176,7 @@ class Engine:
             rank=self._rank,
             shard=self._sequences.shard,
         )
-        self._num_steps = 0
+        self._num_steps = self._steps_before = 0
         self._metric_names = tuple(self._metrics)
         self._broken = False
         self._running: Interpreter | None = None
@@ -310,6 +313,7 @@ class Engine:
         if self._running is not None and self._running is not interpreter:
             self._running.machine.settle()
         self._running, self._broken = interpreter, True
+        machine.step = self._steps_before + self._num_steps
         interpreter.run(batch, self._num_steps, calls)
         self._broken = False
         assert machine.sums is not None
@@ -333,6 +337,7 @@ class Engine:
                 number: StageForward(
                     {int(block): module for block, module in stage.blocks.items()},
                     parcels,
+                    masks=self._masks,
                     recompute=plan.layout.recompute_every(number) if trains else 0,
                     compiled=self._compiled,
                     around=tokens.around,
@@ -355,6 +360,7 @@ class Engine:
             sends_kept=self._sends_kept,
             context=self._sequences.context_of(inputs),
             token_parts={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(self._cuts)},
+            replica=self.replica,
         )
         return Interpreter(machine, self._rank, self._recorder if trains else None)
 
@@ -375,12 +381,17 @@ class Engine:
         return self._expert_load.read()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>"."""
-        return state_of(self.stages, self.optimizers, self.masters)
+        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
+
+        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on.
+        """
+        step = torch.tensor(self._steps_before + self._num_steps)
+        return {**state_of(self.stages, self.optimizers, self.masters), "engine.step": step}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit."""
         load_state(self.stages, self.optimizers, self.masters, state)
+        self._steps_before = int(state.get("engine.step", 0)) - self._num_steps
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Parcel, accepted_extras, split_result
+from .dropout import KeyedDropout, Masks
 from .recompute import Rerun, run_dropped
 
 Extras = Mapping[str, Any]
@@ -24,6 +25,9 @@ Outputs = tuple[Tensor, ...]
 
 
 Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
+
+UNIT = "the unit"
+"""Under this key a unit's extras say which one it is (a `dropout.Unit`), where masks are drawn; blocks never see it."""
 
 
 class Chain:
@@ -63,6 +67,7 @@ class StageForward:
         recompute: every how manieth block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
         around: number, block → the block with what stands before and behind it.
+        masks: what the blocks' dropouts draw by.
     """
 
     def __init__(
@@ -70,18 +75,23 @@ class StageForward:
         blocks: Mapping[int, nn.Module],
         parcels: Sequence[Parcel],
         *,
+        masks: Masks,
         recompute: int = 0,
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
     ) -> None:
         numbers = list(blocks)
+        self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
+        """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
 
         def segment(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
             arriving = parcels[some[0] - 1].names if some[0] else ()
             modules = [module for number in some for module in around(number, blocks[number])]
             made = Chain(modules, arriving, parcels[some[-1]].names)
             run = torch.compile(made, dynamic=False) if compiled else made
-            return run, partial(_buffers, modules) if dropped else None
+            return partial(_run_keyed, masks, run) if self.drops else run, partial(
+                _buffers, modules
+            ) if dropped else None
 
         self._segments = [segment(some, dropped) for some, dropped in _cut(numbers, recompute)]
         self.whole = self._segments[0][0] if len(self._segments) == 1 and not recompute else None
@@ -98,6 +108,15 @@ class StageForward:
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
         return given, total
+
+
+def _run_keyed(masks: Masks, run: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+    """Run with the masks of the unit, also when it is run again."""
+    unit = extras.get(UNIT)
+    if unit is None:
+        return run(given, extras)
+    with masks.of(unit):
+        return run(given, {name: extra for name, extra in extras.items() if name != UNIT})
 
 
 def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:

@@ -12,6 +12,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
 from .blocks import Blocks, some_take
+from .dropout import KeyedDropout
 from .job import require_world
 from .stages import Stage
 from .transport import Transport
@@ -53,19 +54,18 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             )
 
 
-def require_repeatable(plan: Plan, stages: Mapping[int, Stage], transport: Transport) -> None:
-    """Raise `MisfitError` where a recomputed forward would draw other random masks than the first one did.
-
-    Ranks that are threads of one process draw from one generator.
-    """
-    if transport.name != "local" or transport.world_size == 1:
+def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where several ranks would each draw masks of their own (see `dropout`)."""
+    if plan.mesh.size == 1:
         return
-    for number, stage in stages.items():
-        if plan.layout.recomputes(number) and any(_drops(module) for module in stage.modules()):
-            raise MisfitError(
-                f"stage {number} drops out and is recomputed, and ranks in one process share a random generator; run "
-                "it on processes of their own, or set its p to 0"
-            )
+    for stage in stages.values():
+        for number, block in stage.blocks.items():
+            for name, module in block.named_modules():
+                if _draws(module):
+                    raise MisfitError(
+                        f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
+                        f"would not agree over mesh {plan.mesh}; use nn.Dropout, or set its probability to 0"
+                    )
 
 
 def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None:
@@ -79,5 +79,8 @@ def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None
             )
 
 
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, _DropoutNd) and module.p > 0
+def _draws(module: nn.Module) -> bool:
+    """Whether a module takes masks from torch's global generator."""
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, _DropoutNd) and module.p > 0 and not isinstance(module, KeyedDropout)

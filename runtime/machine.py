@@ -170,7 +170,8 @@ class Machine:
 
     `parcels` says what each stage leaves for the next, for one unit. `tally` collects the step's loss and metrics,
     `sums` holds them once they are shared. `context` is what blocks are told where sequences are shared out over cp;
-    `token_parts` says into how many parts the tokens that a stage is given are cut over tp.
+    `token_parts` says into how many parts the tokens that a stage is given are cut over tp. `replica` is which share of
+    a batch this rank takes, `step` how many steps the training has made, over all its runs.
     """
 
     plan: Plan
@@ -192,6 +193,8 @@ class Machine:
     sends_kept: int | None = SENDS_KEPT
     context: Context | None = None
     token_parts: Mapping[int, int] = field(default_factory=dict)
+    replica: int = 0
+    step: int = 0
     batch: Batch = NOTHING
     cells: dict[Value, Cell] = field(default_factory=dict)
     saved: dict[Value, Saved] = field(default_factory=dict)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError
 from quintsched.layout import Layout
 from quintsched.partition import partition
 
 from .blocks import Block, Blocks, build_block
+from .dropout import Masks, key_dropouts
 from .experts import apply_expert_parallel
 from .groups import MeshGroups
 from .tensor_cuts import TensorCuts
@@ -60,12 +60,13 @@ def build_stages(
     tensor: TensorCuts,
     *,
     seed: int,
+    masks: Masks,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> dict[int, Stage]:
     """Build the stages of `pp_rank`; at no time does it hold more than one full block.
 
-    All ranks that hold a block start from the same weights: those of the first of them.
+    All ranks that hold a block start from the same weights: those of the first of them. Dropouts draw by `masks`.
     """
 
     def build(number: int, stage: int) -> nn.Module:
@@ -74,7 +75,7 @@ def build_stages(
             _same_everywhere(held, groups.holders)
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(held, groups.sharing[layout.twins(stage)].group)
-        _require_no_dropout(module, number, groups.tensor)
+        key_dropouts(module, number, masks)
         apply_expert_parallel(module, groups.experts, groups.context)
         return tensor.apply(number, module)
 
@@ -83,16 +84,6 @@ def build_stages(
         return Stage(stage, built, tensor.partial(built))
 
     return {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
-
-
-def _require_no_dropout(module: nn.Module, number: int, tensor: Group) -> None:
-    """Raise `MisfitError` for dropout under tensor parallelism: each rank would draw a mask of its own."""
-    active = [name for name, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p > 0]
-    if active and tensor.size > 1:
-        raise MisfitError(
-            f"block {number} drops out ({active[0] or 'itself'}), and masks do not agree over tp={tensor.size} yet; "
-            "set its p to 0 or use a mesh without tp"
-        )
 
 
 def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> None:

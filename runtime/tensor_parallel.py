@@ -21,6 +21,7 @@ from torch import nn
 from quintsched.errors import MisfitError
 
 from .column_product import Entry
+from .dropout import KeyedDropout
 from .expert_door import Door
 from .experts import mixtures
 from .parallel_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
@@ -94,6 +95,9 @@ def apply_tensor_parallel(
         _share_region(parent, group)
     for layer in mixtures(module).values():
         layer.open_door(Door(group, cut=layer in doors, shares=sequence_parallel))
+    for dropout in module.modules() if sequence_parallel else ():
+        if isinstance(dropout, KeyedDropout):
+            dropout.sequence = group
     if not sequence_parallel:
         _watch_replicated(module, cuts, group)
     return module
@@ -145,7 +149,7 @@ def _share_region(parent: nn.Module, group: Group) -> None:
     """Let a pair, and what drops out between, know of each other."""
     region = Region(group, sum(isinstance(layer, ColumnParallelLinear) for layer in parent.children()))
     for layer in parent.children():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | nn.Dropout):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
             layer.region = region
 
 

@@ -68,6 +68,8 @@ class GPTOptions(Settings):
     """What stands between the two products of the MLP; swiglu needs gates, and so a first product twice as wide."""
     tied: bool = False
     """The head uses the embedding's weight; the engine then keeps the two equal."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the features that training drops from embedded tokens, and from what each half of a block adds."""
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> GPTOptions:
@@ -92,8 +94,9 @@ def gpt(data: DataSpec, options: GPTOptions) -> list[Callable[[], nn.Module]]:
     if len(data.input_shape) != 1:
         raise MisfitError(f"gpt needs sequences of token ids (S,), but a sample has the shape {data.input_shape}")
     length = data.input_shape[0]
+    longest = length if options.positions == "learned" else None
     return [
-        partial(Embedding, data.num_classes, length if options.positions == "learned" else None, options.hidden),
+        partial(Embedding, data.num_classes, longest, options.hidden, options.dropout),
         *[partial(Block, options, length)] * options.depth,
         partial(Head, options, data.num_classes),
     ]
@@ -109,10 +112,11 @@ class Embedding(nn.Module):
 
     tensor_parallel: ClassVar = {"tokens": "vocabulary"}
 
-    def __init__(self, num_tokens: int, length: int | None, hidden: int) -> None:
+    def __init__(self, num_tokens: int, length: int | None, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(num_tokens, hidden)
         self.positions = None if length is None else nn.Embedding(length, hidden)
+        self.dropout = nn.Dropout(dropout)
         _initialise(self)
 
     def forward(self, ids: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
@@ -121,14 +125,18 @@ class Embedding(nn.Module):
         Raises MisfitError for a sequence that is too long.
         """
         embedded: Tensor = self.tokens(ids)
-        if self.positions is None:
-            return embedded
+        if self.positions is not None:
+            embedded = embedded + self._learned(self.positions, ids, past, context)
+        dropped: Tensor = self.dropout(embedded)
+        return dropped
+
+    def _learned(self, positions: nn.Embedding, ids: Tensor, past: Past | None, context: Context | None) -> Tensor:
         start = 0 if past is None else past.seen
         end = start + ids.shape[1] if context is None else context.length
-        require_room(end, self.positions.num_embeddings)
+        require_room(end, positions.num_embeddings)
         places = torch.arange(start, end, device=ids.device) if context is None else context.positions
-        learned: Tensor = self.positions(places)
-        return embedded + learned
+        learned: Tensor = positions(places)
+        return learned
 
 
 class Block(nn.Module):
@@ -146,6 +154,7 @@ class Block(nn.Module):
         self.attention = Attention(hidden, heads, options.kv_heads, rotary)
         self.norm2 = _norm(options)
         self.mlp = feed_forward(options) if mlp is None else mlp
+        self.dropout1, self.dropout2 = nn.Dropout(options.dropout), nn.Dropout(options.dropout)
         _initialise(self)
         for name, layer in self.named_modules():
             if name.endswith(LAST_PRODUCTS) and isinstance(layer, nn.Linear):
@@ -155,13 +164,11 @@ class Block(nn.Module):
         self, tokens: Tensor, past: Past | None = None, context: Context | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attend to what came before, then transform each token; both are residual."""
-        attended: Tensor = tokens + self.attention(self.norm1(tokens), past, context)
+        attended: Tensor = tokens + self.dropout1(self.attention(self.norm1(tokens), past, context))
         added = self.mlp(self.norm2(attended))
-        if isinstance(added, tuple):
-            output, auxiliary = added
-            return attended + output, auxiliary
-        out: Tensor = attended + added
-        return out
+        output, auxiliary = added if isinstance(added, tuple) else (added, None)
+        out: Tensor = attended + self.dropout2(output)
+        return out if auxiliary is None else (out, auxiliary)
 
 
 def feed_forward(options: GPTOptions, ratio: int | None = None, *, bias: bool = True) -> nn.Module:

@@ -41,6 +41,8 @@ class ViTOptions(Settings):
     """Width of the MLP as a multiple of `hidden`."""
     patch: int | None = Field(default=None, ge=1)
     """Side of a square patch in pixels; none: 2 for images below 16 pixels, else 4."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the features that training drops from embedded tokens, and from what each half of a block adds."""
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> ViTOptions:
@@ -61,9 +63,9 @@ def vit(data: DataSpec, options: ViTOptions) -> list[Callable[[], nn.Module]]:
     if height % patch or width % patch:
         raise MisfitError(f"vit: an image of {height} x {width} pixels does not divide into patches of {patch}")
     num_patches = (height // patch) * (width // patch)
-    block = partial(Block, options.hidden, options.heads, options.hidden * options.mlp_ratio)
+    block = partial(Block, options.hidden, options.heads, options.hidden * options.mlp_ratio, options.dropout)
     return [
-        partial(PatchEmbedding, channels, patch, num_patches, options.hidden),
+        partial(PatchEmbedding, channels, patch, num_patches, options.hidden, options.dropout),
         *[block] * options.depth,
         partial(Head, options.hidden, data.num_classes),
     ]
@@ -78,12 +80,13 @@ class PatchEmbedding(nn.Module):
 
     undecayed = ("class_token", "positions")
 
-    def __init__(self, channels: int, patch: int, num_patches: int, hidden: int) -> None:
+    def __init__(self, channels: int, patch: int, num_patches: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.patch = patch
         self.proj = _linear(channels * patch * patch, hidden)
         self.class_token = nn.Parameter(torch.randn(1, 1, hidden))
         self.positions = nn.Parameter(torch.randn(1, num_patches + 1, hidden))
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         """Cut (B, C, H, W) into patches, row by row, and embed them as (B, T, D)."""
@@ -92,23 +95,25 @@ class PatchEmbedding(nn.Module):
         patches = images.reshape(batch, channels, height // size, size, width // size, size)
         tokens = self.proj(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
         class_token = self.class_token.expand(len(images), -1, -1)
-        return torch.cat([class_token, tokens], dim=1) + self.positions
+        out: Tensor = self.dropout(torch.cat([class_token, tokens], dim=1) + self.positions)
+        return out
 
 
 class Block(nn.Module):
     """A pre-norm transformer block: (B, T, D) → (B, T, D)."""
 
-    def __init__(self, hidden: int, num_heads: int, mlp_hidden: int) -> None:
+    def __init__(self, hidden: int, num_heads: int, mlp_hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden)
         self.attention = Attention(hidden, num_heads)
         self.norm2 = nn.LayerNorm(hidden)
         self.mlp = Mlp(hidden, mlp_hidden)
+        self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Attend, then transform each token; both are residual."""
-        attended: Tensor = tokens + self.attention(self.norm1(tokens))
-        out: Tensor = attended + self.mlp(self.norm2(attended))
+        attended: Tensor = tokens + self.dropout1(self.attention(self.norm1(tokens)))
+        out: Tensor = attended + self.dropout2(self.mlp(self.norm2(attended)))
         return out
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
+from quintsched.runtime.dropout import Masks, Unit, key_dropouts
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.transport import LocalTransport, LocalWorld
@@ -69,3 +70,13 @@ def test_in_bf16_chunks_and_halves_change_no_bit(schedule: str, chunks: int) -> 
     for name, weight in found.items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, expected[name]), name
+
+
+def test_a_dropout_draws_what_it_draws_on_the_host() -> None:
+    layer, masks = torch.nn.Dropout(0.3), Masks(0)
+    key_dropouts(layer, 0, masks)
+    found = []
+    for device in (DEVICE, "cpu"):
+        with masks.of(Unit(7, range(8, 16), torch.arange(4, 8, device=device))):
+            found.append(layer(torch.ones(8, 4, 300, device=device)).cpu())
+    assert torch.equal(*found)

@@ -97,3 +97,28 @@ def test_compiled_stages_look_beyond_their_part_of_a_sequence(context: ContextMe
 
     expected = train_plainly(task, blocks, 2, dtype=torch.float64)
     assert worst_difference(run_local(2, run, timeout_s=300), expected) <= 1e-12
+
+
+class Noisy(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(super().forward(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=slow)])
+def test_compiled_stages_drop_the_same_and_are_compiled_once(schedule: str) -> None:
+    plan = qs.compile(schedule, mesh="pp=1", microbatches=2)
+    inputs, targets = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+
+    def losses(compiled: bool) -> list[float]:
+        engine = Engine(plan, [Noisy] * 2, nn.functional.mse_loss, sgd, dtype=torch.float64, compiled=compiled)
+        first = engine.step(inputs, targets).loss.item()
+        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
+            return [first, *(engine.step(inputs, targets).loss.item() for _ in range(3))]
+
+    found = losses(True)
+    assert len(set(found)) == 4
+    assert found == pytest.approx(losses(False), abs=1e-12)

@@ -335,17 +335,6 @@ def test_attention_that_keeps_its_number_of_heads_is_cut_rightly() -> None:
     assert loss_on("tp=2,pp=2") == pytest.approx(loss_on("dp=1") * 4, rel=1e-12)
 
 
-def test_dropout_under_tensor_parallelism_is_refused() -> None:
-    def run(transport: Transport) -> None:
-        blocks = [lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))]
-        Engine(
-            qs.compile("1f1b", mesh="tp=2", microbatches=1), blocks, nn.functional.mse_loss, sgd, transport=transport
-        )
-
-    with pytest.raises(qs.MisfitError, match=r"block 0 drops out \(1\), and masks do not agree over tp=2 yet"):
-        run_local(2, run)
-
-
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
     def explode(output: Tensor, targets: Tensor) -> Tensor:
         if targets.sum() > 0:

@@ -149,22 +149,39 @@ def test_a_loss_function_that_gives_something_else_is_refused(loss: LossFn, word
 # ---------------------------------------------------------------- recomputation, slices, ties
 
 
-def noisy() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+def layer_norm_of(noise: nn.Module) -> Blocks:
+    return [lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(nn.Identity(), noise))] * 2
 
 
-def test_ranks_that_share_a_random_generator_recompute_no_dropout() -> None:
-    again = qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=1)
-    with pytest.raises(qs.MisfitError, match="drops out and is recomputed, and ranks in one process share a random"):
-        train(again, [noisy] * 2, batch(4))
-    fine: list[tuple[qs.Plan, Blocks]] = [
-        (qs.compile("1f1b", mesh="pp=1", microbatches=2, recompute=1), [noisy] * 2),
-        (TWO_RANKS, [noisy] * 2),
-        (again, [lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))] * 2),
-        (qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=[1, 0]), [linear, noisy]),
-    ]
-    for plan, blocks in fine:
-        assert all(loss > 0 for outcome in train(plan, blocks, batch(4)) for loss in outcome.losses)
+class Quiet(nn.Dropout):
+    """Somebody's own kind, which may do anything."""
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        nn.Dropout1d(0.1),
+        nn.AlphaDropout(0.1),
+        nn.FeatureAlphaDropout(0.1),
+        Quiet(0.1),
+        nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
+        nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.1),
+    ],
+    ids=lambda noise: type(noise).__name__,
+)
+def test_several_ranks_draw_no_masks_but_those_that_are_keyed(noise: nn.Module) -> None:
+    with pytest.raises(
+        qs.MisfitError,
+        match=rf"block [01] drops out by a {type(noise).__name__} \(1\.1\), .* over mesh pp=2; use nn.Dropout",
+    ):
+        train(TWO_RANKS, layer_norm_of(noise), batch(4))
+
+
+def test_one_rank_may_draw_as_it_likes() -> None:
+    (noisy,) = train(alone(), layer_norm_of(nn.AlphaDropout(0.5)), batch(4))
+    (plain,) = train(alone(), layer_norm_of(nn.AlphaDropout(0.0)), batch(4))
+    assert noisy.losses != plain.losses
+    assert len(train(TWO_RANKS, layer_norm_of(nn.AlphaDropout(0.0)), batch(4))) == 2
 
 
 def test_a_stage_has_blocks_enough_to_recompute_every_kth() -> None:

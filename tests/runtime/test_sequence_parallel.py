@@ -17,6 +17,7 @@ from quintsched.runtime import Carry, Engine
 from quintsched.runtime.__main__ import main
 from quintsched.runtime.blocks import Blocks, build_block
 from quintsched.runtime.data import DataSpec
+from quintsched.runtime.dropout import Masks
 from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.tensor_parallel import apply_tensor_parallel
@@ -94,6 +95,24 @@ def test_the_parts_of_llama_equal_one_process(method: str) -> None:
     assert difference_on(plan, ids_task(2, 8, LENGTH), lively_gpt(**LLAMA), context=method) <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "options"),
+    [
+        ("1f1b", "tp=2", {}),
+        ("zb-h1", "dp=2,cp=2,tp=2", {}),
+        ("interleaved-1f1b", "pp=2,tp=2", {"chunks": 2, "recompute": 1}),
+        ("seq-1f1b", "pp=2,tp=2", {"slices": 2}),
+    ],
+)
+def test_masks_of_dropouts_are_those_of_one_process(schedule: str, mesh: str, options: dict[str, int]) -> None:
+    plan = qs.compile(schedule, mesh=mesh, microbatches=2, **options)  # type: ignore[arg-type]
+    task, blocks = ids_task(2, 8, LENGTH), [*lively_gpt(dropout=0.3)[:-1], Dropping, lively_gpt()[-1]]
+    microbatches = 2 * plan.mesh.axis_size("dp")
+    alone = train_plainly(task, blocks, microbatches, dtype=torch.float64, masks=Masks(0))
+    found = train_on(plan, task, blocks, dtype=torch.float64, rules="nccl", sequence_parallel=True)
+    assert worst_difference(found, alone) <= 1e-12
+
+
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "tp=2"])
 def test_tied_embeddings_equal_one_process(mesh: str) -> None:
     ties = {"embedding": (0, 1)} if "pp" in mesh else {}
@@ -116,6 +135,19 @@ def test_a_vision_transformer_where_its_tokens_divide() -> None:
     task = Task.make(2, 8, torch.float64)
     with pytest.raises(MisfitError, match=r"over tp=2, but block 0 leaves float64 \(4, 17, 16\), which does not div"):
         train_on(qs.compile("1f1b", mesh="tp=2", microbatches=2), task, tiny_vit(), sequence_parallel=True)
+
+
+class Dropping(nn.Module):
+    """An MLP that drops out before its pair, between the two, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.before, self.between, self.behind = nn.Dropout(0.2), nn.Dropout(0.3), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.behind(self.fc2(self.between(self.fc1(self.before(x)).relu())))
+        return out
 
 
 def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:

@@ -162,11 +162,14 @@ def test_early_stopping(data_file: Path) -> None:
         assert len(history) == 3
 
 
-@pytest.mark.parametrize("every", [0, 4])
-def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Path, every: int) -> None:
-    schedule = {"name": "cosine", "warmup_steps": 3}
-    whole = fit(job(data_file, train={"lr_schedule": schedule}))
-    saved = job(data_file, train={"lr_schedule": schedule}, checkpoint={"dir": str(tmp_path / "c"), "every": every})
+@pytest.mark.parametrize(("every", "dropout"), [(0, 0.0), (4, 0.0), (4, 0.1)])
+def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Path, every: int, dropout: float) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"options": {"hidden": 8, "depth": 2, "heads": 2, "dropout": dropout}},
+        "train": {"lr_schedule": {"name": "cosine", "warmup_steps": 3}},
+    }
+    whole = fit(job(data_file, **sections))
+    saved = job(data_file, **sections, checkpoint={"dir": str(tmp_path / "c"), "every": every})
     interrupt_after(saved, steps=10)
     for (history, weights, said), (expected, expected_weights, _) in zip(fit(saved, resume=True), whole, strict=True):
         assert said[0] == f"resumed after step {8 if every else 6}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime.blocks import Blocks, build_model
 from quintsched.runtime.data import DataSpec
+from quintsched.runtime.dropout import Masks, Unit, key_dropouts
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
 from quintsched.runtime.models.gpt import GPTOptions, gpt
@@ -77,21 +79,32 @@ def train_plainly(
     clip: float | None = None,
     dtype: torch.dtype | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
+    masks: Masks | None = None,
 ) -> Outcome:
-    """Train in one process with nothing of ours but the initial weights: the ground that everything stands on."""
+    """Train in one process with nothing of ours but the initial weights: the ground that everything stands on.
+
+    With `masks`, dropouts draw by them.
+    """
     model = build_model(blocks, 0, dtype or task.inputs.dtype)
+    if masks is not None:
+        for number, block in enumerate(model):
+            key_dropouts(block, number, masks)
     for first, *others in (tied or {}).values():
         for other in others:
             owner, _, name = other.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(first))
     stepper = optimizer(list(model.parameters()))
     losses = []
-    for inputs, targets in zip(task.inputs, task.targets, strict=True):
+    for step, (inputs, targets) in enumerate(zip(task.inputs, task.targets, strict=True)):
         stepper.zero_grad()
+        size = len(inputs) // microbatches
         weight = (targets != -100).sum().to(dtype or task.inputs.dtype)
         total = torch.zeros((), dtype=torch.float64)
-        for some_inputs, some_targets in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            logits = model(some_inputs).flatten(0, -2)
+        for start, some_inputs, some_targets in zip(
+            range(0, len(inputs), size), inputs.split(size), targets.split(size), strict=True
+        ):
+            with masks.of(Unit(step, range(start, start + size))) if masks else nullcontext():
+                logits = model(some_inputs).flatten(0, -2)
             loss = nn.functional.cross_entropy(logits, some_targets.flatten(), ignore_index=-100, reduction="sum")
             loss.backward()
             total += loss.detach()
