@@ -34,6 +34,7 @@ from .interpreter import Interpreter
 from .limits import require_blocks_to_recompute, require_long_sight, require_repeatable, require_runnable
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .precision import Masters
+from .pretrained import load_pretrained
 from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
@@ -342,6 +343,14 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit."""
         load_state(self.stages, self.optimizers, self.masters, state)
+
+    def load_pretrained(self, path: str | Path) -> None:
+        """Let the weights be those of a GPT-2-shaped checkpoint, of which each rank reads its own slices.
+
+        It is meant for an engine that has not stepped yet: the optimizer's state stays. See `pretrained` for what a
+        checkpoint is, and for what is raised.
+        """
+        load_pretrained(self.stages, self.masters, path, num_blocks=len(self._blocks), tied=self._tied.names)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""

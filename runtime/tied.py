@@ -45,6 +45,7 @@ class TiedWeights:
         stages: Mapping[int, Stage],
         groups: MeshGroups,
     ) -> None:
+        self.names = dict(names)
         for name, weights in names.items():
             if len(set(weights)) < 2:
                 raise MisfitError(f"tied weight {name!r} names {len(set(weights))} weights; name at least two")

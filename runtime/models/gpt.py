@@ -9,7 +9,7 @@ tensor parallelism cuts a block are as in `vit`. The options choose the parts of
                  GPT-2 (default)     LLaMA
     norm         layernorm           rmsnorm
     positions    learned             rope
-    activation   gelu                swiglu
+    activation   gelu, gelu_tanh     swiglu
     kv_heads     as many as heads    fewer
 
 A sequence may come in slices (`seq-1f1b`). Blocks then get `past`, which knows how many positions came before, and
@@ -24,9 +24,10 @@ Touvron et al. 2023, "LLaMA".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import sqrt
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -43,6 +44,9 @@ from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02
 NORM_EPSILON = 1e-5
+_MLPS: Mapping[str, Callable[[int, int], Mlp | SwiGlu]] = MappingProxyType(
+    {"gelu": Mlp, "gelu_tanh": partial(Mlp, approximate="tanh"), "swiglu": SwiGlu}
+)
 
 
 class GPTOptions(Settings):
@@ -62,8 +66,9 @@ class GPTOptions(Settings):
     """What normalises tokens; rmsnorm neither centres them nor has a bias."""
     positions: Literal["learned", "rope"] = "learned"
     """Positions as vectors that are learned and added to the tokens, or as rotations of queries and keys."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    """What stands between the two products of the MLP; swiglu needs gates, and so a first product twice as wide."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """What stands between the two products of the MLP: a GELU, its approximation by tanh as in GPT-2's own weights, or
+    swiglu, which needs gates, and so a first product twice as wide."""
     tied: bool = False
     """The head uses the embedding's weight; the engine then keeps the two equal."""
 
@@ -137,7 +142,7 @@ class Block(nn.Module):
         super().__init__()
         hidden, heads = options.hidden, options.heads
         rotary = Rotary(hidden // heads, length) if options.positions == "rope" else None
-        mlp = Mlp if options.activation == "gelu" else SwiGlu
+        mlp = _MLPS[options.activation]
         self.norm1 = _norm(options)
         self.attention = Attention(hidden, heads, options.kv_heads, rotary)
         self.norm2 = _norm(options)
