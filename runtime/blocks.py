@@ -16,8 +16,11 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
+
+from .torch_sharded import before_fully_shard
 
 Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
@@ -254,7 +257,7 @@ def _require_result(number: int, result: object) -> None:
     """Raise `MisfitError` unless a block gave a tensor, or (output, auxiliary loss), with or without riders."""
     output, auxiliary = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     found = output.output if isinstance(output, Carry) else output
-    if not isinstance(found, Tensor):
+    if not isinstance(found, Tensor) or isinstance(found, DTensor):
         raise MisfitError(
             f"block {number} returns a {type(found).__name__}; it must return a tensor or a Carry, or one of them "
             "beside an auxiliary loss"
@@ -286,6 +289,7 @@ def _on_meta(block: Block) -> nn.Module:
 def _call_on_meta(
     module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
 ) -> BlockResult:
+    module = before_fully_shard(module)
     weights = {
         name: t.to("meta", dtype if t.is_floating_point() else None)
         for name, t in (*module.named_parameters(), *module.named_buffers())

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
@@ -25,6 +26,7 @@ from .groups import MeshGroups, Sharing
 from .precision import Masters, is_low
 from .stages import Stage
 from .tied import TiedWeights
+from .torch_sharded import comes_summed, local_gradient, local_of
 from .transport import Work
 
 Bucket = tuple[int, int]
@@ -36,13 +38,14 @@ class Piece:
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
         self.bucket = bucket
         self.parameters = tuple(parameters)
-        first = parameters[0]
-        dtype = torch.float32 if is_low(first.dtype) else first.dtype
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=first.device)
+        self.comes_summed = comes_summed(parameters[0])
+        local = [local_of(parameter) for parameter in parameters]
+        dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
+        self.flat = torch.zeros(sum(t.numel() for t in local), dtype=dtype, device=local[0].device)
         self.missing: set[Tensor] = set(parameters)
         self.ready = False
-        views = self.flat.split([p.numel() for p in parameters])
-        self.views = [view.view_as(parameter) for parameter, view in zip(parameters, views, strict=True)]
+        views = self.flat.split([t.numel() for t in local])
+        self.views = [view.view_as(tensor) for tensor, view in zip(local, views, strict=True)]
         self._homes = [masters.of(parameter) for parameter in parameters]
         self.attach()
 
@@ -83,18 +86,20 @@ class Gradients:
                 by_bucket.setdefault(bucket, []).append(piece)
                 self._home.update({p: (piece, view) for p, view in zip(parameters, piece.views, strict=True)})
         self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
-        self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ())]
+        self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ()) if not piece.comes_summed]
         self.launched: list[Work] = []
         self._syncing: list[_Sum] = []
-        self._counted = list(self._find_counted(twin_stages))
+        self._counted = list(self._find_counted([p for p in self._pieces if not p.comes_summed], twin_stages))
+        self._has_parts = any(piece.comes_summed for piece in self._pieces)
+        self._counted_parts = list(self._find_counted([p for p in self._pieces if p.comes_summed], twin_stages))
         for parameter, (_, view) in self._home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
-            if parameter.dtype != view.dtype:
+            if parameter.dtype != view.dtype or isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(partial(_move_into, view))
 
-    def _find_counted(self, twin_stages: Collection[int]) -> Iterator[Tensor]:
-        """Yield what this rank counts in the global norm: whole pieces where it can."""
-        for piece in self._pieces:
+    def _find_counted(self, pieces: Iterable[Piece], twin_stages: Collection[int]) -> Iterator[Tensor]:
+        """Yield what of these pieces this rank counts in the global norm: whole pieces where it can."""
+        for piece in pieces:
             if piece.bucket[0] not in twin_stages:
                 views = [view for p, view in zip(piece.parameters, piece.views, strict=True) if self._counts(p)]
                 yield from [piece.flat] if len(views) == len(piece.views) else views
@@ -126,7 +131,8 @@ class Gradients:
                 hook.remove()
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
-        return self._groups.replicas.size > 1 and self._tied.parameters.isdisjoint(piece.parameters)
+        is_reduced = self._groups.replicas.size > 1 and not piece.comes_summed
+        return is_reduced and self._tied.parameters.isdisjoint(piece.parameters)
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -205,13 +211,22 @@ class Gradients:
 
     def global_norm(self) -> tuple[Tensor, Work]:
         """Return the square of the 2-norm of the whole model's gradient, to be waited for: 0-dimensional, float64."""
-        norms = [torch.linalg.vector_norm(tensor) for tensor in self._counted]
+        square = self._square(self._counted)
+        if self._has_parts:
+            parts = self._square(self._counted_parts)
+            self._groups.replicas.all_reduce(parts).wait()
+            square = square + parts
+        return square, self._groups.model.all_reduce(square)
+
+    def _square(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of all squares: 0-dimensional, float64."""
+        norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if len(norms) == 1:
             square = norms[0].to(torch.float64).square()
         elif norms:
             square = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-        return square, self._groups.model.all_reduce(square)
+        return square
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient with `factor`."""
@@ -227,12 +242,12 @@ class Gradients:
 
 
 def _move_into(view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum of longer type; one that was put off is not there yet.
+    """Add a parameter's new gradient to its sum, longer or local; one that was put off is not there yet.
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
     if parameter.grad is not None and getattr(parameter, "_quintsched_sum", None) is view:
-        view.add_(parameter.grad)
+        view.add_(local_gradient(parameter))
         parameter.grad = None
 
 
@@ -280,7 +295,7 @@ def cut_pieces(
             gathered.clear()
 
     for parameter in parameters:
-        if gathered and (gathered[0].dtype != parameter.dtype or _bytes(gathered) + _bytes([parameter]) > piece_bytes):
+        if gathered and (_kind(gathered[0]) != _kind(parameter) or _bytes([*gathered, parameter]) > piece_bytes):
             close()
         gathered.append(parameter)
         done += parameter.numel()
@@ -293,4 +308,9 @@ def cut_pieces(
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(local_of(p).nbytes for p in parameters)
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
+    """Return what the parameters of a piece have in common."""
+    return parameter.dtype, comes_summed(parameter)

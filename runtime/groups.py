@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.instructions import Message, Send
 from quintsched.mesh import REPLICA_AXES, Mesh
@@ -23,6 +24,7 @@ from quintsched.plan import Plan
 
 from .ring_attention import ring_channels
 from .shards import shard_of
+from .torch_sharded import comes_summed, counts_here
 from .transport import Group, Transport
 
 
@@ -51,6 +53,8 @@ class MeshGroups:
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts a parameter in the global norm: of tensor-parallel copies, one does."""
+        if isinstance(parameter, DTensor):
+            return counts_here(parameter) and (self.tensor.index == 0 or not comes_summed(parameter))
         return shard_of(parameter) is not None or self.tensor.index == 0
 
 

@@ -20,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.errors import InputError, MisfitError, UsageError, nearest
 from quintsched.strictjson import describe_faults, parse_strict
@@ -68,6 +69,8 @@ def load_pretrained(
             for number, block in stage.blocks.items():
                 _require_same_options(checkpoint, block, int(number), num_blocks)
             for name, parameter in _named(stage):
+                if isinstance(parameter, DTensor):
+                    raise MisfitError(f"{name} is a DTensor; load the checkpoint before PyTorch shards the module")
                 found = _read_weight(checkpoint, name, parameter, num_blocks, tied)
                 masters.of(parameter).copy_(found)
         masters.publish(list(stages))

@@ -19,6 +19,7 @@ from quintsched.partition import partition
 from .blocks import Block, Blocks, build_block
 from .groups import MeshGroups
 from .tensor_parallel import apply_tensor_parallel
+from .torch_sharded import groups_of_copies, is_sharded, local_of, prepare_sharded
 from .transport import Group
 
 BlockBuilder = Callable[[Block, int], nn.Module]
@@ -62,12 +63,14 @@ def build_stages(
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
+        prepare_sharded(module, number, groups)
         for tensor in (*module.parameters(), *module.buffers()):
-            _same_everywhere(tensor, groups.holders)
+            for group in groups_of_copies(tensor, groups):
+                _same_everywhere(local_of(tensor), group)
             if layout.twins(stage) in groups.sharing:
-                _same_everywhere(tensor, groups.sharing[layout.twins(stage)].group)
+                _same_everywhere(local_of(tensor), groups.sharing[layout.twins(stage)].group)
         _require_no_dropout(module, number, groups.tensor)
-        return apply_tensor_parallel(module, groups.tensor)
+        return module if is_sharded(module) else apply_tensor_parallel(module, groups.tensor)
 
     return {
         stage: Stage(stage, {number: build(number, stage) for number in cuts[stage]})
