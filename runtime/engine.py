@@ -55,7 +55,8 @@ class Engine:
         blocks: the model in order: modules, or functions without arguments that each build one (then no rank builds
             the blocks of others, and `seed` fixes the initial weights for every mesh alike). A block takes the
             output of the one before and, by name, such of step's `extras` as its `forward` has parameters for; it
-            returns its output, or (output, auxiliary loss summed over the samples).
+            returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
+            sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
         optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
             pairs.
