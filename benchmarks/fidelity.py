@@ -132,7 +132,7 @@ def took_ms(by_rank: Sequence[Spans]) -> list[float]:
 
 def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
     """Run a step that all ranks begin together; return when it began and ended on this one."""
-    engine.barrier()
+    engine.everyone.barrier()
     begin = time.perf_counter()
     step()
     return begin, time.perf_counter()

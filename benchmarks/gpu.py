@@ -227,13 +227,13 @@ def run_rank(rank: int, device_type: str, size: Size, folder: str) -> dict[str, 
         batch = (inputs if engine.needs_inputs else None, targets if engine.needs_targets else None)
         times = []
         for _ in range(TRACED.stop):
-            engine.barrier()
+            engine.everyone.barrier()
             since = time.perf_counter()
             engine.step(*batch)
             synchronize(transport.device)
             times.append(time.perf_counter() - since)
         engine.save_trace(Path(folder) / schedule)
-        engine.barrier()
+        engine.everyone.barrier()
         engine.close()
         dist.barrier()
         found[schedule] = statistics.median(times[WARM_UP : TRACED.start])

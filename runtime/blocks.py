@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError
+
+from .torch_sharded import before_fully_shard, is_sharded
 
 Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
@@ -120,9 +123,14 @@ def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None)
 
 
 def outlines(blocks: Blocks, *, apart: bool) -> list[nn.Module]:
-    """Return the blocks without data, on the meta device; if `apart`, what is cut in place later stays whole here."""
+    """Return the blocks without data, on the meta device; if `apart`, what is cut in place later stays whole here.
+
+    Modules that PyTorch has sharded are not cut, and returned as they are.
+    """
     return [
-        copy.deepcopy(block, _meta_twins(block)) if apart and isinstance(block, nn.Module) else _on_meta(block)
+        copy.deepcopy(block, _meta_twins(block))
+        if apart and isinstance(block, nn.Module) and not is_sharded(block)
+        else _on_meta(block)
         for block in blocks
     ]
 
@@ -282,7 +290,7 @@ def _require_result(number: int, result: object) -> None:
     """Raise `MisfitError` unless a block gave a tensor, or (output, auxiliary loss), with or without riders."""
     output, auxiliary = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     found = output.output if isinstance(output, Carry) else output
-    if not isinstance(found, Tensor):
+    if not isinstance(found, Tensor) or isinstance(found, DTensor):
         raise MisfitError(
             f"block {number} returns a {type(found).__name__}; it must return a tensor or a Carry, or one of them "
             "beside an auxiliary loss"
@@ -328,6 +336,7 @@ class _Undrawn(TorchFunctionMode):
 def _call_on_meta(
     module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
 ) -> BlockResult:
+    module = before_fully_shard(module)
     weights = {
         name: t.to("meta", dtype if t.is_floating_point() else None)
         for name, t in (*module.named_parameters(), *module.named_buffers())

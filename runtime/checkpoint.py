@@ -76,10 +76,10 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             if engine.transport.rank == 0:
                 (folder / MANIFEST).unlink(missing_ok=True)
-            engine.barrier()
+            engine.everyone.barrier()
             data = save(_apart({name: tensor.cpu().contiguous() for name, tensor in engine.state_dict().items()}))
             _write(folder / _file_name(engine.transport.rank), data)
-            digests = engine.gather_bytes(hashlib.sha256(data).digest())
+            digests = engine.everyone.gather_bytes(hashlib.sha256(data).digest())
             if engine.transport.rank == 0:
                 self._complete(folder, engine, step, progress, digests)
 

@@ -43,6 +43,9 @@ class ModelConfig(Settings):
     """The options of that model."""
     tied: dict[str, Names] = Field(default_factory=dict)
     """Weights of a model of one's own that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
+    pretrained: str | None = None
+    """Weights to start from, in GPT-2's shape: a safetensors file, or a directory with `model.safetensors` or its
+    index; for "gpt" with `activation: gelu_tanh`. A run that is resumed does not read them."""
 
 
 class DataConfig(Settings):

@@ -7,10 +7,8 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from .blocks import Blocks, TensorSpec, estimate_costs, outlines
 from .context_parallel import ContextMethod, ContextParallel
 from .deferred import WeightQueue, defer_weights
 from .dropout import Masks
+from .everyone import Everyone
 from .expert_load import ExpertLoad
 from .experts import leave_uncompiled
 from .forward import StageForward
@@ -36,7 +35,9 @@ from .interpreter import Interpreter
 from .limits import require_blocks_to_recompute, require_keyed_dropout, require_long_sight, require_runnable
 from .losses import takes_vocabulary
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
+from .optimizers import OptimizerFn, build_optimizers
 from .precision import Masters
+from .pretrained import load_pretrained
 from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
@@ -48,8 +49,6 @@ from .tracing import Recorder
 from .transport import Transport
 from .wiring import connect_for
 
-OptimizerFn = Callable[[Any], Optimizer]
-
 
 class Engine:
     """Runs a plan on a user's own blocks, loss and optimizer.
@@ -59,7 +58,8 @@ class Engine:
         blocks: the model in order: modules, or functions without arguments that each build one (then no rank builds
             the blocks of others, and `seed` fixes the initial weights for every mesh alike). A block takes the
             output of the one before and, by name, such of step's `extras` as its `forward` has parameters for; it
-            returns its output, or (output, auxiliary loss summed over the samples).
+            returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
+            sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
         optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
             pairs.
@@ -124,6 +124,7 @@ class Engine:
         self._rank = self.transport.rank
         self._groups = make_groups(plan, self.transport)
         self._sequences = ContextParallel(context, self._groups.context, self.transport, compiled)
+        self.everyone = Everyone(self._groups.world)
         open_channels([plan, self._evaluation_plan], self.transport, ring=context == "ring")
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
@@ -166,7 +167,8 @@ class Engine:
         self._queues, self.deferred_share = self._defer()
         self.masters = Masters(self.stages)
         self._gradients = self._make_gradients(bucket_mb)
-        self.optimizers = self._make_optimizers(optimizer)
+        steps = [i.stages for i in plan.programs[self._pp_rank] if isinstance(i, OptStep)]
+        self.optimizers = build_optimizers(optimizer, steps, self.stages, self.masters)
         self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
         self._cut = BatchCutter(
             device,
@@ -204,20 +206,6 @@ class Engine:
             tied=self._tied,
             twin_stages=[s for s in self.stages if self.plan.layout.twins(s)[:1] not in ((), (s,))],
         )
-
-    def _make_optimizers(self, build: OptimizerFn) -> dict[tuple[int, ...], Optimizer]:
-        """Build one optimizer per `OptStep`; a rank without trained parameters has none."""
-        wants_names = next(iter(inspect.signature(build).parameters), "").startswith("named")
-        made = {}
-        for step in (i for i in self.plan.programs[self._pp_rank] if isinstance(i, OptStep)):
-            named = [
-                (name, self.masters.of(parameter))
-                for stage in step.stages
-                for name, parameter in self.stages[stage].named_weights().items()
-            ]
-            if named:
-                made[step.stages] = build(named if wants_names else [parameter for _, parameter in named])
-        return made
 
     @property
     def optimizer(self) -> Optimizer:
@@ -393,28 +381,17 @@ class Engine:
         load_state(self.stages, self.optimizers, self.masters, state)
         self._steps_before = int(state.get("engine.step", 0)) - self._num_steps
 
+    def load_pretrained(self, path: str | Path) -> None:
+        """Let the weights be those of a GPT-2-shaped checkpoint, of which each rank reads its own slices.
+
+        It is meant for an engine that has not stepped yet: the optimizer's state stays. See `pretrained` for what a
+        checkpoint is, and for what is raised.
+        """
+        load_pretrained(self.stages, self.masters, path, num_blocks=len(self._outlines), tied=self._tied.names)
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""
         return full_weights(self.stages, self._groups.tensor)
-
-    def barrier(self) -> None:
-        """Wait until every rank has come here."""
-        flag = torch.zeros(1, device=self.transport.device)
-        self._groups.world.all_reduce(flag).wait()
-        flag.item()
-
-    def first_says(self, number: int) -> int:
-        """Return rank 0's number on every rank (collective)."""
-        told = torch.tensor([number], dtype=torch.int64, device=self.transport.device)
-        self._groups.world.broadcast(told, 0).wait()
-        return int(told.item())
-
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return every rank's bytes, all of the same length, in the order of ranks (collective)."""
-        mine = torch.tensor(list(own), dtype=torch.uint8, device=self.transport.device)
-        everyone = mine.new_empty((self.transport.world_size * len(own),))
-        self._groups.world.all_gather(everyone, mine).wait()
-        return [bytes(part.tolist()) for part in everyone.split(len(own))]
 
     def close(self) -> None:
         """Hang up; no step can follow."""

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
@@ -28,6 +29,7 @@ from .groups import MeshGroups, Sharing
 from .precision import Masters, is_low
 from .stages import Stage
 from .tied import TiedWeights
+from .torch_sharded import comes_summed, local_gradient, local_of
 from .transport import Group, Work
 
 Bucket = tuple[int, int]
@@ -39,13 +41,14 @@ class Piece:
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
         self.bucket = bucket
         self.parameters = tuple(parameters)
-        first = parameters[0]
-        dtype = torch.float32 if is_low(first.dtype) else first.dtype
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=first.device)
+        self.comes_summed = comes_summed(parameters[0])
+        local = [local_of(parameter) for parameter in parameters]
+        dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
+        self.flat = torch.zeros(sum(t.numel() for t in local), dtype=dtype, device=local[0].device)
         self.missing: set[Tensor] = set(parameters)
         self.ready = False
-        views = self.flat.split([p.numel() for p in parameters])
-        self.views = [view.view_as(parameter) for parameter, view in zip(parameters, views, strict=True)]
+        views = self.flat.split([t.numel() for t in local])
+        self.views = [view.view_as(tensor) for tensor, view in zip(local, views, strict=True)]
         self._homes = [masters.of(parameter) for parameter in parameters]
         self.attach()
 
@@ -88,19 +91,21 @@ class Gradients:
                 self._home.update({p: (piece, view) for p, view in zip(parameters, piece.views, strict=True)})
         partial_ = {parameter for stage in stages.values() for parameter in stage.partial}
         self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
-        self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ())]
+        self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ()) if not piece.comes_summed]
         self._partial = [piece for piece in self._pieces if not partial_.isdisjoint(piece.parameters)]
         self.launched: list[Work] = []
         self._syncing: list[_Sum] = []
-        self._counted = list(self._find_counted(twin_stages))
+        self._counted = list(self._find_counted([p for p in self._pieces if not p.comes_summed], twin_stages))
+        self._has_parts = any(piece.comes_summed for piece in self._pieces)
+        self._counted_parts = list(self._find_counted([p for p in self._pieces if p.comes_summed], twin_stages))
         for parameter, (_, view) in self._home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
-            if parameter.dtype != view.dtype:
+            if parameter.dtype != view.dtype or isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(partial(_move_into, view))
 
-    def _find_counted(self, twin_stages: Collection[int]) -> Iterator[Tensor]:
-        """Yield what this rank counts in the global norm: whole pieces where it can."""
-        for piece in self._pieces:
+    def _find_counted(self, pieces: Iterable[Piece], twin_stages: Collection[int]) -> Iterator[Tensor]:
+        """Yield what of these pieces this rank counts in the global norm: whole pieces where it can."""
+        for piece in pieces:
             if piece.bucket[0] not in twin_stages:
                 views = [view for p, view in zip(piece.parameters, piece.views, strict=True) if self._counts(p)]
                 yield from [piece.flat] if len(views) == len(piece.views) else views
@@ -140,7 +145,7 @@ class Gradients:
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
         is_added_up = piece in self._partial or not self._tied.parameters.isdisjoint(piece.parameters)
-        return self._replicas_of(piece).size > 1 and not is_added_up
+        return self._replicas_of(piece).size > 1 and not is_added_up and not piece.comes_summed
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -230,13 +235,22 @@ class Gradients:
 
     def global_norm(self) -> tuple[Tensor, Work]:
         """Return the square of the 2-norm of the whole model's gradient, to be waited for: 0-dimensional, float64."""
-        norms = [torch.linalg.vector_norm(tensor) for tensor in self._counted]
+        square = self._square(self._counted)
+        if self._has_parts:
+            parts = self._square(self._counted_parts)
+            self._groups.replicas.all_reduce(parts).wait()
+            square = square + parts
+        return square, self._groups.model.all_reduce(square)
+
+    def _square(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of all squares: 0-dimensional, float64."""
+        norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if len(norms) == 1:
             square = norms[0].to(torch.float64).square()
         elif norms:
             square = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-        return square, self._groups.model.all_reduce(square)
+        return square
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient with `factor`."""
@@ -252,12 +266,12 @@ class Gradients:
 
 
 def _move_into(view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum of longer type; one that was put off is not there yet.
+    """Add a parameter's new gradient to its sum, longer or local; one that was put off is not there yet.
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
     if parameter.grad is not None and getattr(parameter, "_quintsched_sum", None) is view:
-        view.add_(parameter.grad)
+        view.add_(local_gradient(parameter))
         parameter.grad = None
 
 
@@ -325,7 +339,7 @@ def _cut_evenly(
             gathered.clear()
 
     for parameter in parameters:
-        if gathered and (gathered[0].dtype != parameter.dtype or _bytes(gathered) + _bytes([parameter]) > piece_bytes):
+        if gathered and (_kind(gathered[0]) != _kind(parameter) or _bytes([*gathered, parameter]) > piece_bytes):
             close()
         gathered.append(parameter)
         done += parameter.numel()
@@ -337,4 +351,9 @@ def _cut_evenly(
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(local_of(p).nbytes for p in parameters)
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
+    """Return what the parameters of a piece have in common."""
+    return parameter.dtype, comes_summed(parameter)

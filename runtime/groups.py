@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.instructions import Message, Send
 from quintsched.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES, Mesh
@@ -24,6 +25,7 @@ from quintsched.plan import Plan
 
 from .ring_attention import ring_channels
 from .shards import shard_of
+from .torch_sharded import comes_summed, counts_here
 from .transport import Group, Transport
 
 
@@ -58,7 +60,11 @@ class MeshGroups:
 
         `is_expert` says that the ranks along ep hold different ones.
         """
+        if isinstance(parameter, DTensor) and comes_summed(parameter):
+            return counts_here(parameter) and self.tensor.index == 0
         is_first = is_expert or self.experts.index == 0
+        if isinstance(parameter, DTensor):
+            return is_first and counts_here(parameter)
         return is_first and (shard_of(parameter) is not None or self.tensor.index == 0)
 
 

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .shards import mark_shard, shard_of
 from .stages import Stage
+from .torch_sharded import local_of
 
 
 class Masters:
@@ -25,13 +27,15 @@ class Masters:
         self._of: dict[nn.Parameter, nn.Parameter] = {}
         self._pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for stage in stages.values():
-            low = [p for p in stage.named_weights().values() if is_low(p.dtype)]
+            weights = list(stage.named_weights().values())
+            low = [p for p in weights if is_low(p.dtype)]
             high = [_master(parameter) for parameter in low]
+            self._of.update({p: nn.Parameter(local_of(p)) for p in weights if isinstance(p, DTensor)})
             self._of.update(zip(low, high, strict=True))
-            self._pairs[stage.index] = (list(low), list(high))
+            self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the master of a parameter: itself where it has 32 bits or more."""
+        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local part."""
         return self._of.get(parameter, parameter)
 
     @torch.no_grad()
@@ -49,7 +53,7 @@ def is_low(dtype: torch.dtype) -> bool:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    master = nn.Parameter(parameter.detach().to(torch.float32))
+    master = nn.Parameter(local_of(parameter).detach().to(torch.float32))
     shard = shard_of(parameter)
     if shard is not None:
         mark_shard(master, shard)

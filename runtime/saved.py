@@ -19,11 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from quintsched.costs import Costs
 from quintsched.dataflow import Kind, Value
+from quintsched.errors import MisfitError
 from quintsched.instructions import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
 
 from .batches import Batch
 from .machine import Machine
 from .stages import Stage
+from .torch_sharded import is_sharded
 from .transport import Group, ReduceOp
 
 Call = Callable[[], None]
@@ -51,6 +53,8 @@ class SavedBytes:
     """
 
     def __init__(self, machine: Machine, stages: Mapping[int, Stage], batch: Batch) -> None:
+        if any(is_sharded(stage) for stage in stages.values()):
+            raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
         self._machine = machine
         self._program = machine.plan.programs[machine.pp_rank]
         weights = (t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers()))

@@ -15,7 +15,7 @@ made from a share of the tokens: after a stage's last backward the ranks add the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -26,7 +26,6 @@ from .collectives import gather_from_group, scatter_to_group
 from .column_product import TOKENS
 from .experts import mixtures
 from .shards import shard_of
-from .split_rules import find_cuts
 from .transport import Group
 
 
@@ -34,18 +33,13 @@ class SequenceParallel:
     """Where in the model activations are this rank's share of the tokens.
 
     Args:
-        outlines: the blocks before anything is cut (see `blocks.outlines`).
+        has_pairs: whether each block has column/row pairs.
         group: the ranks of tp; None: tokens are not shared out.
-        rules: those of tensor parallelism.
     """
 
-    def __init__(self, outlines: Sequence[nn.Module], group: Group | None, rules: Mapping[str, str]) -> None:
+    def __init__(self, has_pairs: Sequence[bool], group: Group | None) -> None:
         self._group = None if group is None or group.size == 1 else group
-        size = 1 if self._group is None else self._group.size
-        self._inside = [
-            size > 1 and any(cut.is_paired for cut in find_cuts(block, rules, size, str(number)))
-            for number, block in enumerate(outlines)
-        ]
+        self._inside = [self._group is not None and has for has in has_pairs]
 
     def inside(self, number: int) -> bool:
         """Whether block `number` works on this rank's share."""

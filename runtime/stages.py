@@ -20,6 +20,7 @@ from .dropout import Masks, key_dropouts
 from .experts import apply_expert_parallel
 from .groups import MeshGroups
 from .tensor_cuts import TensorCuts
+from .torch_sharded import groups_of_copies, local_of, prepare_sharded
 from .transport import Group
 
 BlockBuilder = Callable[[Block, int], nn.Module]
@@ -71,10 +72,12 @@ def build_stages(
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
+        prepare_sharded(module, number, groups)
         for held in (*module.parameters(), *module.buffers()):
-            _same_everywhere(held, groups.holders)
+            for group in groups_of_copies(held, groups):
+                _same_everywhere(local_of(held), group)
             if layout.twins(stage) in groups.sharing:
-                _same_everywhere(held, groups.sharing[layout.twins(stage)].group)
+                _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
         apply_expert_parallel(module, groups.experts, groups.context)
         return tensor.apply(number, module)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
@@ -17,16 +18,17 @@ from quintsched.errors import MisfitError
 from .precision import Masters
 from .stages import Stage
 from .tensor_parallel import gather_full
+from .torch_sharded import full_of, local_of
 from .transport import Group
 
 Stages = Mapping[int, Stage]
 Optimizers = Mapping[tuple[int, ...], Optimizer]
 
 
-def _weights(stages: Stages, masters: Masters | None = None) -> dict[str, Tensor]:
-    """Return weights, as their masters where there are any, and buffers."""
+def _weights(stages: Stages, masters: Masters) -> dict[str, Tensor]:
+    """Return weights, as their masters where there are any, and buffers; of DTensors what lies on this rank."""
     return {
-        name.removeprefix("blocks."): masters.of(tensor) if masters and isinstance(tensor, nn.Parameter) else tensor
+        name.removeprefix("blocks."): local_of(masters.of(tensor) if isinstance(tensor, nn.Parameter) else tensor)
         for stage in stages.values()
         for name, tensor in stage.state_dict(keep_vars=True).items()
     }
@@ -78,5 +80,11 @@ def _home(key: str, tensor: Tensor, parameter: Tensor) -> torch.device:
 
 
 def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:
-    """Return whole weights put together from their shards; every member of the group calls this."""
-    return {name: gather_full(tensor, group).detach().clone() for name, tensor in _weights(stages).items()}
+    """Return whole weights put together from their shards; every member of the group, or of a DTensor, calls this."""
+    return {
+        name.removeprefix("blocks."): (
+            full_of(tensor) if isinstance(tensor, DTensor) else gather_full(tensor, group).detach().clone()
+        )
+        for stage in stages.values()
+        for name, tensor in stage.state_dict(keep_vars=True).items()
+    }

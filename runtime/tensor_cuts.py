@@ -11,6 +11,7 @@ from torch import nn
 from .sequence_parallel import SequenceParallel, partial_weights
 from .split_rules import Cut, Split, find_cuts
 from .tensor_parallel import apply_tensor_parallel, require_like_experts
+from .torch_sharded import is_sharded
 from .transport import Group
 
 
@@ -34,17 +35,24 @@ class TensorCuts:
         sequence_parallel: bool,
         cut_logits: bool,
     ) -> None:
-        self.tokens = SequenceParallel(outlines, group if sequence_parallel else None, rules)
         self._group, self._rules, self._cut_logits = group, rules, cut_logits
-        last: list[Cut] = []
-        for number, block in enumerate(outlines if group.size > 1 else ()):
-            last = find_cuts(block, rules, group.size, str(number))
-            require_like_experts(block, last, str(number))
-        heads = [cut for cut in last if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
+        cuts = [self._cuts_of(number, block) for number, block in enumerate(outlines)]
+        for number, block in enumerate(outlines):
+            require_like_experts(block, cuts[number], str(number))
+        has_pairs = [any(cut.is_paired for cut in of_block) for of_block in cuts]
+        self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
+        heads = [cut for cut in cuts[-1] if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
 
+    def _cuts_of(self, number: int, outline: nn.Module) -> list[Cut]:
+        """Return which layers of a block are cut; what PyTorch has sharded already is left alone."""
+        is_whole = self._group.size > 1 and not is_sharded(outline)
+        return find_cuts(outline, self._rules, self._group.size, str(number)) if is_whole else []
+
     def apply(self, number: int, block: nn.Module) -> nn.Module:
-        """Cut block `number`; every rank of tp calls this."""
+        """Cut block `number`, unless PyTorch has; every rank of tp calls this."""
+        if is_sharded(block):
+            return block
         return apply_tensor_parallel(
             block,
             self._group,

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
@@ -45,6 +46,7 @@ class TiedWeights:
         stages: Mapping[int, Stage],
         groups: MeshGroups,
     ) -> None:
+        self.names = dict(names)
         for name, weights in names.items():
             if len(set(weights)) < 2:
                 raise MisfitError(f"tied weight {name!r} names {len(set(weights))} weights; name at least two")
@@ -59,6 +61,9 @@ class TiedWeights:
         if across != planned:
             _refuse(across, planned)
         self._own = {name: list(_join(weights, stages)) for name, weights in names.items()}
+        for name in across:
+            if any(isinstance(parameter, DTensor) for parameter in self._own[name]):
+                raise MisfitError(f"tied weight {name!r} is a DTensor; stages tie weights that PyTorch has not sharded")
         self.parameters = {parameter for name in across for parameter in self._own[name]}
         self._uncounted = {
             parameter

@@ -153,8 +153,8 @@ class Trainer:
     def fit(self, *, resume: bool = False) -> list[Record]:
         """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
         with self._reporter as reporter:
-            if resume:
-                self._resume()
+            if not (resume and self._resume()) and self.job.model.pretrained is not None:
+                self.engine.load_pretrained(self.job.model.pretrained)
             reporter.record(
                 {
                     "event": "start",
@@ -285,7 +285,7 @@ class Trainer:
         else:
             progress.epochs_without_gain += 1
         wants_stop = patience is not None and progress.epochs_without_gain >= patience
-        if patience is not None and self.engine.first_says(int(wants_stop)):
+        if patience is not None and self.engine.everyone.first_says(int(wants_stop)):
             progress.stopped = True
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
@@ -293,13 +293,13 @@ class Trainer:
         if self._checkpoints is not None:
             self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress))
 
-    def _resume(self) -> None:
-        """Go on from the latest checkpoint; rank 0 says which that is. Without one, start from the beginning."""
+    def _resume(self) -> bool:
+        """Go on from the latest checkpoint, if there is one; rank 0 says which that is. Return whether there was."""
         latest = self._checkpoints.latest() if self._checkpoints is not None else None
-        step = self.engine.first_says(-1 if latest is None else latest)
+        step = self.engine.everyone.first_says(-1 if latest is None else latest)
         if step < 0 or self._checkpoints is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
-            return
+            return False
         saved, where = self._checkpoints.load(self.engine, step), self._checkpoints.directory
         try:
             progress = _PROGRESS.validate_python(saved)
@@ -312,6 +312,7 @@ class Trainer:
             )
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
+        return True
 
 
 def _needs_data(plan: Plan, rank: int) -> bool:

@@ -9,7 +9,7 @@ tensor parallelism cuts a block are as in `vit`. The options choose the parts of
                  GPT-2 (default)     LLaMA
     norm         layernorm           rmsnorm
     positions    learned             rope
-    activation   gelu                swiglu
+    activation   gelu, gelu_tanh     swiglu
     kv_heads     as many as heads    fewer
 
 A sequence may come in slices (`seq-1f1b`). Blocks then get `past`, which knows how many positions came before, and
@@ -24,9 +24,10 @@ Touvron et al. 2023, "LLaMA".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import sqrt
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -45,6 +46,9 @@ INITIAL_DEVIATION = 0.02
 NORM_EPSILON = 1e-5
 LAST_PRODUCTS = (".proj", ".fc2")
 """What the layers are called whose output is added to the tokens."""
+_MLPS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {"gelu": Mlp, "gelu_tanh": partial(Mlp, approximate="tanh"), "swiglu": SwiGlu}
+)
 
 
 class GPTOptions(Settings):
@@ -64,8 +68,9 @@ class GPTOptions(Settings):
     """What normalises tokens; rmsnorm neither centres them nor has a bias."""
     positions: Literal["learned", "rope"] = "learned"
     """Positions as vectors that are learned and added to the tokens, or as rotations of queries and keys."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    """What stands between the two products of the MLP; swiglu needs gates, and so a first product twice as wide."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """What stands between the two products of the MLP: a GELU, its approximation by tanh as in GPT-2's own weights, or
+    swiglu, which needs gates, and so a first product twice as wide."""
     tied: bool = False
     """The head uses the embedding's weight; the engine then keeps the two equal."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -173,8 +178,7 @@ class Block(nn.Module):
 
 def feed_forward(options: GPTOptions, ratio: int | None = None, *, bias: bool = True) -> nn.Module:
     """Return what transforms each token on its own, `ratio` (none: that of the options) times as wide in the middle."""
-    kind = Mlp if options.activation == "gelu" else SwiGlu
-    return kind(options.hidden, options.hidden * (ratio or options.mlp_ratio), bias=bias)
+    return _MLPS[options.activation](options.hidden, options.hidden * (ratio or options.mlp_ratio), bias=bias)
 
 
 class Head(nn.Module):

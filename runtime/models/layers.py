@@ -107,16 +107,17 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them: (…, D) → (…, D)."""
+    """Two linear layers with a GELU between them, exact ("none") or by "tanh": (…, D) → (…, D)."""
 
-    def __init__(self, hidden: int, mlp_hidden: int, *, bias: bool = True) -> None:
+    def __init__(self, hidden: int, mlp_hidden: int, approximate: str = "none", *, bias: bool = True) -> None:
         super().__init__()
+        self.approximate = approximate
         self.fc1 = nn.Linear(hidden, mlp_hidden, bias)
         self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Transform each token on its own."""
-        out: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
+        out: Tensor = self.fc2(F.gelu(self.fc1(tokens), approximate=self.approximate))
         return out
 
 

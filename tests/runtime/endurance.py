@@ -70,11 +70,11 @@ def endure(transport: Transport, schedule: str) -> tuple[Footprint, Footprint]:
         result = engine.step(inputs, targets)
         if step in (0, WARM_UP, STEPS):
             assert torch.isfinite(result.loss)
-            engine.barrier()
+            engine.everyone.barrier()
             for rank in range(transport.world_size):  # in turn: ranks may be threads, and to look takes a file
                 if rank == transport.rank:
                     footprints[step] = Footprint.now()
-                engine.barrier()
+                engine.everyone.barrier()
     return footprints[WARM_UP], footprints[STEPS]
 
 

@@ -25,6 +25,7 @@ from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.models.gpt import gpt_tied
 from quintsched.runtime.models.layers import Mlp
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.precision import Masters
 from quintsched.runtime.stages import Stage
 from quintsched.runtime.state import state_of
 from quintsched.runtime.transport import Transport, run_local
@@ -376,7 +377,7 @@ def test_a_rank_holds_its_share_under_the_names_of_the_whole() -> None:
         stage = Stage(3, {7: layer})
         buckets = [bucket for (_, bucket), _ in cut_pieces(stage, 2, 10**6)]
         assert expert_weights(stage) == set(layer.experts.parameters())
-        held = set(state_of({3: stage}, {}, masters=None))  # type: ignore[arg-type]
+        held = set(state_of({3: stage}, {}, Masters({3: stage})))
         return [name for name, _ in layer.named_parameters()], buckets, held
 
     for rank, (names, buckets, held) in enumerate(run_local(5, run)):
