@@ -29,7 +29,7 @@ from .mesh_matrix import (
     train_plainly,
 )
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
 FEW, MANY = 3, 10
 SCHEDULES = {"1f1b", "interleaved-1f1b", "zb-h1"}
 
