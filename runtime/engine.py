@@ -41,7 +41,7 @@ from .pretrained import load_pretrained
 from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
-from .stages import build_stages, cut, require_separate
+from .stages import build_stages, cut, require_separate, require_whole
 from .state import full_weights, load_state, state_of
 from .tensor_cuts import TensorCuts
 from .tied import TiedWeights
@@ -119,6 +119,7 @@ class Engine:
         )
         self.transport = transport or connect_for(plan, timeout_s)
         require_runnable(plan, self.transport)
+        require_whole(blocks)
         require_long_sight(plan, blocks)
         self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
         self._rank = self.transport.rank
