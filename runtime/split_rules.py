@@ -118,10 +118,17 @@ def cut_width(cut: Cut) -> int:
 def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
     """Raise `MisfitError` where a module cannot work on a share of the tokens: all but its pairs sees only that."""
     alone = [cut.path for cut in cuts if not cut.is_paired]
-    whole = [name for name, module in root.named_modules(prefix=path) if isinstance(module, _OPAQUE)]
+    cut = {cut.parent for cut in cuts}
+    whole = [name for name, module in root.named_modules(prefix=path) if _attends(module) and module not in cut]
     if alone or whole:
-        why = "its partner is not cut" if alone else "it cannot be cut, and would attend to this rank's tokens only"
+        why = "its partner is not cut" if alone else "it is not cut, and would attend to this rank's tokens only"
         raise MisfitError(f"sequence parallelism shares out the tokens around {(alone or whole)[0]!r}, but {why}")
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module is an attention by all that can be seen: it says how many heads its layers are for."""
+    has_layers = any(_is_layer(child) for child in module.children())
+    return isinstance(module, _OPAQUE) or (has_layers and bool(_head_counts(module, 0, 0)))
 
 
 def _declared(root: nn.Module, path: str) -> dict[str, Split]:
