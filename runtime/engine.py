@@ -75,7 +75,7 @@ class Engine:
             ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate" (see `split_rules`).
         sequence_parallel: whether each rank of tp has a share of the tokens between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
-        compiled: whether torch.compile compiles each stage (linear layers of split backwards stay outside).
+        compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 

@@ -2,8 +2,8 @@
 
 By default, pairs found by name within one parent module:
 
-    attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value
-                with proj | out_proj | o_proj | out
+    attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value | wq, wk, wv
+                with proj | out_proj | o_proj | out | wo
     MLP         fc1 | up | up_proj | gate_proj | w1 | w3 | gate_up, gate_up_proj (two fused blocks)
                 with fc2 | down | down_proj | w2
 
@@ -18,7 +18,8 @@ then stays whole:
 
 Rules win over all that. Columns and rows that rules name in one parent feed each other where there are both; a column
 alone gathers its output and a row alone takes the full input, so that what surrounds them need not know. "vocabulary"
-cuts an embedding by its ids, and a linear layer by its outputs, which stay cut for a loss that can do with them.
+cuts an embedding by its ids, and a linear layer by its outputs, which at the end of the model stay cut for a loss that
+can do with them.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ class _Family:
     is_attention: bool = True
 
 
-_ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out")
+_ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out", "wo")
 _MLP_ROWS = ("fc2", "down", "down_proj", "w2")
 _FAMILIES = (
     _Family(("qkv",), _ATTENTION_ROWS, parts=3),
     _Family(("q", "k", "v"), _ATTENTION_ROWS),
     _Family(("q_proj", "k_proj", "v_proj"), _ATTENTION_ROWS),
     _Family(("query", "key", "value"), _ATTENTION_ROWS),
+    _Family(("wq", "wk", "wv"), _ATTENTION_ROWS),
     _Family(("fc1", "up", "up_proj", "gate_proj", "w1", "w3"), _MLP_ROWS, is_attention=False),
     _Family(("gate_up", "gate_up_proj"), _MLP_ROWS, parts=2, is_attention=False),
 )
