@@ -119,10 +119,18 @@ class _Collective(torch.autograd.Function):
 
 
 def _apply(x: Tensor, group: Group, dim: int, *, forward: Collective, backward: Collective) -> Tensor:
-    if group.size == 1:
-        return x
+    return x if group.size == 1 else _communicate_aside(x, group, dim, forward, backward)
+
+
+def _communicate(x: Tensor, group: Group, dim: int, forward: Collective, backward: Collective) -> Tensor:
     result: Tensor = _Collective.apply(x, group, dim, forward, backward)  # type: ignore[no-untyped-call]
     return result
+
+
+_communicate_aside: Callable[[Tensor, Group, int, Collective, Collective], Tensor] = torch.compiler.disable(
+    _communicate
+)
+"""Outside of compiled code, which cannot hold a collective of ours: it would break within the function."""
 
 
 class Coming:

@@ -18,6 +18,7 @@ Several columns of one module that take the same tokens (queries, keys and value
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -46,12 +47,24 @@ def column_product(
 
     `region` is that of the column and others beside it, if there are any.
     """
+    return _aside(x, weight, bias, group, entry, region)
+
+
+def _column_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None
+) -> Tensor:
     if region is not None and region.columns > 1:
         return linear(region.enter(x, partial(_enter, group, entry)), weight, bias)
     if group.size == 1 or entry == "none" or not _is_plain(x, weight):
         return linear(_enter(group, entry, x), weight, bias)
     product: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
     return product
+
+
+_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, Region | None], Tensor] = torch.compiler.disable(
+    _column_product
+)
+"""Outside of compiled code: a rank that compiles and one that does not have to issue the same collectives."""
 
 
 def _enter(group: Group, entry: Entry, x: Tensor) -> Tensor:
@@ -68,7 +81,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
     """Whether an ordinary backward of the first order follows, on tensors as they are."""
     is_recorded = torch.is_grad_enabled() and weight.requires_grad and not x.is_meta
     is_bare = not _is_any_autocast_enabled() and not _are_functorch_transforms_active()
-    return is_recorded and is_bare and x.dtype is weight.dtype and not torch.compiler.is_compiling()
+    return is_recorded and is_bare and x.dtype is weight.dtype
 
 
 class _ColumnProduct(torch.autograd.Function):

@@ -98,7 +98,7 @@ def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:
         if type(layer) is not nn.Dropout and not isinstance(layer, KeyedDropout):
             continue
         site = f"{number}.{name}"
-        if isinstance(layer, KeyedDropout) and layer.masks is masks and layer.site != site:
+        if isinstance(layer, KeyedDropout) and layer.masks is masks and layer.site != site and layer.p > 0:
             raise MisfitError(
                 f"blocks {layer.site.partition('.')[0]} and {number} share the dropout {name or 'itself'!r}; "
                 "give each block its own"

@@ -41,7 +41,7 @@ from .pretrained import load_pretrained
 from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
-from .stages import build_stages, cut, require_separate
+from .stages import build_stages, cut, require_separate, require_whole
 from .state import full_weights, load_state, state_of
 from .tensor_cuts import TensorCuts
 from .tied import TiedWeights
@@ -75,7 +75,7 @@ class Engine:
             ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate" (see `split_rules`).
         sequence_parallel: whether each rank of tp has a share of the tokens between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
-        compiled: whether torch.compile compiles each stage (linear layers of split backwards stay outside).
+        compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -119,6 +119,7 @@ class Engine:
         )
         self.transport = transport or connect_for(plan, timeout_s)
         require_runnable(plan, self.transport)
+        require_whole(blocks)
         require_long_sight(plan, blocks)
         self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
         self._rank = self.transport.rank

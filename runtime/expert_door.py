@@ -11,6 +11,7 @@ gradient is a part, to be summed. Where tokens are shared out (`sequence_paralle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ class Door:
         if not self._cut:
             whole = gather_from_group(tokens, self._group, TOKENS)
             return whole, whole
-        seen, taken = _GatherForBoth.apply(tokens, self._group)  # type: ignore[no-untyped-call]
-        return seen, taken
+        return _gather_aside(tokens, self._group)
 
     def weights(self, weights: Tensor) -> Tensor:
         """Return what the experts' results are weighed with, all of them or parts."""
@@ -77,3 +77,12 @@ class _GatherForBoth(torch.autograd.Function):
         coming = begin_reduce_scatter(of_taken, ctx.group, TOKENS)
         own = of_seen.chunk(ctx.group.size, TOKENS)[ctx.group.index]
         return coming.wait() + own, None
+
+
+def _gather_for_both(tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    seen, taken = _GatherForBoth.apply(tokens, group)  # type: ignore[no-untyped-call]
+    return seen, taken
+
+
+_gather_aside: Callable[[Tensor, Group], tuple[Tensor, Tensor]] = torch.compiler.disable(_gather_for_both)
+"""Outside of compiled code, as all collectives (see `collectives`)."""

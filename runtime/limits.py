@@ -13,6 +13,7 @@ from quintsched.plan import Plan
 
 from .blocks import Blocks, some_take
 from .dropout import KeyedDropout
+from .experts import mixtures
 from .job import require_world
 from .stages import Stage
 from .transport import Transport
@@ -55,17 +56,27 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
 
 
 def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where several ranks would each draw masks of their own (see `dropout`)."""
-    if plan.mesh.size == 1:
-        return
+    """Raise `MisfitError` where several ranks would each draw masks of their own (see `dropout`), and in experts."""
     for stage in stages.values():
         for number, block in stage.blocks.items():
+            _refuse_dropouts_of_experts(number, block)
+            if plan.mesh.size == 1:
+                continue
             for name, module in block.named_modules():
                 if _draws(module):
                     raise MisfitError(
                         f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
                         f"would not agree over mesh {plan.mesh}; use nn.Dropout, or set its probability to 0"
                     )
+
+
+def _refuse_dropouts_of_experts(number: str, block: nn.Module) -> None:
+    for name, mixture in mixtures(block).items():
+        if any(isinstance(module, KeyedDropout) and module.p > 0 for module in mixture.experts.modules()):
+            raise MisfitError(
+                f"block {number} has a dropout within the experts of {name or 'itself'!r}, whose rows are no samples, "
+                "so that no mask belongs to them; drop out before or behind the mixture"
+            )
 
 
 def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None:

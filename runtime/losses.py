@@ -48,8 +48,11 @@ def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None
 
 
 def takes_vocabulary(function: Callable[..., object]) -> bool:
-    """Whether a loss or a metric can do with logits that are cut."""
-    return "vocabulary" in inspect.signature(function).parameters
+    """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
+    try:
+        return "vocabulary" in inspect.signature(function).parameters
+    except ValueError:
+        return False
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -2,8 +2,8 @@
 
 By default, pairs found by name within one parent module:
 
-    attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value
-                with proj | out_proj | o_proj | out
+    attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value | wq, wk, wv
+                with proj | out_proj | o_proj | out | wo
     MLP         fc1 | up | up_proj | gate_proj | w1 | w3 | gate_up, gate_up_proj (two fused blocks)
                 with fc2 | down | down_proj | w2
 
@@ -18,7 +18,8 @@ then stays whole:
 
 Rules win over all that. Columns and rows that rules name in one parent feed each other where there are both; a column
 alone gathers its output and a row alone takes the full input, so that what surrounds them need not know. "vocabulary"
-cuts an embedding by its ids, and a linear layer by its outputs, which stay cut for a loss that can do with them.
+cuts an embedding by its ids, and a linear layer by its outputs, which at the end of the model stay cut for a loss that
+can do with them.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ class _Family:
     is_attention: bool = True
 
 
-_ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out")
+_ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out", "wo")
 _MLP_ROWS = ("fc2", "down", "down_proj", "w2")
 _FAMILIES = (
     _Family(("qkv",), _ATTENTION_ROWS, parts=3),
     _Family(("q", "k", "v"), _ATTENTION_ROWS),
     _Family(("q_proj", "k_proj", "v_proj"), _ATTENTION_ROWS),
     _Family(("query", "key", "value"), _ATTENTION_ROWS),
+    _Family(("wq", "wk", "wv"), _ATTENTION_ROWS),
     _Family(("fc1", "up", "up_proj", "gate_proj", "w1", "w3"), _MLP_ROWS, is_attention=False),
     _Family(("gate_up", "gate_up_proj"), _MLP_ROWS, parts=2, is_attention=False),
 )
@@ -118,10 +120,17 @@ def cut_width(cut: Cut) -> int:
 def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
     """Raise `MisfitError` where a module cannot work on a share of the tokens: all but its pairs sees only that."""
     alone = [cut.path for cut in cuts if not cut.is_paired]
-    whole = [name for name, module in root.named_modules(prefix=path) if isinstance(module, _OPAQUE)]
+    cut = {cut.parent for cut in cuts}
+    whole = [name for name, module in root.named_modules(prefix=path) if _attends(module) and module not in cut]
     if alone or whole:
-        why = "its partner is not cut" if alone else "it cannot be cut, and would attend to this rank's tokens only"
+        why = "its partner is not cut" if alone else "it is not cut, and would attend to this rank's tokens only"
         raise MisfitError(f"sequence parallelism shares out the tokens around {(alone or whole)[0]!r}, but {why}")
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module is an attention by all that can be seen: it says how many heads its layers are for."""
+    has_layers = any(_is_layer(child) for child in module.children())
+    return isinstance(module, _OPAQUE) or (has_layers and bool(_head_counts(module, 0, 0)))
 
 
 def _declared(root: nn.Module, path: str) -> dict[str, Split]:

@@ -17,8 +17,9 @@ from quintsched.partition import partition
 
 from .blocks import Block, Blocks, build_block
 from .dropout import Masks, key_dropouts
-from .experts import apply_expert_parallel
+from .experts import apply_expert_parallel, mixtures
 from .groups import MeshGroups
+from .shards import shard_of
 from .tensor_cuts import TensorCuts
 from .torch_sharded import groups_of_copies, local_of, prepare_sharded
 from .transport import Group
@@ -105,6 +106,17 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
                         f"blocks {first} and {number} share the weight {name!r}; a weight may be shared by blocks of "
                         f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage})"
                     )
+
+
+def require_whole(blocks: Blocks) -> None:
+    """Raise `MisfitError` for a module that was cut before, in place, as by another engine: it would be cut again."""
+    for number, block in enumerate(blocks):
+        if not isinstance(block, nn.Module):
+            continue
+        if any(shard_of(parameter) is not None for parameter in block.parameters()):
+            raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")
+        if any(layer.group.size > 1 for layer in mixtures(block).values()):
+            raise MisfitError(f"the experts of block {number} are shared out over ep already; give each engine all")
 
 
 def _same_everywhere(tensor: Tensor, group: Group) -> None:

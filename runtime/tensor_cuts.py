@@ -35,7 +35,7 @@ class TensorCuts:
         sequence_parallel: bool,
         cut_logits: bool,
     ) -> None:
-        self._group, self._rules, self._cut_logits = group, rules, cut_logits
+        self._group, self._rules = group, rules
         cuts = [self._cuts_of(number, block) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
             require_like_experts(block, cuts[number], str(number))
@@ -43,6 +43,7 @@ class TensorCuts:
         self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
         heads = [cut for cut in cuts[-1] if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
+        self._last = len(cuts) - 1
 
     def _cuts_of(self, number: int, outline: nn.Module) -> list[Cut]:
         """Return which layers of a block are cut; what PyTorch has sharded already is left alone."""
@@ -59,7 +60,7 @@ class TensorCuts:
             self._rules,
             path=str(number),
             sequence_parallel=self.tokens.inside(number),
-            cut_logits=self._cut_logits,
+            cut_logits=self._logits_are_cut and number == self._last,
         )
 
     def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:

@@ -90,9 +90,10 @@ def apply_tensor_parallel(
         if cut.parent is None:
             return made[id(cut)]
         setattr(cut.parent, cut.name, made[id(cut)])
-    for parent in {cut.parent for cut in cuts if cut.is_paired and cut.parent is not None}:
+    parents = {cut.parent for cut in cuts if cut.is_paired}
+    for parent in (part for part in module.modules() if part in parents):  # those within others after them
         _share_heads(parent, group.size)
-        _share_region(parent, group)
+        _share_region(parent, [made[id(cut)] for cut in cuts if cut.is_paired and cut.parent is parent], group)
     for layer in mixtures(module).values():
         layer.open_door(Door(group, cut=layer in doors, shares=sequence_parallel))
     for dropout in module.modules() if sequence_parallel else ():
@@ -145,10 +146,11 @@ def _share_heads(parent: nn.Module, size: int) -> None:
             setattr(parent, name, count // size)
 
 
-def _share_region(parent: nn.Module, group: Group) -> None:
-    """Let a pair, and what drops out between, know of each other."""
-    region = Region(group, sum(isinstance(layer, ColumnParallelLinear) for layer in parent.children()))
-    for layer in parent.children():
+def _share_region(parent: nn.Module, pairs: Sequence[nn.Module], group: Group) -> None:
+    """Let columns and rows, and what drops out between them, at whatever depth, know of each other."""
+    region = Region(group, sum(isinstance(layer, ColumnParallelLinear) for layer in pairs))
+    dropouts = (layer for layer in parent.modules() if isinstance(layer, KeyedDropout))
+    for layer in (*pairs, *dropouts):
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
             layer.region = region
 

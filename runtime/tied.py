@@ -110,19 +110,25 @@ def _join(weights: Sequence[str], stages: Mapping[int, Stage]) -> Iterator[nn.Pa
     """Let the weights that lie on one stage be one parameter, and yield it; stages in rising order."""
     for stage in sorted(stages):
         here = [weight for weight in weights if weight.partition(".")[0] in stages[stage].blocks]
+        named = stages[stage].named_weights()  # a weight that was joined goes by the name that comes first in the stage
         for weight in here:
-            if weight not in stages[stage].named_weights():
+            if weight not in named:
                 raise MisfitError(f"tied weight {weight!r}: its block has no trained weight of that name")
         for other in here[1:]:
-            first, second = (stages[stage].named_weights()[weight] for weight in (here[0], other))
+            first, second = named[here[0]], named[other]
             if first.shape != second.shape:
                 raise MisfitError(
                     f"tied weights {here[0]!r} and {other!r}: {tuple(first.shape)} and {tuple(second.shape)} do not fit"
                 )
+            if len({weight in stages[stage].partial for weight in (first, second)}) > 1:
+                raise MisfitError(
+                    f"tied weights {here[0]!r} and {other!r} lie on stage {stage}, and sequence parallelism gives but "
+                    "one of them all tokens; run without sequence_parallel, or untie them"
+                )
             owner, _, name = f"blocks.{other}".rpartition(".")
             setattr(stages[stage].get_submodule(owner), name, first)
         if here:
-            yield stages[stage].named_weights()[here[0]]
+            yield named[here[0]]
 
 
 def stages_of(weights: Sequence[str], cuts: Sequence[range]) -> tuple[int, ...]:

@@ -28,6 +28,9 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Grou
         targets: int64 (tokens,), ids of the whole vocabulary.
         ignored: the target of a token that does not count.
         group: the ranks over which the vocabulary is cut; all of them call this.
+
+    Raises:
+        RuntimeError: a target that is no id, on every rank (on CUDA: a device-side assertion).
     """
     losses: Tensor = _CutCrossEntropy.apply(logits, targets, ignored, group)  # type: ignore[no-untyped-call]
     return losses
@@ -48,12 +51,14 @@ class _CutCrossEntropy(torch.autograd.Function):
         count = logits.shape[-1]
         highest = _over(logits.amax(-1), group, ReduceOp.MAX)
         exponentials = (logits - highest[:, None]).exp_()
+        counts = targets != ignored
         local = targets - group.index * count
-        is_here = (local >= 0) & (local < count) & (targets != ignored)
-        places = local.where(is_here, 0)[:, None]
+        is_here = (local >= 0) & (local < count) & counts
+        # Targets that are nobody's stay out of range here too, so that the lookup itself refuses them.
+        is_elsewhere = ~is_here & (targets >= 0) & (targets < count * group.size)
+        places = local.masked_fill(is_elsewhere | ~counts, 0)[:, None]
         of_target = (logits.gather(1, places)[:, 0] - highest).where(is_here, 0)
         sums = _over(torch.stack((exponentials.sum(-1), of_target)), group, ReduceOp.SUM)
-        counts = targets != ignored
         ctx.save_for_backward(exponentials.div_(sums[0, :, None]), places, is_here, counts)
         return (sums[0].log() - sums[1]).where(counts, 0)
 

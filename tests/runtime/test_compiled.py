@@ -14,7 +14,7 @@ from quintsched.runtime.context_parallel import ContextMethod
 from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.transport import Transport, run_local
 
-from .toys import Outcome, difference, ids_task, sgd, tiny_gpt, train_plainly, worst_difference
+from .toys import Outcome, difference, ids_task, sgd, tiny_gpt, train_plainly, train_rank, worst_difference
 
 pytestmark = [
     pytest.mark.skipif(
@@ -94,6 +94,21 @@ def test_compiled_stages_look_beyond_their_part_of_a_sequence(context: ContextMe
         )
         losses = [engine.step(*step).loss.item() for step in zip(task.inputs, task.targets, strict=True)]
         return Outcome(losses, engine.full_weights())
+
+    expected = train_plainly(task, blocks, 2, dtype=torch.float64)
+    assert worst_difference(run_local(2, run, timeout_s=300), expected) <= 1e-12
+
+
+@slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_that_compile_issue_the_collectives_of_those_that_do_not(sequence_parallel: bool) -> None:
+    """In one process they share what is compiled, and its limit: some ranks run some frames uncompiled."""
+    plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
+    task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
+
+    def run(transport: Transport) -> Outcome:
+        more: dict[str, bool] = {"compiled": True, "sequence_parallel": sequence_parallel}
+        return train_rank(transport, plan, task, blocks, dtype=torch.float64, **more)
 
     expected = train_plainly(task, blocks, 2, dtype=torch.float64)
     assert worst_difference(run_local(2, run, timeout_s=300), expected) <= 1e-12

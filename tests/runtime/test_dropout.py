@@ -224,6 +224,15 @@ def test_a_dropout_of_two_blocks_is_refused() -> None:
         Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), blocks, nn.functional.mse_loss, sgd)
 
 
+def test_a_dropout_that_drops_nothing_may_be_of_two_blocks() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    engine = Engine(plan, [block, block], nn.functional.mse_loss, sgd)
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    expected = nn.functional.mse_loss(block(block(x)), y).item()
+    assert engine.step(x, y).loss.item() == pytest.approx(expected)
+
+
 def test_an_input_without_samples_in_front_is_refused() -> None:
     with pytest.raises(qs.MisfitError, match=r"the dropout '3.drop' is given \(6, 2\) for 8 samples; the first"):
         drawn(keyed(), SOME, 6, 2)

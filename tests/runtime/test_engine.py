@@ -26,10 +26,12 @@ from quintsched.instructions import (
 )
 from quintsched.layout import Route
 from quintsched.plan import ScheduleSpec
-from quintsched.runtime.blocks import Blocks, build_model, estimate_costs, measure_costs
+from quintsched.runtime.blocks import Blocks, build_block, build_model, estimate_costs, measure_costs
+from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.losses import correct_sum, cross_entropy_sum
 from quintsched.runtime.machine import SENDS_KEPT
+from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.transport import Transport, run_local
 
 from .toys import Task, difference, sgd, share, tiny_vit
@@ -214,6 +216,28 @@ def test_other_shapes_after_the_first_step_are_refused() -> None:
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
     with pytest.raises(qs.MisfitError, match=r"a microbatch of inputs is float32 \(2, 1, 8, 8\).*pad the batch"):
         engine.step(TASK.inputs[0][:4].float(), TASK.targets[0][:4])
+
+
+def test_a_loss_written_in_c() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [lambda: nn.Linear(4, 4)], torch.dist, sgd)
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    assert engine.evaluate(x, y).loss.item() == pytest.approx(torch.dist(engine.stages[0].blocks["0"](x), y).item())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"), [("tp=2", "block 1 is cut over tp already"), ("ep=2", "experts of block 1 are shared out over")]
+)
+def test_modules_that_another_engine_has_cut_are_refused(mesh: str, words: str) -> None:
+    blocks = moe_gpt(DataSpec(input_shape=(8,), num_classes=9), MoEGPTOptions(hidden=8, depth=1, heads=2, experts=2))
+
+    def run(transport: Transport) -> None:
+        modules = [build_block(block, number) for number, block in enumerate(blocks)]
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=1)
+        Engine(plan, modules, cross_entropy_sum, sgd, transport=transport)
+        with pytest.raises(qs.MisfitError, match=words):
+            Engine(plan, modules, cross_entropy_sum, sgd, transport=transport)
+
+    run_local(2, run)
 
 
 def test_too_few_blocks_and_blocks_that_do_not_fit_together() -> None:

@@ -370,6 +370,15 @@ def test_experts_that_are_not_cut_alike_are_refused() -> None:
         train_on(plan, ids_task(1, 4, LENGTH), moe_blocks(), 1.0, {}, rules=rules)
 
 
+def test_experts_with_dropout_are_refused() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Dropout(0.1))
+
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    with pytest.raises(qs.MisfitError, match="block 0 has a dropout within the experts of 'itself', whose rows are no"):
+        Engine(plan, [MoE(4, 2, make)], nn.functional.mse_loss, sgd)
+
+
 def test_a_rank_holds_its_share_under_the_names_of_the_whole() -> None:
     def run(transport: Transport) -> tuple[list[str], list[int], set[str]]:
         layer = mixture().float()

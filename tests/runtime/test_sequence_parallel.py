@@ -150,6 +150,40 @@ class Dropping(nn.Module):
         return out
 
 
+class Deep(Dropping):
+    """One whose dropout between the two stands deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2))  # type: ignore[assignment]
+
+
+class Beside(Dropping):
+    """One with a product of its own behind the pair, whose features are put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.before(self.beside(super().forward(x)))
+        return out
+
+
+@pytest.mark.parametrize(("block", "sequence_parallel"), [(Deep, True), (Deep, False), (Beside, False)])
+def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
+    task, blocks = ids_task(2, 8, LENGTH), [*lively_gpt()[:-1], block, lively_gpt()[-1]]
+    plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
+    rules = {"*.beside": "column"}
+
+    def run(transport: Transport) -> Outcome:
+        more: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rules": rules}
+        return train_rank(transport, plan, task, blocks, dtype=torch.float64, **more)
+
+    alone = train_plainly(task, blocks, 2, dtype=torch.float64, masks=Masks(0))
+    assert worst_difference(run_local(2, run), alone) <= 1e-12
+
+
 def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
     """Return the most bytes that a stage saves of a unit on any rank, and the shape that the first stage sends."""
     task = ids_task(1, 8, 64)
@@ -267,6 +301,29 @@ class Opaque(nn.Module):
         return out
 
 
+class OwnAttention(nn.Module):
+    """An attention whose layers nobody has heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.all_three, self.back = 2, nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.all_three(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.back(nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+        return out
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = OwnAttention(), Fused().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.attention(x))
+        return out
+
+
 class Sending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +359,8 @@ class Lone(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "rules", "message"),
     [
-        ([Opaque], {}, r"shares out the tokens around '0.attention', but it cannot be cut, and would attend"),
+        ([Opaque], {}, r"shares out the tokens around '0.attention', but it is not cut, and would attend to this rank"),
+        ([Own], {}, r"shares out the tokens around '0.attention', but it is not cut, and would attend to this rank's"),
         ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not share out"),
         ([Lone], {"0.beside": "column"}, r"shares out the tokens around '0.beside', but its partner is not cut"),
     ],

@@ -134,6 +134,7 @@ ATTENTIONS = [
     (("q", "k", "v"), "out_proj"),
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("query", "key", "value"), "out"),
+    (("wq", "wk", "wv"), "wo"),
 ]
 
 

@@ -60,3 +60,13 @@ def test_weights_that_are_not_there_or_differ_in_shape_are_refused() -> None:
     ]:
         with pytest.raises(qs.MisfitError, match=words):
             Engine(plan, blocks, nn.functional.mse_loss, sgd, tied={"both": names})
+
+
+@pytest.mark.parametrize("names", [("1.norm1.weight", "5.norm.weight"), ("5.norm.weight", "1.norm1.weight")])
+def test_a_weight_inside_and_outside_of_what_is_shared_out_over_tp_is_refused(names: tuple[str, str]) -> None:
+    plan, task, tied = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(1, 4, length=6), {"norm": names}
+    alone = train_plainly(task, tiny_gpt(6), 2, dtype=torch.float64, tied={"norm": sorted(names)})
+    found = train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied)
+    assert found[0].losses == pytest.approx(alone.losses, rel=1e-12)
+    with pytest.raises(qs.MisfitError, match="on stage 0, and sequence parallelism gives but one of them all tokens"):
+        train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied, sequence_parallel=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
@@ -15,7 +15,7 @@ from quintsched.runtime.losses import correct_sum, cross_entropy_sum
 from quintsched.runtime.parallel_layers import ColumnParallelLinear, VocabParallelEmbedding
 from quintsched.runtime.transport import Transport, run_local
 
-from .toys import ids_task, sgd, share, tiny_gpt, train_plainly
+from .toys import Outcome, ids_task, sgd, share, tiny_gpt, train_plainly, train_rank, worst_difference
 
 
 def cut_figures(logits: Tensor, targets: Tensor, ranks: int) -> list[tuple[float, float, float, Tensor]]:
@@ -68,6 +68,16 @@ def test_short_logits_are_added_up_in_float32() -> None:
     targets = torch.arange(64) % 8
     expected = F.cross_entropy(logits.float(), targets, reduction="sum").item()
     assert cut_figures(logits, targets, 2)[0][0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 6, 99])
+def test_a_target_that_is_no_id_is_refused_on_all_ranks(wrong: int) -> None:
+    def run(transport: Transport) -> None:
+        group = transport.make_group([(0, 1)])
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            cross_entropy_sum(torch.randn(2, 3), torch.tensor([1, wrong]), vocabulary=group)
+
+    run_local(2, run)
 
 
 def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,3 +146,24 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
         return tuple(engine.stages[0].get_parameter("blocks.5.head.weight").shape)
 
     assert run_local(4, run) == [(10, 16)] * 4
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.fc(x)
+        return out
+
+
+def test_what_is_cut_by_vocabulary_before_the_last_block_is_whole_behind_it() -> None:
+    task, blocks = ids_task(2, 4, 8), [*tiny_gpt()[:-1], Beside, tiny_gpt()[-1]]
+
+    def run(transport: Transport) -> Outcome:
+        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
+        return train_rank(transport, plan, task, blocks, dtype=torch.float64, rules={"5.fc": "vocabulary"})
+
+    alone = train_plainly(task, blocks, 2, dtype=torch.float64)
+    assert worst_difference(run_local(2, run), alone) <= 1e-12
