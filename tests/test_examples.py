@@ -27,8 +27,10 @@ JOBS = {
     "simple_cp": "cp=2",
     "simple_ep": "ep=2",
     "full_3d": "dp=2,pp=2,tp=2",
+    "full_5d": "dp=2,pp=2,ep=2,cp=2,tp=2",
     "mnist": "dp=2,pp=2,tp=2",
     "text_gpt": "pp=2",
+    "text_4d": "dp=2,pp=2,cp=2,tp=2",
 }
 
 
@@ -43,16 +45,33 @@ def test_job_files_give_sound_plans(name: str, mesh: str) -> None:
     assert plan.check().sound
 
 
-@pytest.mark.parametrize("name", ["text_gpt", "simple_cp", "simple_ep"])
-def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    settings = ("runtime.transport=local", "data.options.max_bytes=30000", "log.every=1", f"log.path={log}")
+def train(name: str, log: Path, *settings: str) -> list[float]:
+    """Run an example in this process, all its ranks, and return the loss of each step."""
+    settings = ("runtime.transport=local", "log.every=1", f"log.path={log}", *settings)
     changes = [part for setting in settings for part in ("--set", setting)]
     assert main(["--config", str(EXAMPLES / f"{name}.yaml"), *changes]) == 0
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["event"] == "step"]
+    return [record["loss"] for record in records if record["event"] == "step"]
+
+
+@pytest.mark.parametrize("name", ["text_gpt", "simple_cp", "simple_ep"])
+def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
+    losses = train(name, tmp_path / "log.jsonl", "data.options.max_bytes=30000")
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert losses[-1] < 5
+
+
+@pytest.mark.parametrize(("name", "microbatches", "max_bytes"), [("text_4d", 4, 9000), ("full_5d", 8, 4000)])
+def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(
+    name: str, microbatches: int, max_bytes: int, tmp_path: Path
+) -> None:
+    settings = ("runtime.precision=float64", f"data.options.max_bytes={max_bytes}")
+    mesh = train(name, tmp_path / "mesh.jsonl", *settings)
+    alone = train(
+        name, tmp_path / "one.jsonl", *settings, "parallel.mesh=dp=1", f"parallel.microbatches={microbatches}"
+    )
+    assert mesh == pytest.approx(alone, rel=1e-10)
+    assert alone[-1] < alone[0]
 
 
 def test_own_loop_is_short() -> None:
