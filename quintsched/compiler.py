@@ -58,8 +58,8 @@ def compile(
         recompute: 0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for
             every k-th block of a stage; one number for all stages, or one per stage.
         tied: named weights that several stages hold, and which: {"embedding": (0, 3)}. Their gradients are added up.
-        communication: how gradients are summed over replicas: "native" leaves it to the library, "ring" and "tree" spell
-            it out in messages, "auto" takes what is fastest for a message's size.
+        communication: how gradients are summed over replicas: "native" leaves it to the library, "ring" and "tree"
+            spell it out in messages, "auto" takes what is fastest for a message's size.
         wire: the latency and bandwidth that "auto" reckons with.
         after: called with "order" and the bare order of computation, then with each pass's name and the plan after
             it; each pass then has to keep the points that hold by then, not only the last one.

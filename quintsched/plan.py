@@ -68,8 +68,8 @@ class Plan:
 
     `programs[k]` belongs to pp coordinate k. `recompute` says per stage whether its activations are kept (0), or those
     of every k-th block recomputed (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages
-    hold each named weight, `communication` how buckets are exchanged. A plan that was put together by hand is not checked before `check()` is asked; `compile` and
-    `load` give only well-formed ones.
+    hold each named weight, `communication` how buckets are exchanged. A plan that was put together by hand is not
+    checked before `check()` is asked; `compile` and `load` give only well-formed ones.
     """
 
     mode: Mode
@@ -125,7 +125,7 @@ class Plan:
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
-        spelled = f", {self.communication.means}" if self.communication.plans else ""
+        spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         microbatches = f"{self.schedule.microbatches} microbatches"
         return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{spelled}"
 

@@ -1,7 +1,7 @@
 """Collectives spelled out: a group whose sums go through the messages of the plan's mini-plans.
 
     all_reduce(flat)     flat = [chunk 0 | chunk 1 | chunk 2]            views into the caller's tensor, no copies
-    rank 0, a ring of 3  recv chunk 2 from rank 2 into scratch, send chunk 0 to rank 1, wait for both, add, …
+    rank 0, a ring of 3  recv chunk 1 from rank 2 into scratch, send chunk 2 to rank 1, wait for both, add, …
 
 `SpelledGroup` takes the place of the replicas' group where the plan's communication asks for it. A collective for which
 the plan has no mini-plan is the library's own, and so is everything but sums and gathers.
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -173,7 +174,7 @@ def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:
     Where the elements divide by the number of ranks, and the chunks too, every rank's part is whole chunks.
     """
     bounds = [flat.numel() * chunk // chunks for chunk in range(chunks + 1)]
-    return [flat[first:end] for first, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [flat[first:end] for first, end in pairwise(bounds)]
 
 
 def spell_out(group: Group, communication: Communication, transport: Transport) -> Group:
@@ -186,13 +187,15 @@ def spelled_channels(plan: Plan) -> list[tuple[int, int]]:
     if not plan.communication.plans:
         return []
     lines = {*plan.mesh.groups(*REPLICA_AXES), *plan.mesh.groups(*EXPERT_REPLICA_AXES)}
-    return sorted({
-        (line[source], line[target])
-        for line in lines
-        for mini in plan.communication.plans.values()
-        if mini.size == len(line)
-        for source, target in _channels(mini)
-    })
+    return sorted(
+        {
+            (line[source], line[target])
+            for line in lines
+            for mini in plan.communication.plans.values()
+            if mini.size == len(line)
+            for source, target in _channels(mini)
+        }
+    )
 
 
 def _channels(mini: CollectivePlan) -> Iterable[tuple[int, int]]:

@@ -4,8 +4,8 @@
                                                │         ──▶ simulate()    latency, bandwidth, bandwidth use
                                                └── runtime.spelled runs it on any transport
 
-`program` has the words, `ring` and `double_tree` write the programs, `proof` and `timing` judge them, `choice` picks one
-for a message, `calls` says which ones a plan needs, `files` reads and writes them.
+`program` has the words, `ring` and `double_tree` write the programs, `proof` and `timing` judge them, `choice` picks
+one for a message, `calls` says which ones a plan needs, `files` reads and writes them.
 """
 
 from __future__ import annotations

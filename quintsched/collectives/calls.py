@@ -72,7 +72,7 @@ def communication_faults(plan: Plan) -> Iterator[str]:
 
 
 def broken_collectives(plan: Plan) -> Iterator[Finding]:
-    """Yield what is not sound about the mini-plans; their ranks are those of an axis, and so are named in words only."""
+    """Yield what is not sound about the mini-plans; the findings name their ranks, those of an axis, in words only."""
     for name, mini in plan.communication.plans.items():
         for finding in mini.check().findings:
             yield Finding(finding.point, f"collective {name!r}: {finding.message}")

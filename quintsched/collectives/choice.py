@@ -1,8 +1,8 @@
 """How a plan's gradients are exchanged: by the library's own collectives, or spelled out, and then by which mini-plan.
 
-    native          none: gloo's or NCCL's own
-    ring, tree      one mini-plan per collective and number of ranks
-    auto            several; the closed forms of `timing` say which is the fastest for a message's size
+native          none: gloo's or NCCL's own
+ring, tree      one mini-plan per collective and number of ranks
+auto            several; the closed forms of `timing` say which is the fastest for a message's size
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Communication:
 
     means: Means = "native"
     plans: Mapping[str, CollectivePlan] = field(default_factory=dict)
-    wire: Wire = Wire()
+    wire: Wire = field(default_factory=Wire)
     """What "auto" reckons with; the others do not look at it."""
 
     @classmethod

@@ -158,9 +158,7 @@ def tree_programs(size: int, chunks: int) -> tuple[tuple[Step, ...], ...]:
     for step, source, target, chunk in _all_messages(timetable(size), chunks, upwards):
         sends[source][step] = target, chunk
         receives[target][step] = source, chunk
-    return tuple(
-        tuple(_program(sent, received, upwards)) for sent, received in zip(sends, receives, strict=True)
-    )
+    return tuple(tuple(_program(sent, received, upwards)) for sent, received in zip(sends, receives, strict=True))
 
 
 def _all_messages(table: Timetable, chunks: int, upwards: int) -> Iterator[tuple[int, int, int, int]]:

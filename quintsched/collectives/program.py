@@ -1,8 +1,8 @@
 """A collective as a program per rank: which chunk of the data goes where, and what is done with what arrives.
 
-    rank 0   SendRecv(to 1, chunk 0, from 2, chunk 2, add)      the two halves of a SendRecv are under way together,
-    rank 1   SendRecv(to 2, chunk 1, from 0, chunk 0, add)      and it ends when both are done: in a ring, where everybody
-    rank 2   SendRecv(to 0, chunk 2, from 1, chunk 1, add)      sends and then receives, nobody's receive would begin
+    rank 0   SendRecv(to 1, chunk 2, from 2, chunk 1, add)      the halves of a SendRecv are under way together, and it
+    rank 1   SendRecv(to 2, chunk 0, from 0, chunk 2, add)      ends when both are done: if everybody in a ring sent
+    rank 2   SendRecv(to 0, chunk 1, from 1, chunk 0, add)      first and then received, no receive would ever begin
 
 Ranks are coordinates 0 … size-1 of one axis (or of the product of several). The data are cut into equal chunks; where
 each rank has a part of its own (reduce-scatter, all-gather) part r is the r-th of `size` runs of chunks.
@@ -68,10 +68,10 @@ STEPS: tuple[type[Step], ...] = (SendRecv, SendChunk, RecvChunk)
 
 
 class Half(NamedTuple):
-    """One end of a message: a send, or a receive of `chunk`, which stands at `index` of the program of `rank`."""
+    """One end of a message: a send, or a receive of `chunk`, which stands at `step` of the program of `rank`."""
 
     rank: int
-    index: int
+    step: int
     peer: int
     chunk: int
     reduce: bool = False
@@ -125,7 +125,7 @@ class CollectivePlan:
 
     def at(self, half: Half) -> str:
         """Say where one end of a message stands: "rank 0 step 3, SendRecv(…)"."""
-        return f"rank {half.rank} step {half.index}, {self.programs[half.rank][half.index]}"
+        return f"rank {half.rank} step {half.step}, {self.programs[half.rank][half.step]}"
 
     def check(self) -> CollectiveVerdict:
         """Prove that it is free of deadlock and that every rank ends with what the collective promises."""

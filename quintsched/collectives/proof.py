@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -72,11 +73,11 @@ def event_graph(plan: CollectivePlan) -> EventGraph:
     at: list[list[list[int]]] = [[[] for _ in program] for program in plan.programs]
     for event, message in enumerate(plan.messages):
         for half in message:
-            at[half.rank][half.index].append(event)
+            at[half.rank][half.step].append(event)
     edges = [
         (earlier, later, rank)
         for rank, steps in enumerate(at)
-        for before, after in zip(steps[:-1], steps[1:], strict=True)
+        for before, after in pairwise(steps)
         for earlier in before
         for later in after
     ]
@@ -99,6 +100,8 @@ def _malformed(plan: CollectivePlan) -> Iterator[Finding]:
 
 
 def _fault(plan: CollectivePlan, rank: int, step: Step) -> str | None:
+    peers: tuple[int, ...]
+    chunks: tuple[int, ...]
     match step:
         case SendRecv():
             peers, chunks = (step.to, step.source), (step.send_chunk, step.recv_chunk)
@@ -127,10 +130,10 @@ def _broken_channels(plan: CollectivePlan) -> Iterator[Finding]:
                 f"channel {sent.rank}→{received.rank}: {plan.at(sent)} sends chunk {sent.chunk}, but "
                 f"{plan.at(received)} expects chunk {received.chunk}"
             )
-            yield Finding(Point.CHANNELS, message, received.rank, received.index)
+            yield Finding(Point.CHANNELS, message, received.rank, received.step)
     for verb, halves in zip(("receives what it sends", "sends what it waits for"), plan.halves, strict=True):
         for half in (half for half in halves if half not in matched):
-            yield Finding(Point.CHANNELS, f"{plan.at(half)}: rank {half.peer} never {verb}", half.rank, half.index)
+            yield Finding(Point.CHANNELS, f"{plan.at(half)}: rank {half.peer} never {verb}", half.rank, half.step)
 
 
 def _deadlock(plan: CollectivePlan) -> Iterator[Finding]:
@@ -143,7 +146,7 @@ def _deadlock(plan: CollectivePlan) -> Iterator[Finding]:
     for event, following, rank in waits:
         here, there = (_end_on(plan.messages[e], rank) for e in (event, following))
         message = f"rank {rank}: {plan.at(here)} must end before {plan.at(there)} can begin"
-        yield Finding(Point.DEADLOCK, message, rank, here.index)
+        yield Finding(Point.DEADLOCK, message, rank, here.step)
 
 
 def _end_on(message: ChunkMessage, rank: int) -> Half:
@@ -155,17 +158,17 @@ def _incomplete(plan: CollectivePlan) -> Iterator[Finding]:
     held = [[_at_first(plan, rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.size)]
     before: dict[tuple[int, int], int] = {}
     for sent, received in _in_order(plan):
-        came = before.get((sent.rank, sent.index), held[sent.rank][sent.chunk])
+        came = before.get((sent.rank, sent.step), held[sent.rank][sent.chunk])
         there = held[received.rank][received.chunk]
-        where = received.rank, received.index
+        where = received.rank, received.step
         if not came:
             message = f"{plan.at(sent)} sends chunk {sent.chunk}, of which it has nothing yet"
-            yield Finding(Point.COMPLETE, message, sent.rank, sent.index)
+            yield Finding(Point.COMPLETE, message, sent.rank, sent.step)
         if received.reduce and came & there:
             twice = _names(came & there)
             message = f"{plan.at(received)} adds what rank {twice} brought to chunk {received.chunk} a second time"
             yield Finding(Point.COMPLETE, message, *where)
-        if _sends_same(plan.programs[received.rank][received.index]):
+        if _sends_same(plan.programs[received.rank][received.step]):
             before[where] = there  # the other half of the step goes out as it was
         held[received.rank][received.chunk] = came | there if received.reduce else came
     for rank, chunks in enumerate(held):

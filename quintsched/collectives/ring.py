@@ -1,8 +1,7 @@
 """The ring: each rank hands on to the next one and takes from the one before, in every step.
 
-    4 ranks, chunk 0 of an all-reduce     rank 0 ─▶ 1 ─▶ 2 ─▶ 3        its sum grows: reduce-scatter, 3 steps
-                                          rank 3's part is chunk 3, and so on: it ends on rank 0 by way of 1, 2, 3
-                                          rank 0 ─▶ 1 ─▶ 2 ─▶ 3        the sum goes round: all-gather, 3 steps
+    4 ranks, chunk 0 of an all-reduce     rank 1 ─▶ 2 ─▶ 3 ─▶ 0        the sum grows, up to its owner: reduce-scatter
+    (chunk r likewise, from r+1 on)       rank 0 ─▶ 1 ─▶ 2 ─▶ 3        the sum goes round: all-gather
 
 In each half every rank sends (n-1)/n of the data in n-1 steps, and no algorithm sends less (Patarasu, Yuan 2009,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations"). With c·n chunks there are c rounds, one after

@@ -1,4 +1,4 @@
-"""How long a collective takes: a message costs latency + bytes / bandwidth; a rank sends one and receives one at a time.
+"""How long a collective takes: a message, latency + bytes / bandwidth; a rank sends and receives one at a time.
 
     ring         2(n-1) · (latency + bytes/n / bandwidth)                            half of it for either half
     tree         2(fill + period·(K/2-1)) · (latency + bytes/K / bandwidth)          K > 2 chunks; see `double_tree`
@@ -102,9 +102,7 @@ def least_bytes(kind: Kind, size: int, num_bytes: float) -> float:
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
 
 
-def spelled_seconds(
-    kind: Kind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire
-) -> float:
+def spelled_seconds(kind: Kind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire) -> float:
     """Return the closed form of what `spell`'s plan takes: its steps, times what one takes."""
     return num_steps(kind, algorithm, size, chunks) * wire.seconds(num_bytes / chunks)
 
