@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.cli.output import AsJson, emit, percent, say, terminal_width
-from quintsched.cli.pictures import PAGE, PICTURES, picture_path, write_picture
+from quintsched.cli.pictures import draw_collective
 from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,15 +84,8 @@ def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> Coll
 def _write(run: CollectiveRun, path: Path) -> None:
     if path.suffix.lower() == ".json":
         run.plan.save(path)
-        return
-    path = picture_path(path, (*PICTURES, PAGE))
-
-    def draw() -> None:
-        from quintsched import viz
-
-        viz.render_collective(run, path)
-
-    write_picture(path, draw)
+    else:
+        draw_collective(run, path)
 
 
 def _closed_forms(plan: CollectivePlan, num_bytes: float, wire: Wire) -> dict[str, float]:
