@@ -14,6 +14,7 @@ from quintsched.collectives.choice import Call, Means
 from quintsched.runtime.spelled import SpelledGroup, cut_chunks
 from quintsched.runtime.transport import Group, ReduceOp, Rules, Transport, run_local
 
+from .test_experts import require_equality
 from .toys import Task, adam, ids_task, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
 
 STRICT: tuple[Rules, ...] = ("nccl", "rendezvous")
@@ -130,3 +131,10 @@ def test_rings_of_keys_and_of_gradients_share_channels() -> None:
     expected = train_plainly(task, tiny_gpt(), 2, adam, dtype=torch.float64)
     found = train_on(plan, task, tiny_gpt(), adam, bucket_mb=0.002, dtype=torch.float64, rules="nccl")
     assert worst_difference(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("means", ["ring", "auto"])
+def test_experts_and_what_all_share_are_summed_by_mini_plans_of_their_own(means: str) -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,ep=2,cp=2", microbatches=2, communication=means)
+    assert {mini.size for mini in plan.communication.plans.values()} == {4, 8}
+    require_equality(plan)
