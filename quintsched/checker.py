@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from quintsched.collectives.calls import broken_collectives
 from quintsched.columns import Flags, Ints
 from quintsched.costs import Costs
 from quintsched.dataflow import Value
@@ -24,6 +25,7 @@ from quintsched.events import (
     build_graph,
     find_profile,
     pipeline_collectives,
+    stretches,
 )
 from quintsched.findings import Finding, Point
 from quintsched.grid import excerpt
@@ -105,6 +107,7 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
         *broken_flow(plan),
         *_broken_channels(plan, events.channels),
         *_broken_collectives(plan),
+        *broken_collectives(plan),
     ]
     profiles: dict[str, bool] = {}
     cycles: dict[str, list[Finding]] = {}
@@ -268,7 +271,7 @@ def _deadlocks(plan: Plan, events: Events, flow_is_broken: bool) -> tuple[dict[s
 def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
     """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
     lines = []
-    for event, following, rank in _stretches(cycle):
+    for event, following, rank in stretches(cycle):
         here, there = events.member(event, rank), events.member(following, rank)
         message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
         lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
@@ -278,16 +281,6 @@ def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]]
         "both its ends have begun:",
     )
     return [head, *lines]
-
-
-def _stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return a cycle as (event, later event, rank), with the steps that follow each other on a rank taken as one."""
-    ranks = [rank for _, rank in cycle]
-    starts = [k for k, rank in enumerate(ranks) if rank != ranks[k - 1]] or list(range(len(cycle)))
-    return [
-        (cycle[start][0], cycle[end][0], ranks[start])
-        for start, end in zip(starts, [*starts[1:], starts[0]], strict=True)
-    ]
 
 
 def _where(plan: Plan, row: int) -> str:

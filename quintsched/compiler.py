@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import islice
 
 from quintsched.checker import check_order
+from quintsched.collectives.calls import spell_out
+from quintsched.collectives.timing import Wire
 from quintsched.costs import Costs
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.instructions import ALL, Compute
@@ -37,6 +39,8 @@ def compile(
     memory_cap: float | None = None,
     recompute: int | Sequence[int] = 0,
     tied: Mapping[str, Sequence[int]] | None = None,
+    communication: str = "native",
+    wire: Wire | None = None,
     after: Watch | None = None,
 ) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
@@ -54,6 +58,9 @@ def compile(
         recompute: 0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for
             every k-th block of a stage; one number for all stages, or one per stage.
         tied: named weights that several stages hold, and which: {"embedding": (0, 3)}. Their gradients are added up.
+        communication: how gradients are summed over replicas: "native" leaves it to the library, "ring" and "tree"
+            spell it out in messages, "auto" takes what is fastest for a message's size.
+        wire: the latency and bandwidth that "auto" reckons with.
         after: called with "order" and the bare order of computation, then with each pass's name and the plan after
             it; each pass then has to keep the points that hold by then, not only the last one.
 
@@ -75,7 +82,7 @@ def compile(
     if after:
         after(ORDER, order)
     passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
-    plan = lower(order, passes, watch=after, verify=after is not None)
+    plan = spell_out(lower(order, passes, watch=after, verify=after is not None), communication, wire)
     verdict = plan.check(profile="blocking")
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow, and names the pass that is to blame

@@ -204,16 +204,16 @@ class Events:
 
 @dataclass(frozen=True)
 class EventGraph:
-    """Edges `sources[i]` → `targets[i]`, each owed to pp rank `ranks[i]`; the target waits for the source."""
+    """Edges `sources[i]` → `targets[i]`, each owed to rank `ranks[i]`; the target waits for the source."""
 
-    events: Events
+    num_events: int
     sources: Ints
     targets: Ints
     ranks: Ints
 
     def run(self, durations: Sequence[float] | None = None) -> Run:
         """Run every event as early as its predecessors allow; O(events + edges). Without durations, just in order."""
-        num_events = self.events.num_events
+        num_events = self.num_events
         order = np.argsort(self.sources, kind="stable")
         first = np.searchsorted(self.sources[order], np.arange(num_events + 1)).tolist()
         following = self.targets[order].tolist()
@@ -245,6 +245,16 @@ class EventGraph:
             seen[event, rank] = len(walk)
             event = blockers[event][rank]
             walk.append((event, rank))
+
+
+def stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return a cycle as (event, later event, rank), with the steps that follow each other on a rank taken as one."""
+    ranks = [rank for _, rank in cycle]
+    starts = [k for k, rank in enumerate(ranks) if rank != ranks[k - 1]] or list(range(len(cycle)))
+    return [
+        (cycle[start][0], cycle[end][0], ranks[start])
+        for start, end in zip(starts, [*starts[1:], starts[0]], strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -299,7 +309,7 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
     if one_host:
         parts.append(host_edges(events, profile))
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return EventGraph(events, sources, targets, ranks)
+    return EventGraph(events.num_events, sources, targets, ranks)
 
 
 def host_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:

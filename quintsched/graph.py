@@ -23,8 +23,8 @@ def to_networkx(plan: Plan) -> networkx.DiGraph[int]:
         graph.add_node(row, rank=rank, index=index, instruction=plan.programs[rank][index])
     merged = Events.merge(plan)
     alone = Events(columns, merged.channels, merged.groups, np.arange(len(columns)))
-    graph.add_edges_from(_pairs(EventGraph(alone, *data_edges(alone, plan.flows))), kind="data")
-    graph.add_edges_from(_pairs(EventGraph(alone, *queue_edges(alone, PROFILES["channel"]))), kind="program")
+    graph.add_edges_from(_pairs(EventGraph(alone.num_events, *data_edges(alone, plan.flows))), kind="data")
+    graph.add_edges_from(_pairs(EventGraph(alone.num_events, *queue_edges(alone, PROFILES["channel"]))), kind="program")
     graph.add_edges_from(zip(*(rows.tolist() for rows in alone.channels.pairs), strict=True), kind="message")
     return graph
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from quintsched.collectives.choice import NATIVE, Communication
 from quintsched.columns import Columns
 from quintsched.dataflow import Flows, flows_of
 from quintsched.instructions import Instruction, Message
@@ -67,8 +68,8 @@ class Plan:
 
     `programs[k]` belongs to pp coordinate k. `recompute` says per stage whether its activations are kept (0), or those
     of every k-th block recomputed (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages
-    hold each named weight. A plan that was put together by hand is not checked before `check()` is asked; `compile` and
-    `load` give only well-formed ones.
+    hold each named weight, `communication` how buckets are exchanged. A plan that was put together by hand is not
+    checked before `check()` is asked; `compile` and `load` give only well-formed ones.
     """
 
     mode: Mode
@@ -81,6 +82,7 @@ class Plan:
     stage_to_part: tuple[int, ...] | None = None
     recompute: tuple[int, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    communication: Communication = NATIVE
 
     @cached_property
     def layout(self) -> Layout:
@@ -123,8 +125,9 @@ class Plan:
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
+        spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         microbatches = f"{self.schedule.microbatches} microbatches"
-        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}"
+        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{spelled}"
 
     def program(self, rank: int) -> Program:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""

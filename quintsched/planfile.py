@@ -16,6 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched import instructions as ins
+from quintsched.collectives.choice import Communication, Means
+from quintsched.collectives.files import CollectiveEntry, entries
+from quintsched.collectives.timing import Wire
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.layout import Route
 from quintsched.mesh import AXES, Mesh
@@ -49,6 +52,11 @@ class _RouteFile(_Strict):
     microbatches: list[Index]
 
 
+class _WireFile(_Strict):
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class _PlanFile(_Strict):
     format: Literal["quintsched.plan"]
     version: Literal[1]
@@ -61,6 +69,9 @@ class _PlanFile(_Strict):
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
     tied: dict[str, list[Index]] | None = None
+    communication: Means | None = None
+    wire: _WireFile | None = None
+    collectives: dict[str, CollectiveEntry] | None = None
     program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
     programs: list[list[Any]]
 
@@ -85,11 +96,25 @@ def dumps(plan: Plan) -> str:
         "buckets_per_stage": plan.buckets_per_stage,
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
         **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
+        **_communication_entries(plan.communication),
         "program_axes": ["pp"],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
     programs = ",\n".join(f"  [{_program_text(program)}]" for program in plan.programs)
     return "{" + "\n".join(lines)[1:] + f'\n "programs": [\n{programs}]}}\n'
+
+
+def _communication_entries(communication: Communication) -> dict[str, object]:
+    """Return how buckets are exchanged; nothing where that is native. Only "auto" looks at the wire."""
+    if communication.means == "native":
+        return {}
+    wire = communication.wire
+    reckons = {"wire": {"latency_s": wire.latency_s, "bandwidth": wire.bandwidth}}
+    return {
+        "communication": communication.means,
+        **(reckons if communication.means == "auto" else {}),
+        "collectives": entries(communication.plans),
+    }
 
 
 def _program_text(program: Program) -> str:
@@ -150,7 +175,16 @@ def _plan_of(file: _PlanFile) -> Plan:
         stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
         recompute=_recompute_of(file),
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
+        communication=_communication_of(file),
     )
+
+
+def _communication_of(file: _PlanFile) -> Communication:
+    plans = {name: entry.collective("collectives", name) for name, entry in (file.collectives or {}).items()}
+    if (file.wire is not None) != (file.communication == "auto"):
+        raise InputError('/wire: it belongs to "communication": "auto", and to no other')
+    wire = Wire() if file.wire is None else Wire(file.wire.latency_s, file.wire.bandwidth)
+    return Communication(file.communication or "native", plans, wire)
 
 
 def _recompute_of(file: _PlanFile) -> tuple[int, ...]:

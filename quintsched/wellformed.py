@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quintsched import instructions as ins
+from quintsched.collectives.calls import communication_faults
 from quintsched.columns import Columns, Flags
 from quintsched.dataflow import peer_of
 from quintsched.layout import TWINS
@@ -78,6 +79,7 @@ def _head_faults(plan: Plan) -> Iterator[str]:
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)
+    yield from communication_faults(plan)
 
 
 def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:

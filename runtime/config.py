@@ -78,6 +78,12 @@ class ParallelConfig(Settings):
     """0: keep all activations; 1: recompute them; k: those of every k-th block of a stage. A list: one per stage."""
     tied: dict[str, Numbers] = Field(default_factory=dict)
     """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
+    communication: Literal["native", "ring", "tree", "auto"] = "native"
+    """How gradients are summed over replicas: by the library, or spelled out in messages; "auto": by their size."""
+    latency_s: float = Field(default=20e-6, ge=0)
+    """Seconds that a message costs, which communication "auto" reckons with."""
+    bandwidth: float = Field(default=1e9, gt=0)
+    """Bytes per second between two ranks, likewise."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
     context: Literal["ring", "gather", "ulysses"] = "ring"

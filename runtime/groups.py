@@ -25,6 +25,7 @@ from quintsched.plan import Plan
 
 from .ring_attention import ring_channels
 from .shards import shard_of
+from .spelled import spell_out, spelled_channels
 from .torch_sharded import comes_summed, counts_here
 from .transport import Group, Transport
 
@@ -72,7 +73,8 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
     """Make all groups of a plan in one order; every rank calls this at the same point.
 
     Groups of the same ranks are one: their collectives stand in program order. Only the replicas, and those of experts,
-    have theirs to themselves, since gradients are launched ahead of their place.
+    have theirs to themselves, since gradients are launched ahead of their place; and where the plan spells out their
+    collectives, these go through messages.
     """
     mesh, made = plan.mesh, {}
 
@@ -82,10 +84,13 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
             made[partition] = transport.make_group(partition)
         return made[partition]
 
-    tensor, context, replicas = group("tp"), group("cp"), transport.make_group(mesh.groups(*REPLICA_AXES))
+    def replicas_over(axes: tuple[str, ...]) -> Group:
+        return spell_out(transport.make_group(mesh.groups(*axes)), plan.communication, transport)
+
+    tensor, context, replicas = group("tp"), group("cp"), replicas_over(REPLICA_AXES)
     experts, expert_replicas = group("ep"), replicas
     if mesh.axis_size("ep") > 1:
-        expert_replicas = transport.make_group(mesh.groups(*EXPERT_REPLICA_AXES))
+        expert_replicas = replicas_over(EXPERT_REPLICA_AXES)
     pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp", "ep")
     holding, world = group("tp", *REPLICA_AXES), group("pp", "tp", *REPLICA_AXES)
     layout, sharing = plan.layout, {}
@@ -110,7 +115,11 @@ def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ..
 
 
 def open_channels(plans: Iterable[Plan], transport: Transport, *, ring: bool) -> None:
-    """Open every directed channel that the plans use, for all replicas, in ascending order; and of rings over cp."""
+    """Open every directed channel that the plans use, for all replicas, in ascending order; and of rings over cp.
+
+    Those of spelled-out collectives are among them.
+    """
+    plans = [*plans]
     used = {
         (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
         for plan in plans
@@ -118,7 +127,8 @@ def open_channels(plans: Iterable[Plan], transport: Transport, *, ring: bool) ->
         for message in program
         if isinstance(message, Message)
     }
-    mesh = next(iter(plans)).mesh
+    mesh = plans[0].mesh
     pipelines = [(line[source], line[target]) for line in mesh.groups("pp") for source, target in used]
     rings = [channel for line in mesh.groups("cp") for channel in ring_channels(line)] if ring else []
-    transport.open_channels(sorted(pipelines + rings))
+    spelled = [channel for plan in plans for channel in spelled_channels(plan)]
+    transport.open_channels(sorted(pipelines + rings + spelled))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quintsched.collectives import Wire
 from quintsched.compiler import compile
 from quintsched.errors import MisfitError
 from quintsched.mesh import Mesh
@@ -31,6 +32,8 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
             slices=parallel.slices,
             recompute=parallel.recompute,
             tied=parallel.tied or _first_and_last(job),
+            communication=parallel.communication,
+            wire=Wire(parallel.latency_s, parallel.bandwidth),
         )
     else:
         plan = Plan.load(path)
@@ -61,6 +64,7 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "slices": parallel.slices,
         "recompute": _per_stage(parallel.recompute, plan),
         "tied": parallel.tied,
+        "communication": parallel.communication,
     }
     has: dict[str, object] = {
         "mesh": plan.mesh,
@@ -70,6 +74,7 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "slices": plan.schedule.slices,
         "recompute": tuple(plan.layout.recompute_every(stage) for stage in range(len(plan.stage_to_pp))),
         "tied": dict(plan.tied),
+        "communication": plan.communication.means,
     }
     odd = [
         f"{key} is {said[key]} in the job file but {has[key]} in the plan"

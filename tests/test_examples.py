@@ -22,6 +22,7 @@ EXAMPLES = ROOT / "examples"
 JOBS = {
     "baseline": "dp=1",
     "simple_dp": "dp=2",
+    "ring": "dp=3",
     "simple_pp": "pp=2",
     "simple_tp": "tp=2",
     "simple_cp": "cp=2",

@@ -1,5 +1,6 @@
 """Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step under it,
-`compare` stacks several plans on one time axis, `save_events` writes what Perfetto and Chrome show.
+`compare` stacks several plans on one time axis, `render_collective` draws a spelled-out collective, and `save_events`
+writes what Perfetto and Chrome show.
 
     from quintsched.viz import compare, render
 
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .perfetto import save_events
-    from .timeline import compare, render, render_measured
+    from .timeline import compare, render, render_collective, render_measured
 
-__all__ = ["compare", "render", "render_measured", "save_events"]
+__all__ = ["compare", "render", "render_collective", "render_measured", "save_events"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,8 @@ from quintsched.instructions import (
     SyncTied,
 )
 
+from .chunks import Added, Stored
+
 Rgb = tuple[float, float, float]
 
 INK = "#1F2933"
@@ -59,6 +61,8 @@ LOOKS: dict[type[Instruction], Look] = {
     BwdInput: Look("input gradient", "#E69F00"),
     BwdWeight: Look("weight gradient", "#009E73"),
     Recompute: Look("recomputation", "#8C6BB1"),
+    Added: Look("chunk arrives and is added", "#0072B2"),
+    Stored: Look("chunk arrives and is stored", "#E69F00"),
     SyncTied: Look("tied gradients added up", "#000000", "s"),
     AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
     ShareMetrics: Look("metrics shared", "#CC79A7", "o"),

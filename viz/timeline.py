@@ -3,6 +3,7 @@
 render(plan.simulate(), Path("1f1b.png"))                one plan, with its memory panel
 compare([a.simulate(), b.simulate()], Path("two.svg"))   several on one time axis
 render_measured(plan.simulate(costs), step, Path("x.png"))  a measured step under its plan, on one time axis
+render_collective(spell("all_reduce", "ring", 8).simulate(25e6, wire), Path("ring.png"))   a spelled-out collective
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
 from quintsched.simulator import Simulation
 from quintsched.trace import MeasuredStep
 
+from .chunks import chunk_scene
 from .held import draw_held, held_height, held_key
 from .legend import keys_of
 from .rows import Scale, draw_rows, set_time_axis, tail_points
@@ -68,6 +71,13 @@ def render_measured(simulation: Simulation, step: MeasuredStep, path: Path) -> N
         raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
     with house_style():
         draw_measured(simulation, step).save(path)
+
+
+def render_collective(run: CollectiveRun, path: Path) -> None:
+    """Draw a spelled-out collective over time, a row per rank, into a file as `render` does."""
+    check_suffix(path)
+    with house_style():
+        draw_collective(run).save(path)
 
 
 def draw_plan(simulation: Simulation) -> Sheet:
@@ -125,6 +135,20 @@ def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
         if scene is scenes[0]:
             _hide_times(axes)
     _name_times(sheet, axes, step.unit)
+    return sheet
+
+
+def draw_collective(run: CollectiveRun) -> Sheet:
+    """Return a drawing of a spelled-out collective, in the style that is set."""
+    scene = chunk_scene(run)
+    sheet, scale = _lay_out([scene], rows_per_inch=2.4)
+    sheet.line(run.plan.title, TITLE, bold=True)
+    figures = f"{number(run.num_bytes)} bytes in {duration(run.makespan, 's')}"
+    sheet.line(f"{figures} · bandwidth use {percent(run.bandwidth_use)}", TEXT, colour=QUIET)
+    sheet.space(0.06)
+    sheet.legend(keys_of([scene], scale, SMALL * sheet.font_scale), SMALL)
+    sheet.space(0.08)
+    _name_times(sheet, _add_rows(sheet, scene, scale, scene.makespan), "s")
     return sheet
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from quintsched.cli.app import make_app
 from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
+from quintsched.cli.collective import collective
 from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
@@ -18,7 +19,7 @@ from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
 from quintsched.cli.timing import compare, simulate
 
-COMMANDS = (schedules, compile, show, check, simulate, compare, render, export, import_, run, new)
+COMMANDS = (schedules, compile, show, check, simulate, compare, render, collective, export, import_, run, new)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

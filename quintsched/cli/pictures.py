@@ -24,6 +24,7 @@ from quintsched.cli.output import (
 from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
+    from quintsched.collectives import CollectiveRun
     from quintsched.simulator import Simulation
     from quintsched.trace import MeasuredStep
 
@@ -71,6 +72,18 @@ def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None
         viz.render(simulation, path)
     else:
         viz.render_measured(simulation, step, path)
+
+
+def draw_collective(run: CollectiveRun, output: Path) -> None:
+    """Draw a spelled-out collective; raises `UsageError` as `picture_path` and `write_picture` do."""
+    path = picture_path(output, (*PICTURES, PAGE))
+
+    def draw() -> None:
+        from quintsched import viz
+
+        viz.render_collective(run, path)
+
+    write_picture(path, draw)
 
 
 def _outcome(simulation: Simulation, step: MeasuredStep) -> list[str]:

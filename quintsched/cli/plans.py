@@ -59,6 +59,15 @@ def compile(
     buckets_per_stage: Annotated[
         int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")
     ] = 1,
+    communication: Annotated[
+        str, typer.Option("--communication", metavar="MEANS", help="Sum gradients by native, ring, tree or auto.")
+    ] = "native",
+    latency_s: Annotated[
+        float, typer.Option("--latency", metavar="S", help="For auto: seconds that a message costs.")
+    ] = 20e-6,
+    bandwidth: Annotated[
+        float, typer.Option("--bandwidth", metavar="B/S", help="For auto: bytes per second of a wire.")
+    ] = 1e9,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
     ] = None,
@@ -72,6 +81,7 @@ def compile(
 ) -> None:
     """Compile a plan and prove it sound."""
     from quintsched.cli.check import report
+    from quintsched.collectives import Wire
     from quintsched.compiler import compile
 
     plan = compile(
@@ -85,6 +95,8 @@ def compile(
         memory_cap=memory_cap,
         recompute=_read_recompute(recompute),
         tied=_read_tied(tied or []),
+        communication=communication,
+        wire=Wire(latency_s, bandwidth),
         after=_watch(print_after),
     )
     verdict = plan.check(profile="blocking")

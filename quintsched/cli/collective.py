@@ -1,0 +1,112 @@
+"""`quintsched collective`: a collective spelled out in messages, with its proof, its time and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quintsched.cli.output import AsJson, emit, percent, say, terminal_width
+from quintsched.cli.pictures import draw_collective
+from quintsched.errors import UsageError
+
+if TYPE_CHECKING:
+    from quintsched.collectives import CollectivePlan, CollectiveRun, Wire
+
+
+def collective(
+    target: Annotated[str, typer.Argument(metavar="ring|tree|FILE", help="An algorithm, or a file written by -o.")],
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", help="all_reduce, reduce_scatter or all_gather.")
+    ] = "all_reduce",
+    ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", help="How many ranks take part.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", metavar="K", help="Chunks of the data; default: N (ring), 8 (tree).")
+    ] = None,
+    num_bytes: Annotated[float, typer.Option("--bytes", metavar="B", help="Bytes of the data, to time it.")] = 25e6,
+    latency_s: Annotated[float, typer.Option("--latency", metavar="S", help="Seconds that a message costs.")] = 20e-6,
+    bandwidth: Annotated[float, typer.Option("--bandwidth", metavar="B/S", help="Bytes per second of a wire.")] = 1e9,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the plan (.json) or a picture (.png, .svg, .html)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Spell out a collective in messages, prove it, and time it."""
+    from quintsched.collectives import Wire
+
+    plan = _read(target, kind, ranks, chunks)
+    verdict = plan.check()
+    if not verdict.sound:
+        if as_json:
+            emit({"title": plan.title, "sound": False, "findings": [f.message for f in verdict.findings]})
+        else:
+            say(verdict.explain())
+        raise typer.Exit(1)
+    wire = Wire(latency_s, bandwidth)
+    run = plan.simulate(num_bytes, wire)
+    if output is not None:
+        _write(run, output)
+    if as_json:
+        emit(
+            {
+                "title": plan.title,
+                "sound": True,
+                **run.summary(),
+                "closed_forms_s": _closed_forms(plan, num_bytes, wire),
+            }
+        )
+        return
+    say([verdict.explain(), *_figures(run)])
+    if output is None:
+        from quintsched.collectives.grid import time_grid
+
+        say(["", *time_grid(plan, terminal_width())])
+    else:
+        say(f"{output}: written")
+
+
+def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> CollectivePlan:
+    """Return the plan that is asked for; raises `UsageError`."""
+    from quintsched.collectives import CollectivePlan
+    from quintsched.collectives.spelling import spell
+
+    if target.endswith(".json"):
+        if ranks is not None or chunks is not None:
+            raise UsageError(f"{target} says how many ranks and chunks there are; leave out --ranks and --chunks")
+        return CollectivePlan.load(Path(target))
+    if ranks is None:
+        raise UsageError("--ranks: say how many ranks take part")
+    return spell(kind, target, ranks, chunks)
+
+
+def _write(run: CollectiveRun, path: Path) -> None:
+    if path.suffix.lower() == ".json":
+        run.plan.save(path)
+    else:
+        draw_collective(run, path)
+
+
+def _closed_forms(plan: CollectivePlan, num_bytes: float, wire: Wire) -> dict[str, float]:
+    """Return what the closed forms say of each means, in seconds."""
+    from quintsched.collectives.timing import fastest_tree_seconds, native_seconds, spelled_seconds
+
+    found = {
+        "native": native_seconds(plan.kind, plan.size, num_bytes, wire),
+        "ring": spelled_seconds(plan.kind, "ring", plan.size, plan.size, num_bytes, wire),
+    }
+    if plan.kind == "all_reduce":
+        found["tree"] = fastest_tree_seconds(plan.size, num_bytes, wire)
+    return found
+
+
+def _figures(run: CollectiveRun) -> list[str]:
+    plan, wire = run.plan, run.wire
+    forms = _closed_forms(plan, run.num_bytes, wire)
+    listed = ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in forms.items())
+    return [
+        f"{run.num_bytes:g} bytes at {wire.latency_s:g} s and {wire.bandwidth:g} bytes/s: {1e3 * run.makespan:.4g} ms, "
+        f"bandwidth use {percent(run.bandwidth_use)}; a rank sends up to {max(run.sent_bytes):.4g} bytes",
+        f"closed forms: {listed} (native: a bound for any library; tree: in its best number of chunks)",
+    ]

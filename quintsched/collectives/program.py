@@ -1,0 +1,173 @@
+"""A collective as a program per rank: which chunk of the data goes where, and what is done with what arrives.
+
+    rank 0   SendRecv(to 1, chunk 2, from 2, chunk 1, add)      the halves of a SendRecv are under way together, and it
+    rank 1   SendRecv(to 2, chunk 0, from 0, chunk 2, add)      ends when both are done: if everybody in a ring sent
+    rank 2   SendRecv(to 0, chunk 1, from 1, chunk 0, add)      first and then received, no receive would ever begin
+
+Ranks are coordinates 0 … size-1 of one axis (or of the product of several). The data are cut into equal chunks; where
+each rank has a part of its own (reduce-scatter, all-gather) part r is the r-th of `size` runs of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from quintsched.instructions import Instruction
+
+if TYPE_CHECKING:
+    from quintsched.collectives.proof import CollectiveVerdict
+    from quintsched.collectives.timing import CollectiveRun, Wire
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Algorithm = Literal["ring", "tree"]
+
+KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree")
+
+MAX_SIZE = 256
+"""The most ranks that a collective is spelled out for."""
+
+MAX_CHUNKS = 2**12
+"""The most chunks that the data are cut into."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendRecv(Instruction):
+    """Send one chunk and receive another one, both at the same time; `reduce` adds what comes, else it is stored."""
+
+    to: int
+    send_chunk: int
+    source: int
+    recv_chunk: int
+    reduce: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendChunk(Instruction):
+    """Send one chunk."""
+
+    to: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecvChunk(Instruction):
+    """Receive one chunk; `reduce` adds it to what is there, else it is stored."""
+
+    source: int
+    chunk: int
+    reduce: bool
+
+
+Step = SendRecv | SendChunk | RecvChunk
+STEPS: tuple[type[Step], ...] = (SendRecv, SendChunk, RecvChunk)
+
+
+class Half(NamedTuple):
+    """One end of a message: a send, or a receive of `chunk`, which stands at `step` of the program of `rank`."""
+
+    rank: int
+    step: int
+    peer: int
+    chunk: int
+    reduce: bool = False
+
+
+class ChunkMessage(NamedTuple):
+    """The k-th send of a directed channel and its k-th receive, which are one event."""
+
+    sent: Half
+    received: Half
+
+
+@dataclass(frozen=True)
+class CollectivePlan:
+    """What each rank of an axis does for one collective: `programs[r]` belongs to rank r.
+
+    One put together by hand is not checked before `check()` is asked.
+    """
+
+    kind: Kind
+    algorithm: Algorithm
+    size: int
+    chunks: int
+    programs: tuple[tuple[Step, ...], ...]
+
+    @property
+    def title(self) -> str:
+        """One line that names it."""
+        return f"{self.algorithm} {self.kind} over {self.size} ranks, {self.chunks} chunks"
+
+    @cached_property
+    def halves(self) -> tuple[tuple[Half, ...], tuple[Half, ...]]:
+        """All sends and all receives, rank after rank in program order."""
+        places = [(rank, index, step) for rank, steps in enumerate(self.programs) for index, step in enumerate(steps)]
+        return tuple(_sends(places)), tuple(_receives(places))
+
+    @cached_property
+    def messages(self) -> tuple[ChunkMessage, ...]:
+        """The k-th send of each channel with its k-th receive; what has no partner is left out."""
+        waiting: dict[tuple[int, int], list[Half]] = {}
+        sends, receives = self.halves
+        for half in receives:
+            waiting.setdefault((half.peer, half.rank), []).append(half)
+        partners = {channel: iter(halves) for channel, halves in waiting.items()}
+        pairs = ((half, next(partners.get((half.rank, half.peer), iter(())), None)) for half in sends)
+        return tuple(ChunkMessage(sent, received) for sent, received in pairs if received is not None)
+
+    def owner(self, chunk: int) -> int:
+        """The rank to whose part a chunk belongs."""
+        return chunk * self.size // self.chunks
+
+    def at(self, half: Half) -> str:
+        """Say where one end of a message stands: "rank 0 step 3, SendRecv(…)"."""
+        return f"rank {half.rank} step {half.step}, {self.programs[half.rank][half.step]}"
+
+    def check(self) -> CollectiveVerdict:
+        """Prove that it is free of deadlock and that every rank ends with what the collective promises."""
+        return self._verdict
+
+    @cached_property
+    def _verdict(self) -> CollectiveVerdict:
+        from quintsched.collectives.proof import prove
+
+        return prove(self)
+
+    def simulate(self, num_bytes: float, wire: Wire) -> CollectiveRun:
+        """Time it for so many bytes of data; raises `UnsoundError` where it cannot finish."""
+        from quintsched.collectives.timing import simulate
+
+        return simulate(self, num_bytes, wire)
+
+    def save(self, path: Path) -> None:
+        """Write it as a file of its own; raises `UsageError` where that cannot be done."""
+        from quintsched.collectives.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: Path) -> CollectivePlan:
+        """Read a file; raises `UsageError` for a missing one, `InputError` for a broken one."""
+        from quintsched.collectives.files import load
+
+        return load(path)
+
+
+def _sends(places: list[tuple[int, int, Step]]) -> Iterator[Half]:
+    for rank, index, step in places:
+        if isinstance(step, SendRecv):
+            yield Half(rank, index, step.to, step.send_chunk)
+        elif isinstance(step, SendChunk):
+            yield Half(rank, index, step.to, step.chunk)
+
+
+def _receives(places: list[tuple[int, int, Step]]) -> Iterator[Half]:
+    for rank, index, step in places:
+        if isinstance(step, SendRecv):
+            yield Half(rank, index, step.source, step.recv_chunk, step.reduce)
+        elif isinstance(step, RecvChunk):
+            yield Half(rank, index, step.source, step.chunk, step.reduce)

@@ -1,0 +1,134 @@
+"""How long a collective takes: a message, latency + bytes / bandwidth; a rank sends and receives one at a time.
+
+    ring         2(n-1) · (latency + bytes/n / bandwidth)                            half of it for either half
+    tree         2(fill + period·(K/2-1)) · (latency + bytes/K / bandwidth)          K > 2 chunks; see `double_tree`
+    native       2⌈log2 n⌉ · latency + 2(n-1)/n · bytes / bandwidth                  a bound: no algorithm beats it
+
+`simulate` runs the events of the proof under these costs. Adding up what arrives costs nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quintsched.collectives.program import Algorithm, CollectivePlan, Kind
+from quintsched.collectives.proof import event_graph
+from quintsched.collectives.spelling import num_steps
+from quintsched.errors import UnsoundError, UsageError
+
+TREE_CHOICES = (2, 4, 8, 16, 32)
+"""Into how many chunks trees are cut, where the size of a message decides."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a message costs: `latency_s` seconds, and one second for `bandwidth` bytes.
+
+    Raises `UsageError` for a latency below 0 and a bandwidth that is not above 0.
+    """
+
+    latency_s: float = 20e-6
+    bandwidth: float = 1e9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_s < math.inf:
+            raise UsageError(f"a message cannot have a latency of {self.latency_s!r} s")
+        if not 0 < self.bandwidth < math.inf:
+            raise UsageError(f"a wire cannot carry {self.bandwidth!r} bytes per second")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return how long a message takes."""
+        return self.latency_s + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class CollectiveRun:
+    """A collective over time, in seconds: `start` and `end` have an entry per message of the plan."""
+
+    plan: CollectivePlan
+    num_bytes: float
+    wire: Wire
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """When the last message is there."""
+        return max(self.end, default=0.0)
+
+    @cached_property
+    def sent_bytes(self) -> tuple[float, ...]:
+        """How many bytes each rank sends."""
+        counts = np.bincount([sent.rank for sent, _ in self.plan.messages], minlength=self.plan.size)
+        return tuple((counts * self.num_bytes / self.plan.chunks).tolist())
+
+    @property
+    def bandwidth_use(self) -> float:
+        """The least time in which any algorithm moves so many bytes over these wires, as a share of the makespan."""
+        least = least_bytes(self.plan.kind, self.plan.size, self.num_bytes) / self.wire.bandwidth
+        return least / self.makespan if self.makespan else 0.0
+
+    def summary(self) -> dict[str, object]:
+        """Return the figures as plain data, for JSON."""
+        return {
+            "bytes": self.num_bytes,
+            "latency_s": self.wire.latency_s,
+            "bandwidth": self.wire.bandwidth,
+            "makespan_s": self.makespan,
+            "sent_bytes": list(self.sent_bytes),
+            "bandwidth_use": self.bandwidth_use,
+        }
+
+
+def simulate(plan: CollectivePlan, num_bytes: float, wire: Wire) -> CollectiveRun:
+    """Run a collective of `num_bytes` (of the whole data); raises `UnsoundError` where it is not sound."""
+    if not 0 <= num_bytes < math.inf:
+        raise UsageError(f"there is no collective of {num_bytes!r} bytes")
+    plan.check().raise_if_unsound()
+    seconds = wire.seconds(num_bytes / plan.chunks)
+    run = event_graph(plan).run([seconds] * len(plan.messages))
+    if not run.finished:
+        raise UnsoundError(f"{plan.title} cannot finish")
+    return CollectiveRun(plan, num_bytes, wire, tuple(run.start), tuple(start + seconds for start in run.start))
+
+
+def least_bytes(kind: Kind, size: int, num_bytes: float) -> float:
+    """Return the fewest bytes that the busiest rank sends, by any algorithm that sums chunks (Patarasu, Yuan 2009)."""
+    return (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
+
+
+def spelled_seconds(kind: Kind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire) -> float:
+    """Return the closed form of what `spell`'s plan takes: its steps, times what one takes."""
+    return num_steps(kind, algorithm, size, chunks) * wire.seconds(num_bytes / chunks)
+
+
+def native_seconds(kind: Kind, size: int, num_bytes: float, wire: Wire) -> float:
+    """Return the closed form of a library's collective at its best: fewest steps and fewest bytes at once."""
+    steps = (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(size))
+    return steps * wire.latency_s + least_bytes(kind, size, num_bytes) / wire.bandwidth
+
+
+def fastest_tree_seconds(size: int, num_bytes: float, wire: Wire, choices: Iterable[int] = TREE_CHOICES) -> float:
+    """Return what an all-reduce by tree takes in the number of chunks that suits its size best."""
+    return min(spelled_seconds("all_reduce", "tree", size, chunks, num_bytes, wire) for chunks in choices)
+
+
+def crossover_bytes(size: int, wire: Wire) -> float:
+    """Return above how many bytes an all-reduce is faster by ring than by tree; infinite where it never is."""
+    low, high = 0.0, 2.0**60
+
+    def ring_wins(num_bytes: float) -> bool:
+        ring = spelled_seconds("all_reduce", "ring", size, size, num_bytes, wire)
+        return ring < fastest_tree_seconds(size, num_bytes, wire)
+
+    if ring_wins(low) or not ring_wins(high):
+        return 0.0 if ring_wins(low) else math.inf
+    while high - low > 1:
+        middle = (low + high) / 2
+        low, high = (low, middle) if ring_wins(middle) else (middle, high)
+    return high

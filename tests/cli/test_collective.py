@@ -1,0 +1,80 @@
+"""`quintsched collective`: the proof, the time, the file and the picture of a collective in messages."""
+
+import json
+
+import pytest
+
+import quintsched as qs
+from quintsched.collectives import CollectivePlan, spell
+
+
+def test_a_ring_in_words(cli):
+    result = cli("collective", "ring", "--ranks", 3)
+    assert result.code == 0
+    assert "sound: ring all_reduce over 3 ranks" in result.out
+    assert "bandwidth use 99.8 %" in result.out
+    assert result.out.endswith("rank 0  1+ 0+ 2  1\nrank 1  2+ 1+ 0  2\nrank 2  0+ 2+ 1  0\n")
+
+
+def test_figures_for_machines(cli):
+    options = ("--ranks", 4, "--bytes", 4e6, "--latency", 1e-3, "--bandwidth", 1e6, "--json")
+    ring = cli("collective", "ring", "--kind", "reduce_scatter", *options).data
+    assert ring["sound"]
+    assert ring["makespan_s"] == pytest.approx(3 * (1e-3 + 1.0))
+    assert ring["sent_bytes"] == [3e6] * 4
+    assert ring["closed_forms_s"] == {"native": pytest.approx(3.002), "ring": pytest.approx(3.003)}
+    tree = cli("collective", "tree", "--chunks", 2, *options).data
+    assert tree["makespan_s"] == pytest.approx(6 * (1e-3 + 2.0))
+    assert set(tree["closed_forms_s"]) == {"native", "ring", "tree"}
+
+
+def test_files_are_written_proved_and_refused(cli, tmp_path):
+    assert cli("collective", "tree", "--ranks", 5, "-o", "tree.json").code == 0
+    assert CollectivePlan.load(tmp_path / "tree.json") == spell("all_reduce", "tree", 5)
+    assert "sound: tree all_reduce over 5 ranks, 8 chunks" in cli("collective", "tree.json").out
+    data = json.loads((tmp_path / "tree.json").read_text())
+    data["programs"][0] = data["programs"][0][1:]
+    (tmp_path / "broken.json").write_text(json.dumps(data))
+    broken = cli("collective", "broken.json")
+    assert broken.code == 1
+    assert "not sound: tree all_reduce over 5 ranks" in broken.out
+    assert cli("collective", "broken.json", "--json").data["sound"] is False
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_pictures(cli, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    assert cli("collective", "ring", "--ranks", 3, "-o", f"ring.{suffix}").code == 0
+    drawn = (tmp_path / f"ring.{suffix}").read_bytes()
+    if suffix == "svg":
+        for words in (b"chunk arrives and is added", b"chunk arrives and is stored", b"rank 2"):
+            assert words in drawn
+    assert len(drawn) > 1000
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        (2, ("ring", "--ranks", 1), "ring over an axis of size 1"),
+        (2, ("ring",), "--ranks"),
+        (2, ("rings", "--ranks", 2), "did you mean 'ring'"),
+        (2, ("tree", "--ranks", 4, "--kind", "all_gather"), "use ring"),
+        (2, ("ring", "--ranks", 4, "--latency", -1), "latency of -1.0 s"),
+        (2, ("ring", "--ranks", 4, "--bandwidth", 0), "0.0 bytes per second"),
+        (2, ("ring", "--ranks", 4, "--bytes", -3), "-3.0 bytes"),
+        (2, ("none.json",), "cannot read the collective"),
+        (2, ("ring.json", "--ranks", 3), "leave out --ranks"),
+        (2, ("ring", "--ranks", 4, "-o", "ring.gif"), "cannot draw this format"),
+    ],
+)
+def test_what_is_refused(refused, code, arguments, words):
+    assert words in refused(code, "collective", *arguments)
+
+
+def test_compile_says_how_gradients_are_summed(cli, tmp_path, refused):
+    shape = ("compile", "-s", "1f1b", "--mesh", "dp=4,pp=2", "-m", 2)
+    assert cli(*shape, "--communication", "auto", "--latency", 1e-3, "-o", "plan.json").code == 0
+    plan = qs.Plan.load(tmp_path / "plan.json")
+    assert plan.communication.means == "auto"
+    assert plan.communication.wire.latency_s == 1e-3
+    assert "did you mean 'ring'" in refused(2, *shape, "--communication", "rinng")
