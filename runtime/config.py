@@ -78,6 +78,11 @@ class ParallelConfig(Settings):
     """0: keep all activations; 1: recompute them; k: those of every k-th block of a stage. A list: one per stage."""
     tied: dict[str, Numbers] = Field(default_factory=dict)
     """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
+    zero: int = Field(default=0, ge=0, le=3)
+    """What replicas share out instead of each holding all of it: 1 the optimizer's state, 2 gradients too, 3 weights
+    too; 0: nothing."""
+    zero_every: int = Field(default=1, ge=1)
+    """With `zero` 2 or 3: after how many microbatches of a stage its gradients are reduced."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
     context: Literal["ring", "gather", "ulysses"] = "ring"

@@ -31,6 +31,8 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
             slices=parallel.slices,
             recompute=parallel.recompute,
             tied=parallel.tied or _first_and_last(job),
+            zero=parallel.zero,
+            zero_every=parallel.zero_every,
         )
     else:
         plan = Plan.load(path)
@@ -61,6 +63,8 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "slices": parallel.slices,
         "recompute": _per_stage(parallel.recompute, plan),
         "tied": parallel.tied,
+        "zero": parallel.zero,
+        "zero_every": parallel.zero_every,
     }
     has: dict[str, object] = {
         "mesh": plan.mesh,
@@ -70,6 +74,8 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "slices": plan.schedule.slices,
         "recompute": tuple(plan.layout.recompute_every(stage) for stage in range(len(plan.stage_to_pp))),
         "tied": dict(plan.tied),
+        "zero": plan.zero.stage,
+        "zero_every": plan.zero.every,
     }
     odd = [
         f"{key} is {said[key]} in the job file but {has[key]} in the plan"
