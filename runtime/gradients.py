@@ -82,16 +82,18 @@ class Gradients:
         self._pieces = [piece for some in by_bucket.values() for piece in some]
         self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ()) if not piece.comes_summed]
         self._partial = [piece for piece in self._pieces if not partial_.isdisjoint(piece.parameters)]
+        self.come_and_go = any(piece.comes_and_goes for piece in pieces)
+        """Whether full gradients stand only from a backward to their reduction."""
         self._num_launched = 0
         self._under_way: list[tuple[Piece, Work]] = []
         self._syncing: list[_Sum] = []
         self._counted = list(self._find_counted([p for p in self._pieces if not p.comes_summed], twin_stages))
         self._has_parts = any(piece.comes_summed for piece in self._pieces)
         self._counted_parts = list(self._find_counted([p for p in self._pieces if p.comes_summed], twin_stages))
-        for parameter, (_, view) in self._home.items():
+        for parameter, (piece, view) in self._home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
-            if parameter.dtype != view.dtype or isinstance(parameter, DTensor):
-                parameter.register_post_accumulate_grad_hook(partial(_move_into, view))
+            if piece.comes_and_goes or not _can_be(view, parameter):
+                parameter.register_post_accumulate_grad_hook(partial(_move_into, piece, view))
 
     def _find_counted(self, pieces: Iterable[Piece], twin_stages: Collection[int]) -> Iterator[Tensor]:
         """Yield what of these pieces this rank counts in the global norm: whole pieces where it can."""
@@ -202,7 +204,7 @@ class Gradients:
         self._syncing += _begin_sums(own, sharing)
 
     def make_room(self, stage: int, wait: Wait) -> None:
-        """See to it that a backward of `stage` can add up full gradients, once those that are under way are gone."""
+        """Let full gradients of `stage` stand, once those that are under way are gone."""
         self.collect(wait)
         for piece in self._pieces:
             if piece.bucket[0] == stage:
@@ -283,14 +285,22 @@ class Gradients:
                 piece.clear()
 
 
-def _move_into(view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum, longer or local; one that was put off is not there yet.
+def _can_be(view: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter's gradient can be this part of a sum, so that backwards add to it."""
+    return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
+
+
+def _move_into(piece: Piece, view: Tensor, parameter: Tensor) -> None:
+    """Add a parameter's new gradient to its sum, which is longer, local or not there yet; one put off is none yet.
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
-    if parameter.grad is not None and getattr(parameter, "_quintsched_sum", None) is view:
-        view.add_(local_gradient(parameter))
-        parameter.grad = None
+    if parameter.grad is None or parameter.grad is view or getattr(parameter, "_quintsched_sum", None) is not view:
+        return
+    gradient = local_gradient(parameter)
+    piece.make_room()
+    view.add_(gradient)
+    parameter.grad = view if _can_be(view, parameter) else None
 
 
 class _Sum:

@@ -4,16 +4,19 @@
     their gradients are views into              [ piece 0 ][piece 1][ piece 2 ]
 
 What has to be treated apart stands in pieces of its own: weights that several stages hold, those whose gradient is in
-parts on the ranks of tp, and experts that ep shares out, in a bucket behind the others.
+parts on the ranks of tp, and experts that ep shares out, in a bucket behind the others. Where full gradients come and
+go, so do weights whose gradients wait for the second half of a backward: theirs need not stand before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
+from .deferred import queue_of
 from .experts import expert_weights
 from .flat import FlatLayout
 from .precision import Masters, is_low
@@ -28,8 +31,11 @@ Bucket = tuple[int, int]
 class Piece:
     """Some parameters of a stage, whose gradients are views into one flat tensor, float32 where theirs are shorter.
 
-    `own` is what this rank keeps of their sum over the replicas.
+    `own` is what this rank keeps of their sum over the replicas; `comes_and_goes` says that full gradients do not stand
+    all the time.
     """
+
+    comes_and_goes = False
 
     flat: Tensor
     own: Tensor
@@ -86,19 +92,34 @@ def attach(homes: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def cut_all(
-    stages: Mapping[int, Stage], buckets: int, piece_bytes: int, apart: Collection[nn.Parameter] = ()
+    stages: Mapping[int, Stage],
+    buckets: int,
+    piece_bytes: int,
+    apart: Collection[nn.Parameter] = (),
+    *,
+    waiting_apart: bool = False,
 ) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """Return the pieces of all stages; see `cut_pieces`."""
-    return [found for stage in stages.values() for found in cut_pieces(stage, buckets, piece_bytes, apart)]
+    return [
+        found
+        for stage in stages.values()
+        for found in cut_pieces(stage, buckets, piece_bytes, apart, waiting_apart=waiting_apart)
+    ]
 
 
 def cut_pieces(
-    stage: Stage, buckets: int, piece_bytes: int, apart: Collection[nn.Parameter] = ()
+    stage: Stage,
+    buckets: int,
+    piece_bytes: int,
+    apart: Collection[nn.Parameter] = (),
+    *,
+    waiting_apart: bool = False,
 ) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
 
     Behind them come those with partial gradients, then those that stand `apart`, each in a piece of its own; then, in
-    one more bucket, the experts that ranks along ep do not have in common.
+    one more bucket, the experts that ranks along ep do not have in common. With `waiting_apart` no piece has both
+    weights whose gradients can wait and others.
     """
     found, experts = list(stage.named_weights().values()), expert_weights(stage)
     alone = [parameter for parameter in found if parameter in apart]
@@ -107,11 +128,17 @@ def cut_pieces(
     partial_ = [parameter for parameter in rest if parameter in stage.partial]
     own = [parameter for parameter in rest if parameter in experts]
     last = buckets - 1
+
+    def cut(parameters: list[nn.Parameter], number: int) -> Iterator[tuple[int, list[nn.Parameter]]]:
+        waiting = {p for p in parameters if waiting_apart and queue_of(p) is not None}
+        for group in ([p for p in parameters if p not in waiting], [p for p in parameters if p in waiting]):
+            yield from _cut_evenly(group, number, piece_bytes)
+
     pieces = [
-        *_cut_evenly(dense, buckets, piece_bytes),
-        *((last, piece) for _, piece in _cut_evenly(partial_, 1, piece_bytes)),
+        *sorted(cut(dense, buckets), key=itemgetter(0)),
+        *((last, piece) for _, piece in cut(partial_, 1)),
         *((last, [parameter]) for parameter in alone),
-        *((buckets, piece) for _, piece in _cut_evenly(own, 1, piece_bytes)),
+        *((buckets, piece) for _, piece in cut(own, 1)),
     ]
     return [((stage.index, bucket), piece) for bucket, piece in pieces]
 

@@ -58,7 +58,8 @@ class SavedBytes:
         self._machine = machine
         self._program = machine.plan.programs[machine.pp_rank]
         weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
-        weights += machine.weights.whole_tensors() if machine.weights is not None else []
+        if machine.weights is not None:  # parameters look into these, or, while they do not stand, somewhere else
+            weights = [t for t in weights if not t.requires_grad] + machine.weights.whole_tensors()
         extras = (t for unit in batch.extras for t in unit.values())
         self._standing = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
         self._references: Counter[int] = Counter()

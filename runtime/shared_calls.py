@@ -18,9 +18,17 @@ Call = Callable[[], None]
 
 
 def bind_gather_params(machine: Machine, index: int, instruction: ins.GatherParams) -> Call:
-    """Begin to make a stage's weights whole."""
-    assert machine.weights is not None
-    return partial(machine.weights.gather, instruction.stage)
+    """Begin to make a stage's weights whole, in the room of full gradients that have been reduced."""
+    weights, gradients, stage = machine.weights, machine.gradients, instruction.stage
+    assert weights is not None
+    assert gradients is not None
+    wait = partial(machine.wait, index=index)
+
+    def run() -> None:
+        gradients.collect(wait)
+        weights.gather(stage)
+
+    return run
 
 
 def bind_free_params(machine: Machine, index: int, instruction: ins.FreeParams) -> Call:
@@ -44,8 +52,11 @@ def on_shares(machine: Machine, index: int, instruction: ins.Instruction, call: 
     first: list[Call] = []
     if isinstance(instruction, ins.NEEDS_WEIGHTS):
         first.append(partial(weights.wait, stage, wait))
-    if gradients is not None and isinstance(instruction, ins.Bwd | ins.BwdInput | ins.BwdWeight):
-        first.append(partial(gradients.make_room, stage, wait))
+    if gradients is not None and gradients.come_and_go:
+        if isinstance(instruction, ins.BEGINS_BACKWARD):
+            first.append(partial(gradients.collect, wait))
+        if isinstance(instruction, ins.ENDS_BACKWARD):
+            first.append(partial(gradients.make_room, stage, wait))
 
     def run() -> None:
         for prepare in first:

@@ -66,7 +66,13 @@ class TrainingState:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._ledger = Ledger()
         self.weights: SharedWeights | None = None
-        cut = cut_all(stages, plan.buckets_per_stage, piece_bytes, tied.parameters)
+        cut = cut_all(
+            stages,
+            plan.buckets_per_stage,
+            piece_bytes,
+            tied.parameters,
+            waiting_apart=plan.zero.shares_gradients,
+        )
         if plan.zero.shares_optimizer:
             require_shareable(plan, stages)
             pieces = self._share_out(cut, plan.buckets_per_stage)
@@ -90,6 +96,7 @@ class TrainingState:
         )
         steps = [i.stages for i in program if isinstance(i, OptStep)]
         self.optimizers: dict[tuple[int, ...], Optimizer] = build_optimizers(optimizer, steps, stages, self.masters)
+        self.read_bytes()  # what stood while weights were shared out is none of the training's
 
     def _share_out(self, cut: Cut, first_expert_bucket: int) -> list[Piece]:
         """Share out weights over their replicas, and with them gradients and what the optimizer works on."""

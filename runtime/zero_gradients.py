@@ -5,8 +5,9 @@
                     backward  ─▶ [   full gradients   ] ─ …
 
 Full gradients of stages 2 and 3 stand from a backward to the end of its reduction, which is waited for before the next
-backward on this rank: what is under way meets forwards. Weights whose gradients are in parts on the ranks of tp are
-added up over tp at the end of the step, and only their own shares.
+backward or gathering of weights on this rank, so that they never stand beside others. A gradient that comes where its piece is not
+expected, from the first half of a backward, makes its own room. Where gradients are in parts on the ranks of tp, own
+shares are added up over tp at the end of the step.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ class SharedPiece(Piece):
     def __init__(self, share: WeightShare, masters: Masters, *, comes_and_goes: bool, ledger: Ledger) -> None:
         self._layout = share.layout
         self._segments = share.segments
-        self._goes = comes_and_goes and share.layout.parts > 1
+        self.comes_and_goes = comes_and_goes and share.layout.parts > 1
         self._ledger = ledger
         super().__init__(share.bucket, share.parameters, masters)
-        if self._goes:
+        if self.comes_and_goes:
             self._leave()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         self.flat = torch.zeros(self._layout.size, dtype=dtype, device=local[0].device)
         self.views = self._layout.views(self.flat)
         self._scattered = self._layout.own(self.flat)
-        self.own = torch.zeros_like(self._scattered) if self._goes else self._scattered
+        self.own = torch.zeros_like(self._scattered) if self.comes_and_goes else self._scattered
         self._room = Room(self.flat, Held.GRADIENTS, self._ledger)
-        if self._goes:
+        if self.comes_and_goes:
             Room(self.own, Held.GRADIENTS, self._ledger)
         self._full = [(p, view) for p, view in zip(self.parameters, self.views, strict=True) if p.dtype == dtype]
         self._homes = [
@@ -53,12 +54,12 @@ class SharedPiece(Piece):
     def attach(self) -> None:
         """Let every segment's gradient be in the own share, and that of whole weights where they are added up."""
         super().attach()
-        if not self._goes or self._room.stands:
+        if not self.comes_and_goes or self._room.stands:
             attach(self._full)
 
     def make_room(self) -> None:
         """Let full gradients stand, zero at first."""
-        if self._goes and not self._room.stands:
+        if self.comes_and_goes and not self._room.stands:
             self._room.take()
             self.flat.zero_()
             attach(self._full)
@@ -70,7 +71,7 @@ class SharedPiece(Piece):
 
     def collect(self) -> None:
         """Add what has been reduced to the own share, and let go of full gradients."""
-        if self._goes:
+        if self.comes_and_goes:
             self.own.add_(self._scattered)
             self._leave()
 
