@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched import instructions as ins
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.layout import Route
+from quintsched.layout import Route, Zero
 from quintsched.mesh import AXES, Mesh
-from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, Mode, Plan, Program, ScheduleSpec
+from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, Plan, Program, ScheduleSpec
 from quintsched.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.wellformed import malformations
 
@@ -49,6 +49,11 @@ class _RouteFile(_Strict):
     microbatches: list[Index]
 
 
+class _ZeroFile(_Strict):
+    stage: Annotated[int, Field(ge=0, le=3)]
+    every: Annotated[int, Field(ge=1, le=MAX_ZERO_EVERY)]
+
+
 class _PlanFile(_Strict):
     format: Literal["quintsched.plan"]
     version: Literal[1]
@@ -61,6 +66,7 @@ class _PlanFile(_Strict):
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
     tied: dict[str, list[Index]] | None = None
+    zero: _ZeroFile | None = None
     program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
     programs: list[list[Any]]
 
@@ -85,6 +91,7 @@ def dumps(plan: Plan) -> str:
         "buckets_per_stage": plan.buckets_per_stage,
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
         **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
+        **({"zero": {"stage": plan.zero.stage, "every": plan.zero.every}} if plan.zero.stage else {}),
         "program_axes": ["pp"],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
@@ -150,6 +157,7 @@ def _plan_of(file: _PlanFile) -> Plan:
         stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
         recompute=_recompute_of(file),
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
+        zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
     )
 
 
