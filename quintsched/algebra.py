@@ -118,6 +118,12 @@ class Model:
         along = tuple(self._axes.index(axis) for axis in axes)
         return self.modulo(self.zero + number.sum(axis=along, keepdims=True))
 
+    def share_of(self, axes: Sequence[str], gradient: Gradient) -> Gradient:
+        """Return what each replica along these axes keeps: they deal out the entries in turn; 0 for all others."""
+        which = np.indices(self.zero.shape)
+        owner = sum((which[self._axes.index(axis)] * 2**k for k, axis in enumerate(axes)), np.zeros_like(which[0]))
+        return tuple(np.where(owner == k % 2 ** len(axes), part, self.zero) for k, part in enumerate(gradient))
+
     def over_replicas(self, number: Number) -> Number:
         """Return the sum over all replicas, for each of them."""
         return self.over(self._axes, number)

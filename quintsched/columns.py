@@ -18,6 +18,7 @@ from quintsched.instructions import ALL, Instruction
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Amounts: TypeAlias = npt.NDArray[np.float64]
 
 _CODES = {kind: code for code, kind in enumerate(ALL)}
 

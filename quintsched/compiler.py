@@ -15,12 +15,12 @@ from quintsched.collectives.timing import Wire
 from quintsched.costs import Costs
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.instructions import ALL, Compute
-from quintsched.layout import Route
+from quintsched.layout import Route, Zero
 from quintsched.mesh import Mesh
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Watch, lower
 from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
 from quintsched.schedules import Schedule, Shape, find_schedule, own_code
-from quintsched.wellformed import recompute_faults, tied_faults
+from quintsched.wellformed import recompute_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
@@ -41,6 +41,8 @@ def compile(
     tied: Mapping[str, Sequence[int]] | None = None,
     communication: str = "native",
     wire: Wire | None = None,
+    zero: int = 0,
+    zero_every: int = 1,
     after: Watch | None = None,
 ) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
@@ -61,6 +63,9 @@ def compile(
         communication: how gradients are summed over replicas: "native" leaves it to the library, "ring" and "tree"
             spell it out in messages, "auto" takes what is fastest for a message's size.
         wire: the latency and bandwidth that "auto" reckons with.
+        zero: what replicas share out instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 gradients
+            too, 3 weights too.
+        zero_every: with 2 and 3, after how many microbatches of a stage its gradients are reduced.
         after: called with "order" and the bare order of computation, then with each pass's name and the plan after
             it; each pass then has to keep the points that hold by then, not only the last one.
 
@@ -78,6 +83,7 @@ def compile(
         shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
     shape = replace(shape, recompute=_per_stage(recompute, found, shape))
     order = _with_tied(order_of_computation(found, shape, mesh, buckets_per_stage), tied or {})
+    order = replace(order, zero=_zero(zero, zero_every, order))
     check_order(order).raise_if_unsound()
     if after:
         after(ORDER, order)
@@ -108,6 +114,14 @@ def _with_tied(order: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
     for fault in tied_faults(plan):
         raise UsageError(f"{plan.schedule.name}: {fault}")
     return plan
+
+
+def _zero(stage: int, every: int, order: Plan) -> Zero:
+    """Return what replicas share out; raises `UsageError`."""
+    zero = Zero(stage, every)
+    for fault in zero_faults(zero, order.mesh, order.mode):
+        raise UsageError(f"{order.schedule.name}: {fault}")
+    return zero
 
 
 def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1) -> Plan:

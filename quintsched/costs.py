@@ -5,6 +5,9 @@ A costs file is JSON, in one unit of time that it names:
     {"unit": "ms", "forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337, "p2p": 0.601,
      "optimizer": 4.1, "activation": 1.0}
 
+What stands for good (`weights`, `gradients`, `optimizer_state`) is in the activations' unit of memory, and what a rank
+holds where nothing is shared out.
+
 A scalar is for a whole rank's worth of layers, so that a chunk costs 1/chunks of it; a list has one value per
 stage, taken as it is. What is done once per slice, like a forward, costs 1/slices of a scalar.
 """
@@ -22,6 +25,7 @@ from quintsched.strictjson import describe_faults, parse_strict
 
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 PerStage = Cost | tuple[Cost, ...]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 
 
 class Costs(BaseModel):
@@ -45,6 +49,20 @@ class Costs(BaseModel):
     """The gradient norm of a stage; all ranks meet for it, so that the one with the most to do decides."""
     optimizer: PerStage = 0.0
     """The optimizer's step of a stage."""
+    reduce_scatter: PerStage = 0.0
+    """Adding up a stage's gradients over its replicas, each of which keeps a share of the sum."""
+    all_gather: PerStage = 0.0
+    """Gathering a stage's weights from the shares that were stepped; an all-reduce is a reduce-scatter and this."""
+    gather_params: PerStage = 0.0
+    """Gathering a stage's weights for a computation."""
+    weights: PerStage = 0.0
+    """What the weights hold in memory."""
+    gradients: PerStage = 0.0
+    """What their gradients hold."""
+    optimizer_state: PerStage = 0.0
+    """What the optimizer keeps of them."""
+    experts: tuple[Share, ...] | Share = 0.0
+    """Which share of a stage's weights on a rank are experts', where ep shares them out."""
     activation: PerStage = 1.0
     """What a microbatch holds in memory from its forward to the end of its backward."""
     activation_after_input: PerStage | None = None
@@ -84,6 +102,10 @@ class Costs(BaseModel):
         """What is there or done once for a whole `stage` costs, times chunks x slices likewise."""
         value = self._of(name)
         return float(value[stage]) * chunks * slices if isinstance(value, tuple) else float(value) * slices
+
+    def experts_of(self, stage: int) -> float:
+        """The share of a stage's weights that are experts'."""
+        return self.experts[stage] if isinstance(self.experts, tuple) else self.experts
 
     def _of(self, name: str) -> PerStage:
         value: PerStage | None = getattr(self, name)

@@ -10,11 +10,14 @@ value, so two neighbouring stages on one rank hand over in place with no special
 The rule is a table of terms: what an instruction takes away, only looks at, or makes, and whose value that is: its own
 stage's, or that of the stage before it on the route. It is read in two ways, for one instruction (`flow`) and for a
 whole plan at once (`flows_of`). Placing messages, checking, simulating, running and drawing all ask here.
+
+Full weights that are shared out over replicas come and go several times: the number of such a value counts the times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
@@ -43,7 +46,7 @@ class Kind(IntEnum):
     WEIGHT_GRAD = 4
     """A microbatch's share of a stage's weight gradients."""
     REDUCED = 5
-    """A bucket (the number) of gradients, summed over the replicas."""
+    """A bucket of gradients, summed over the replicas: the number is part x `PART` + bucket."""
     METRICS = 6
     """The batch's loss, loss weight and metrics, known on this rank."""
     NORM = 7
@@ -58,6 +61,10 @@ class Kind(IntEnum):
     """The gradient of these, from the next slice's backward."""
     CHECKPOINT = 12
     """What a forward keeps of a stage that is recomputed."""
+    PARAMS = 13
+    """The full weights of a stage whose replicas hold shares of them; the number counts gatherings."""
+    STEPPED = 14
+    """A bucket of weights of which each replica has stepped its share."""
 
 
 _WORDS = {
@@ -74,14 +81,19 @@ _WORDS = {
     Kind.KEYS: "keys and values",
     Kind.KEYS_GRAD: "gradient of the keys and values",
     Kind.CHECKPOINT: "checkpoint",
+    Kind.PARAMS: "full weights",
+    Kind.STEPPED: "stepped shares",
 }
 
-_COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie"}
+_COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie", Kind.PARAMS: "gathering", Kind.STEPPED: "bucket"}
 """What the numbers of values count, where it is not microbatches."""
 
 AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
 """Kinds that may be read any number of times and may stand when the program ends."""
 
+
+PART = 2048
+"""What the numbers of reduced gradients count parts by; there are fewer buckets than that."""
 
 TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD)
 """Kinds that go from rank to rank."""
@@ -98,7 +110,9 @@ class Value(NamedTuple):
         words = _WORDS[self.kind]
         if self.kind in AMBIENT:
             return f"the {words}"
-        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {self.number}"
+        part, number = divmod(self.number, PART) if self.kind is Kind.REDUCED else (0, self.number)
+        parts = f", part {part}" if part else ""
+        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{parts}"
 
 
 class Role(IntEnum):
@@ -107,6 +121,8 @@ class Role(IntEnum):
     CONSUMES = 0
     READS = 1
     PRODUCES = 2
+    FOLLOWS = 3
+    """It stands after what makes the value, in the program, but does not wait for it."""
 
 
 class At(IntEnum):
@@ -140,7 +156,7 @@ class Term(NamedTuple):
     """-1: the value is that of the slice before."""
 
 
-CONSUMES, READS, PRODUCES = Role.CONSUMES, Role.READS, Role.PRODUCES
+CONSUMES, READS, PRODUCES, FOLLOWS = Role
 
 _BACKWARD = (
     Term(CONSUMES, Kind.SAVED),
@@ -177,6 +193,14 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
 """What is done for one microbatch of one stage."""
 
 
+ON_WEIGHTS: dict[type[ins.Instruction], Role] = {
+    ins.GatherParams: PRODUCES,
+    ins.FreeParams: CONSUMES,
+    **dict.fromkeys(ins.NEEDS_WEIGHTS, READS),
+}
+"""What is done with the full weights of a stage, where its replicas hold shares of them."""
+
+
 class Use(NamedTuple):
     """A value that an instruction takes, reads or makes."""
 
@@ -191,6 +215,18 @@ NORM = Value(Kind.NORM, 0, 0)
 def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout, rank: int) -> Iterator[Use]:
     yield from (Use(READS, value) for value in _local_grads(i.stage, layout))
     yield Use(PRODUCES, Value(Kind.REDUCED, i.stage, i.bucket))
+
+
+def _reduce_scatter_bucket(i: ins.ReduceScatterBucket, layout: Layout, rank: int) -> Iterator[Use]:
+    parts = layout.parts_of(i.stage)
+    for microbatch in parts[i.part] if i.part < len(parts) else ():
+        yield Use(READS, Value(Kind.WEIGHT_GRAD, i.stage, microbatch))
+    yield from (Use(READS, Value(Kind.TIED, i.stage, tie.number)) for tie in layout.ties_of(i.stage))
+    yield Use(PRODUCES, _reduced(i.stage, i.bucket, i.part))
+
+
+def _all_gather_bucket(i: ins.AllGatherBucket, layout: Layout, rank: int) -> Iterator[Use]:
+    yield Use(CONSUMES, Value(Kind.STEPPED, i.stage, i.bucket))
 
 
 def _sync_tied(i: ins.SyncTied, layout: Layout, rank: int) -> Iterator[Use]:
@@ -218,6 +254,8 @@ def _clip_grad(i: ins.ClipGrad, layout: Layout, rank: int) -> Iterator[Use]:
 def _opt_step(i: ins.OptStep, layout: Layout, rank: int) -> Iterator[Use]:
     for stage in i.stages:
         yield from (Use(CONSUMES, value) for value in _gradients(stage, layout))
+        if layout.zero.shares_optimizer and not layout.zero.shares_weights:
+            yield from (Use(PRODUCES, Value(Kind.STEPPED, stage, bucket)) for bucket, _ in layout.reductions)
     yield Use(READS, METRICS)
     yield Use(READS, NORM)
 
@@ -235,11 +273,25 @@ def _local_grads(stage: int, layout: Layout) -> Iterator[Value]:
 def _gradients(stage: int, layout: Layout) -> Iterator[Value]:
     """All gradients of a stage, in the state in which the optimizer wants them."""
     yield from _local_grads(stage, layout)
-    yield from (Value(Kind.REDUCED, stage, bucket) for bucket, _ in layout.reductions)
+    for part in range(len(layout.parts_of(stage))):
+        yield from (_reduced(stage, bucket, part) for bucket, _ in layout.reductions)
+
+
+def _reduced(stage: int, bucket: int, part: int) -> Value:
+    return Value(Kind.REDUCED, stage, part * PART + bucket)
+
+
+def _emptied(stage: int, microbatch: int, layout: Layout) -> Iterator[Use]:
+    """The part that has to be reduced before this microbatch's gradient is added up: full ones never pile up."""
+    part = layout.part_number(stage, microbatch) if layout.zero.shares_gradients else 0
+    if part:
+        yield from (Use(FOLLOWS, _reduced(stage, bucket, part - 1)) for bucket, _ in layout.reductions)
 
 
 BATCH_RULES: dict[type[ins.Instruction], Callable[[Any, Layout, int], Iterator[Use]]] = {
     ins.AllReduceBucket: _all_reduce_bucket,
+    ins.ReduceScatterBucket: _reduce_scatter_bucket,
+    ins.AllGatherBucket: _all_gather_bucket,
     ins.SyncTied: _sync_tied,
     ins.ShareMetrics: _share_metrics,
     ins.ClipGrad: _clip_grad,
@@ -250,25 +302,41 @@ BATCH_RULES: dict[type[ins.Instruction], Callable[[Any, Layout, int], Iterator[U
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What an instruction takes away, what it only looks at, and what it leaves behind."""
+    """What an instruction takes away, what it only looks at, what it leaves behind, and what it has to stand after."""
 
     consumes: tuple[Value, ...] = ()
     reads: tuple[Value, ...] = ()
     produces: tuple[Value, ...] = ()
+    follows: tuple[Value, ...] = ()
 
 
-def flow(instruction: ins.Instruction, layout: Layout, rank: int) -> Flow:
-    """Return what `instruction` takes, reads and makes on pipeline rank `rank`."""
-    used: tuple[list[Value], list[Value], list[Value]] = ([], [], [])
-    for role, value in _uses(instruction, layout, rank):
+def flow(instruction: ins.Instruction, layout: Layout, rank: int, gathering: int = 0) -> Flow:
+    """Return what `instruction` takes, reads and makes on pipeline rank `rank`.
+
+    `gathering` counts how often the full weights of its stage were gathered before: see `gatherings`.
+    """
+    used: tuple[list[Value], ...] = tuple([] for _ in Role)
+    for role, value in _uses(instruction, layout, rank, gathering):
         used[role].append(value)
     return Flow(*map(tuple, used))
 
 
-def _uses(instruction: Any, layout: Layout, rank: int) -> Iterator[Use]:
+def gatherings(program: Iterable[ins.Instruction]) -> Iterator[int]:
+    """Yield for each instruction of a program which gathering of its stage's weights it makes, uses or ends."""
+    times: Counter[int] = Counter()
+    for i in program:
+        stage = getattr(i, "stage", -1)
+        times[stage] += isinstance(i, ins.GatherParams)
+        yield max(times[stage] - 1, 0)
+
+
+def _uses(instruction: Any, layout: Layout, rank: int, gathering: int = 0) -> Iterator[Use]:
     kind = type(instruction)
+    if kind in ON_WEIGHTS and (kind not in RULES or layout.zero.shares_weights):
+        yield Use(ON_WEIGHTS[kind], Value(Kind.PARAMS, instruction.stage, gathering))
     if kind in BATCH_RULES:
         yield from BATCH_RULES[kind](instruction, layout, rank)
+    if kind not in RULES:
         return
     stage, microbatch = instruction.stage, instruction.microbatch
     before, after = layout.before(stage, microbatch), layout.after(stage, microbatch)
@@ -286,6 +354,8 @@ def _uses(instruction: Any, layout: Layout, rank: int) -> Iterator[Use]:
         owner = stage if term.at is At.OWN else before
         if owner >= 0 and holds[term.when]:
             yield Use(term.role, Value(term.kind, owner, microbatch + term.shift))
+    if kind in ins.ENDS_BACKWARD:
+        yield from _emptied(stage, microbatch, layout)
 
 
 @dataclass(frozen=True)
@@ -305,6 +375,7 @@ class Flows:
     consumes: Uses
     reads: Uses
     produces: Uses
+    follows: Uses
 
     def key(self, value: Value) -> int:
         """Return the number of a value."""
@@ -324,13 +395,18 @@ class Flows:
 def flows_of(columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout) -> Flows:
     """Return the flow of every instruction of a well-formed plan; `columns` are those of `programs`."""
     num_stages = len(layout.stage_to_pp)
-    num_numbers = max(layout.num_microbatches, len(layout.buckets), len(layout.tied) + 1)
+    numbers = [layout.num_microbatches, len(layout.buckets), len(layout.tied) + 1]
+    if layout.zero.shares_optimizer:
+        numbers += [PART * max(len(layout.parts_of(stage)) for stage in range(num_stages))]
+        numbers += [int(columns.are(ins.GatherParams).sum())]
     empty = Uses(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    found = Flows(num_stages, num_numbers, empty, empty, empty)
-    parts: tuple[list[Uses], list[Uses], list[Uses]] = ([empty], [empty], [empty])
-    for role, uses in chain(_unit_uses(columns, layout, found), _batch_uses(columns, programs, layout, found)):
+    found = Flows(num_stages, max(numbers), empty, empty, empty, empty)
+    parts: tuple[list[Uses], ...] = tuple([empty] for _ in Role)
+    of_units, of_batch = _unit_uses(columns, layout, found), _batch_uses(columns, programs, layout, found)
+    of_shares = _share_uses(columns, programs, layout, found) if layout.zero.shares_optimizer else ()
+    for role, uses in chain(of_units, of_batch, of_shares):
         parts[role].append(uses)
-    return Flows(num_stages, num_numbers, *map(_joined, parts))
+    return Flows(num_stages, found.num_numbers, *map(_joined, parts))
 
 
 def _unit_uses(columns: Columns, layout: Layout, flows: Flows) -> Iterator[tuple[Role, Uses]]:
@@ -359,11 +435,26 @@ def _batch_uses(
 ) -> Iterator[tuple[Role, Uses]]:
     for row in np.flatnonzero(columns.are(*BATCH_RULES)).tolist():
         rank, index = columns.place(row)
-        keys: tuple[list[int], list[int], list[int]] = ([], [], [])
+        keys: tuple[list[int], ...] = tuple([] for _ in Role)
         for role, value in _uses(programs[rank][index], layout, rank):
             keys[role].append(flows.key(value))
         for role, used in zip(Role, keys, strict=True):
             yield role, Uses(np.full(len(used), row), np.array(used, dtype=np.int64))
+
+
+def _share_uses(
+    columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout, flows: Flows
+) -> Iterator[tuple[Role, Uses]]:
+    """What is done with full weights and gradients that do not stand all the time."""
+    if layout.zero.shares_weights:
+        gathering = np.array([number for program in programs for number in gatherings(program)], dtype=np.int64)
+        for kind, role in ON_WEIGHTS.items():
+            rows = np.flatnonzero(columns.are(kind))
+            keys = (Kind.PARAMS * flows.num_stages + columns.stage[rows]) * flows.num_numbers + gathering[rows]
+            yield role, Uses(rows, keys)
+    for row in np.flatnonzero(columns.are(*ins.ENDS_BACKWARD)).tolist():
+        found = [flows.key(use.value) for use in _emptied(int(columns.stage[row]), int(columns.unit[row]), layout)]
+        yield FOLLOWS, Uses(np.full(len(found), row), np.array(found, dtype=np.int64))
 
 
 def _joined(parts: list[Uses]) -> Uses:

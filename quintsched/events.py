@@ -23,7 +23,16 @@ import numpy.typing as npt
 from quintsched.columns import Columns, Ints
 from quintsched.dataflow import TRAVELS, Flows, Uses
 from quintsched.errors import UsageError, suggest
-from quintsched.instructions import WHOLE_MESH, AllReduceBucket, Recv, Send, ShareMetrics, SyncTied
+from quintsched.instructions import (
+    AMONG_REPLICAS,
+    WHOLE_MESH,
+    FreeParams,
+    GatherParams,
+    Recv,
+    Send,
+    ShareMetrics,
+    SyncTied,
+)
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -55,7 +64,7 @@ class Profile:
         queues = np.full(len(columns), COMPUTE_QUEUE)
         if self.one_queue:
             return queues
-        queues[columns.are(AllReduceBucket)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
+        queues[columns.are(*AMONG_REPLICAS)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
         collective = groups != NO_GROUP
         queues[collective] = WIRE_QUEUE if self.one_wire else FIRST_GROUP_QUEUE + groups[collective]
         queues[channels.rows] = self._message_queues(channels, FIRST_GROUP_QUEUE + int(groups.max(initial=0)) + 1)
@@ -305,7 +314,7 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
     """
     parts = [queue_edges(events, profile)]
     if not profile.one_queue:
-        parts.append(data_edges(events, flows))
+        parts += [data_edges(events, flows), room_edges(events)]
     if one_host:
         parts.append(host_edges(events, profile))
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -357,6 +366,17 @@ def data_edges(events: Events, flows: Flows) -> tuple[Ints, Ints, Ints]:
     makers = np.where(here >= 0, here, elsewhere)
     known = makers >= 0
     return events.of[makers[known]], events.of[rows[known]], ranks[known]
+
+
+def room_edges(events: Events) -> tuple[Ints, Ints, Ints]:
+    """Return (sources, targets, ranks): weights are gathered into the room of those that were dropped before."""
+    columns = events.columns
+    freed, gathered = (np.flatnonzero(columns.are(kind)) for kind in (FreeParams, GatherParams))
+    latest = np.searchsorted(freed, gathered) - 1
+    known = latest >= 0
+    known[known] = columns.rank[freed[latest[known]]] == columns.rank[gathered[known]]
+    gathered = gathered[known]
+    return events.of[freed[latest[known]]], events.of[gathered], columns.rank[gathered]
 
 
 def first_maker(makes: Uses, rank_of_row: Ints, ranks: Ints, keys: Ints) -> Ints:

@@ -3,6 +3,8 @@
     RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
                └─ Recompute ─────────────────▶ BwdInput → BwdWeight
 
+    GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
+
 What an instruction needs and makes is said in `quintsched.dataflow`, and only there; what it does, in the
 handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule there, a handler there.
 """
@@ -112,6 +114,39 @@ class AllReduceBucket(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceScatterBucket(Instruction):
+    """Sum what a gradient bucket of `stage` holds since the last such part, and keep only a share of the sum."""
+
+    stage: int
+    bucket: int
+    axes: tuple[str, ...]
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherBucket(Instruction):
+    """Give every rank the whole weights of one bucket of `stage` again, of which each has stepped its share."""
+
+    stage: int
+    bucket: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParams(Instruction):
+    """Materialise the full weights of `stage`, of which each rank holds a share."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeParams(Instruction):
+    """Drop the full weights of `stage`."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
 class SyncTied(Instruction):
     """Add up the gradients of what several stages hold: a named weight, or all that twins do (params "stage")."""
 
@@ -137,6 +172,7 @@ class OptStep(Instruction):
 
 
 ALL: tuple[type[Instruction], ...] = (
+    GatherParams,
     RecvAct,
     Fwd,
     Recompute,
@@ -145,12 +181,15 @@ ALL: tuple[type[Instruction], ...] = (
     Bwd,
     BwdInput,
     BwdWeight,
+    FreeParams,
     SendGrad,
     SyncTied,
     AllReduceBucket,
+    ReduceScatterBucket,
     ShareMetrics,
     ClipGrad,
     OptStep,
+    AllGatherBucket,
 )
 """Every instruction there is."""
 
@@ -162,6 +201,15 @@ ENDS_BACKWARD: tuple[type[Compute], ...] = (Bwd, BwdWeight)
 
 WHOLE_MESH: tuple[type[Instruction], ...] = (ShareMetrics, ClipGrad)
 """The collectives in which all pipeline ranks take part."""
+
+NEEDS_WEIGHTS: tuple[type[Compute], ...] = (Fwd, Recompute, Bwd, BwdInput)
+"""What computes with the weights of its stage; the weight half of a backward does not."""
+
+ON_BUCKETS: tuple[type[Instruction], ...] = (AllReduceBucket, ReduceScatterBucket, AllGatherBucket)
+"""The collectives on one bucket of a stage, among replicas."""
+
+AMONG_REPLICAS: tuple[type[Instruction], ...] = (*ON_BUCKETS, GatherParams)
+"""All collectives among replicas."""
 
 SHORT: dict[type[Instruction], str] = {
     RecvAct: "RA",
@@ -175,6 +223,10 @@ SHORT: dict[type[Instruction], str] = {
     SendGrad: "SG",
     SyncTied: "tied",
     AllReduceBucket: "AR",
+    ReduceScatterBucket: "RS",
+    AllGatherBucket: "AG",
+    GatherParams: "GP",
+    FreeParams: "FP",
     ShareMetrics: "metrics",
     ClipGrad: "clip",
     OptStep: "step",

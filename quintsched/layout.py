@@ -24,6 +24,34 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Zero:
+    """How much of a stage's state is shared out over its replicas instead of standing on each of them.
+
+    `stage` 0: nothing; 1: the optimizer's state; 2: gradients as well; 3: weights as well. From 2 on, gradients are
+    reduced after `every` microbatches, so that full ones never stand for longer. (Rajbhandari et al. 2020, "ZeRO:
+    Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.)
+    """
+
+    stage: int = 0
+    every: int = 1
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Whether each replica keeps and steps only its share."""
+        return self.stage >= 1
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether full gradients stand only until they are reduced."""
+        return self.stage >= 2
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether full weights stand only from a `GatherParams` to a `FreeParams`."""
+        return self.stage >= 3
+
+
+@dataclass(frozen=True)
 class Tie:
     """Weights that several stages hold: `number` is 0 for all weights of twins, from 1 on for the named ones."""
 
@@ -38,7 +66,8 @@ class Layout:
 
     `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds (none given: each its own); stages with the same piece are twins. `recompute` and `tied` are those of a plan.
+    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied` and `zero` are those of
+    a plan. `backward_order` says per stage in which order backwards end, where gradients are reduced as they come.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -50,6 +79,8 @@ class Layout:
     stage_to_part: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    zero: Zero = Zero()
+    backward_order: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -132,6 +163,32 @@ class Layout:
     def reductions(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """What is summed over replicas of each stage, in this order: (bucket, axes)."""
         return tuple((bucket, axes) for bucket, axes in self.buckets.items() if axes)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return tuple(self._parts_of(stage) for stage in range(len(self.stage_to_pp)))
+
+    def _parts_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        if not self.zero.shares_gradients or self.ties_of(stage):
+            return (self.microbatches_of(stage),)
+        order, every = self.backward_order[stage], self.zero.every
+        return tuple(order[first : first + every] for first in range(0, len(order), every))
+
+    def parts_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The microbatches whose gradients are reduced together, in the order in which that is done.
+
+        One part where full gradients may stand until the end; they have to, where a stage's weights are tied: those
+        gradients are complete only when those of all stages that hold the weight are.
+        """
+        return self._parts[stage]
+
+    @cached_property
+    def _part_numbers(self) -> tuple[dict[int, int], ...]:
+        return tuple({m: number for number, part in enumerate(parts) for m in part} for parts in self._parts)
+
+    def part_number(self, stage: int, microbatch: int) -> int:
+        """The part in which a microbatch's gradient of `stage` is reduced."""
+        return self._part_numbers[stage][microbatch]
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:

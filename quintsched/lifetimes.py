@@ -33,6 +33,7 @@ class _Lives:
         self._made = rank[flows.produces.rows] * self._span + flows.produces.keys
         self._taken = rank[flows.consumes.rows] * self._span + flows.consumes.keys
         self._read = rank[flows.reads.rows] * self._span + flows.reads.keys
+        self._followed = rank[flows.follows.rows] * self._span + flows.follows.keys
         self._makers, self._making = self._first(self._made, flows.produces.rows)
         self._takers, self._taking = self._first(self._taken, flows.consumes.rows)
 
@@ -61,8 +62,8 @@ class _Lives:
     def missing(self) -> Iterator[tuple[int, Finding]]:
         """Yield uses of values that were never made, are made only later, or have been taken already."""
         flows = self._plan.flows
-        rows = np.concatenate([flows.consumes.rows, flows.reads.rows])
-        wanted = np.concatenate([self._taken, self._read])
+        rows = np.concatenate([flows.consumes.rows, flows.reads.rows, flows.follows.rows])
+        wanted = np.concatenate([self._taken, self._read, self._followed])
         made = self._look_up(self._makers, self._making, wanted)
         taken = self._look_up(self._takers, self._taking, wanted)
         for i in np.flatnonzero((made < 0) | (made >= rows) | ((taken >= 0) & (taken < rows))).tolist():

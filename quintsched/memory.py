@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from quintsched.columns import Columns
+from quintsched.columns import Amounts, Columns
 from quintsched.costs import Costs
 from quintsched.dataflow import Flows, Kind
 from quintsched.events import first_maker
@@ -23,7 +22,13 @@ HELD = {
 
 
 def peak_activations(plan: Plan, costs: Costs) -> tuple[float, ...]:
-    """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs.
+    """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs."""
+    parts = plan.schedule.parts
+    return tuple(peak / parts for peak in _peaks(plan.columns, activation_changes(plan, costs)))
+
+
+def activation_changes(plan: Plan, costs: Costs) -> Amounts:
+    """Return by how much each row changes what its rank holds of activations, times the plan's chunks and slices.
 
     An activation is held from its forward to the end of its backward; between the halves of a backward, what
     `activation_after_input` says still stands of it, and between a forward and its recomputation, what
@@ -36,10 +41,10 @@ def peak_activations(plan: Plan, costs: Costs) -> tuple[float, ...]:
     if spec.slices > 1:
         keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
         _add(change, flows, Kind.KEYS, keys, every=spec.slices)
-    return tuple(peak / spec.parts for peak in _peaks(columns, change))
+    return change
 
 
-def _add(change: npt.NDArray[np.float64], flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
+def _add(change: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
     """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one."""
     for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
         counts = flows.of_kind(uses.keys, kind)
@@ -59,7 +64,7 @@ def peak_receives(plan: Plan) -> tuple[int, ...]:
     return tuple(int(peak) for peak in _peaks(columns, received.astype(float) - taken))
 
 
-def _peaks(columns: Columns, change: npt.NDArray[np.float64]) -> list[float]:
+def _peaks(columns: Columns, change: Amounts) -> list[float]:
     """Return the peak on each rank of what `change` adds up to, row by row."""
     return [
         float(np.cumsum(change[rows.start : rows.stop]).max(initial=0.0))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from quintsched.collectives.choice import NATIVE, Communication
 from quintsched.columns import Columns
 from quintsched.dataflow import Flows, flows_of
-from quintsched.instructions import Instruction, Message
-from quintsched.layout import Layout, Route
+from quintsched.instructions import ENDS_BACKWARD, Instruction, Message
+from quintsched.layout import Layout, Route, Zero
 from quintsched.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ MAX_BUCKETS = 1024
 
 MAX_RECOMPUTE = 2**16
 """The largest k of which every k-th block of a stage is recomputed."""
+
+MAX_ZERO_EVERY = 2**24
+"""The most microbatches whose gradients are reduced together."""
 
 MAX_TIED = 1024
 """The most named weights that several stages hold."""
@@ -68,7 +71,8 @@ class Plan:
 
     `programs[k]` belongs to pp coordinate k. `recompute` says per stage whether its activations are kept (0), or those
     of every k-th block recomputed (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages
-    hold each named weight, `communication` how buckets are exchanged. A plan that was put together by hand is not
+    hold each named weight, `zero` what replicas share out among them, `communication` how buckets are exchanged. A plan
+    that was put together by hand is not
     checked before `check()` is asked; `compile` and `load` give only well-formed ones.
     """
 
@@ -83,6 +87,7 @@ class Plan:
     recompute: tuple[int, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     communication: Communication = NATIVE
+    zero: Zero = field(default_factory=Zero)
 
     @cached_property
     def layout(self) -> Layout:
@@ -97,7 +102,16 @@ class Plan:
             stage_to_part=self.stage_to_part or (),
             recompute=self.recompute,
             tied=tuple(sorted(self.tied.items())),
+            zero=self.zero,
+            backward_order=self._backward_order() if self.zero.shares_gradients else (),
         )
+
+    def _backward_order(self) -> tuple[tuple[int, ...], ...]:
+        """Return the microbatches of each stage in the order in which their backwards end."""
+        columns = self.columns
+        ends = columns.are(*ENDS_BACKWARD)
+        stage, unit = columns.stage[ends], columns.unit[ends]
+        return tuple(tuple(unit[stage == number].tolist()) for number in range(len(self.stage_to_pp)))
 
     @cached_property
     def columns(self) -> Columns:
@@ -125,9 +139,10 @@ class Plan:
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
+        zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         microbatches = f"{self.schedule.microbatches} microbatches"
-        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{spelled}"
+        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{zero}{spelled}"
 
     def program(self, rank: int) -> Program:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""

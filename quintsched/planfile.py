@@ -20,9 +20,9 @@ from quintsched.collectives.choice import Communication, Means
 from quintsched.collectives.files import CollectiveEntry, entries
 from quintsched.collectives.timing import Wire
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.layout import Route
+from quintsched.layout import Route, Zero
 from quintsched.mesh import AXES, Mesh
-from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, Mode, Plan, Program, ScheduleSpec
+from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, Plan, Program, ScheduleSpec
 from quintsched.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.wellformed import malformations
 
@@ -57,6 +57,11 @@ class _WireFile(_Strict):
     bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class _ZeroFile(_Strict):
+    stage: Annotated[int, Field(ge=0, le=3)]
+    every: Annotated[int, Field(ge=1, le=MAX_ZERO_EVERY)]
+
+
 class _PlanFile(_Strict):
     format: Literal["quintsched.plan"]
     version: Literal[1]
@@ -72,6 +77,7 @@ class _PlanFile(_Strict):
     communication: Means | None = None
     wire: _WireFile | None = None
     collectives: dict[str, CollectiveEntry] | None = None
+    zero: _ZeroFile | None = None
     program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
     programs: list[list[Any]]
 
@@ -97,6 +103,7 @@ def dumps(plan: Plan) -> str:
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
         **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
         **_communication_entries(plan.communication),
+        **({"zero": {"stage": plan.zero.stage, "every": plan.zero.every}} if plan.zero.stage else {}),
         "program_axes": ["pp"],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
@@ -176,6 +183,7 @@ def _plan_of(file: _PlanFile) -> Plan:
         recompute=_recompute_of(file),
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
         communication=_communication_of(file),
+        zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
     )
 
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from string import Template
 
-from quintsched.dataflow import AMBIENT, TRAVELS, Flow, Value, flow
+from quintsched.dataflow import AMBIENT, TRAVELS, Flow, Value, flow, gatherings
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.events import find_profile
 from quintsched.instructions import (
+    AMONG_REPLICAS,
     WHOLE_MESH,
-    AllReduceBucket,
     BwdWeight,
     Fwd,
     Instruction,
@@ -135,7 +135,7 @@ class _Model:
         if self.profile == "blocking":
             return ""
         members = self._members(i)
-        if not members and not isinstance(i, Message | AllReduceBucket):
+        if not members and not isinstance(i, (Message, *AMONG_REPLICAS)):
             return "_compute"
         if self.profile == "single-stream":
             return "_wire"
@@ -157,11 +157,11 @@ class _Model:
             return members if len(members) > 1 else ()
         return tuple(range(len(self.plan.programs))) if isinstance(i, WHOLE_MESH) else ()
 
-    def _flow(self, rank: int, index: int, i: Instruction) -> Flow | None:
+    def _flow(self, rank: int, index: int, i: Instruction, gathering: int) -> Flow | None:
         """Return what an instruction needs and makes; None for one that makes no sense, but for whom it talks to."""
         layout = self.plan.layout
         if (rank, index) not in self.malformed:
-            return flow(i, layout, rank)
+            return flow(i, layout, rank, gathering)
         if not isinstance(i, Message) or not 0 <= i.peer < len(self.plan.programs):
             return None
         known = 0 <= i.stage < len(self.plan.stage_to_pp) and layout.visits(i.stage, i.microbatch)
@@ -171,7 +171,10 @@ class _Model:
     @cached_property
     def _flows(self) -> list[list[Flow | None]]:
         return [
-            [self._flow(rank, index, i) for index, i in enumerate(program)]
+            [
+                self._flow(rank, index, i, gathering)
+                for index, (i, gathering) in enumerate(zip(program, gatherings(program), strict=True))
+            ]
             for rank, program in enumerate(self.plan.programs)
         ]
 
@@ -181,7 +184,7 @@ class _Model:
         found: dict[tuple[int, Value], int] = {}
         for rank, flows in enumerate(self._flows):
             for used in filter(None, flows):
-                needed = (*used.consumes, *used.reads) if self.profile == "blocking" else ()
+                needed = (*used.consumes, *used.reads, *used.follows) if self.profile == "blocking" else ()
                 for value in (*used.produces, *needed):
                     found.setdefault((rank, value), len(found))
         return found
@@ -194,7 +197,8 @@ class _Model:
         used = self._flows[rank][index]
         if used is None:
             return "assert(false)"
-        before = [*self._uses(rank, "need", used.reads), *self._uses(rank, "take", used.consumes)]
+        needed = (*used.reads, *(used.follows if self.profile == "blocking" else ()))
+        before = [*self._uses(rank, "need", needed), *self._uses(rank, "take", used.consumes)]
         after = self._uses(rank, "make", used.produces)
         members = self._members(i)
         if members:

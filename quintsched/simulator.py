@@ -1,7 +1,8 @@
 """Time a plan: the event graph of the `channel` profile, run under a cost model.
 
 Communication overlaps with computation as the runtime does it: a message starts when its value is made and its
-channel is free, and only who takes the value waits for it. The gradient norm is one event of all ranks.
+channel is free, and only who takes the value waits for it. Collectives among replicas go one after the other, beside
+all that; weights are gathered into the room of those dropped before. The gradient norm is one event of all ranks.
 
     makespan      when the last instruction ends
     bubble        1 - busy / (ranks x makespan)
@@ -24,19 +25,25 @@ from quintsched.costs import Costs
 from quintsched.errors import UnsoundError
 from quintsched.events import PROFILES, Events, Run, build_graph
 from quintsched.instructions import (
+    AMONG_REPLICAS,
+    AllGatherBucket,
+    AllReduceBucket,
     Bwd,
     BwdInput,
     BwdWeight,
     ClipGrad,
     Compute,
     Fwd,
+    GatherParams,
     Instruction,
     Message,
     OptStep,
     Recompute,
+    ReduceScatterBucket,
 )
 from quintsched.memory import peak_activations
 from quintsched.plan import Plan
+from quintsched.state import bucket_share, peak_memory, peak_state
 from quintsched.wellformed import malformations
 
 Times: TypeAlias = npt.NDArray[np.float64]
@@ -83,6 +90,16 @@ class Simulation:
         )
 
     @property
+    def peak_state(self) -> tuple[float, ...]:
+        """The most that each pp rank holds of weights, gradients and optimizer state: see `quintsched.state`."""
+        return peak_state(self.plan, self.costs)
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The most that each pp rank holds of these and activations together, in the costs' unit of memory."""
+        return peak_memory(self.plan, self.costs)
+
+    @property
     def unit(self) -> str:
         """The unit of all times."""
         return self.costs.unit
@@ -121,6 +138,8 @@ class Simulation:
             "span": self.span,
             "span_bubble": self.span_bubble,
             "peak_activations": list(self.peak_activations),
+            "peak_state": list(self.peak_state),
+            "peak_memory": list(self.peak_memory),
             "critical_path": path,
         }
 
@@ -171,7 +190,19 @@ def event_durations(plan: Plan, events: Events, costs: Costs) -> Times:
         step = plan.programs[rank][index]
         assert isinstance(step, OptStep)
         durations[row] = _once(plan, costs, "optimizer", step.stages)
+    for row in np.flatnonzero(columns.are(*AMONG_REPLICAS)).tolist():
+        rank, index = columns.place(row)
+        durations[row] = _among_replicas(plan, costs, plan.programs[rank][index])
     return durations[events.first_rows]
+
+
+def _among_replicas(plan: Plan, costs: Costs, i: Instruction) -> float:
+    """Return what a collective among replicas takes: all of a stage's weights, or those of a bucket."""
+    if isinstance(i, GatherParams):
+        return _once(plan, costs, "gather_params", [i.stage])
+    assert isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket)
+    share = bucket_share(plan, costs, i.stage, i.bucket)
+    return share * sum(_once(plan, costs, name, [i.stage]) for name in COSTS_OF_BUCKETS[type(i)])
 
 
 def _once(plan: Plan, costs: Costs, name: str, stages: Iterable[int]) -> float:
@@ -187,6 +218,13 @@ COSTS_OF: dict[type[Compute], tuple[str, ...]] = {
     Recompute: ("recompute",),
 }
 """Which of the costs add up to each computation's."""
+
+COSTS_OF_BUCKETS: dict[type[Instruction], tuple[str, ...]] = {
+    AllReduceBucket: ("reduce_scatter", "all_gather"),
+    ReduceScatterBucket: ("reduce_scatter",),
+    AllGatherBucket: ("all_gather",),
+}
+"""And to each collective on a bucket."""
 
 
 def _busy(plan: Plan, durations: Times) -> Iterator[float]:

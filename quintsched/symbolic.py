@@ -6,7 +6,8 @@ Each piece of the model is five random numbers modulo a prime, and stage s compu
 
 with the gradients worked out by hand. Such maps do not commute, so an output knows every stage it came through, in
 which order, and a sum of gradients knows every microbatch in it. A number is one entry per replica, each with data of
-its own, so that a sum over replicas that is missing, early, done twice or over other axes shows as well.
+its own, so that a sum over replicas that is missing, early, done twice or over other axes shows as well. Where replicas
+share out gradients (ZeRO), each keeps some entries of a sum and 0 for all others, until they are gathered.
 
 The plan runs as a transport runs it: program order on each rank, sends that never wait, channels that deliver what was
 sent first under whatever name the receiver expects. Two polynomials that differ agree at a random point with a chance
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quintsched import instructions as ins
-from quintsched.algebra import PRIME, Gradient, Model, Number, Saved, Sequential, added, backward, forward
+from quintsched.algebra import PRIME, Gradient, Model, Number, Saved, Sequential, Weights, added, backward, forward
 from quintsched.dataflow import METRICS, NORM, Kind, Value
 from quintsched.grid import excerpt
 from quintsched.instructions import Instruction
@@ -38,6 +39,7 @@ class _Rank:
     values: dict[Value, Any] = field(default_factory=dict)
     grads: dict[tuple[int, int], Gradient] = field(default_factory=dict)
     shares: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
+    reduced: dict[tuple[int, int], Gradient] = field(default_factory=dict)
     applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
 
     def take(self, kind: Kind, stage: int, unit: int) -> Any:
@@ -101,6 +103,7 @@ def _differences(run: _Run, expected: Sequential) -> Iterator[str]:
         for stage in run.plan.layout.stages_of(rank.number) if run.plan.mode == "train" else ():
             yield from _wrong_shares(rank.shares.get(stage, []), stage, expected)
             yield from _wrong_steps(rank, stage, expected)
+        yield from (f"a gradient of stage {stage} is never reduced on rank {rank.number}" for stage, _ in rank.grads)
         yield from (f"{value} is left over on rank {rank.number}" for value in rank.values if value not in _LASTING)
     for (source, target), queue in run.channels.items():
         if queue:
@@ -124,8 +127,15 @@ def _wrong_steps(rank: _Rank, stage: int, expected: Sequential) -> Iterator[str]
     steps = {bucket: rank.applied.get((stage, bucket), []) for bucket in expected.plan.layout.buckets}
     if not all(steps.values()):
         yield f"stage {stage} never gets its optimizer step"
-    if not all(_same(found, expected.gradient(stage, bucket)) for bucket in steps for found in steps[bucket]):
+    if not all(_same(found, _step_owed(stage, bucket, expected)) for bucket in steps for found in steps[bucket]):
         yield f"the optimizer steps stage {stage} with another gradient than the sequential program's"
+
+
+def _step_owed(stage: int, bucket: int, expected: Sequential) -> Gradient:
+    """Return what a stage's weights are stepped with: all of the gradient, or a rank's share where it keeps no more."""
+    gradient, layout = expected.gradient(stage, bucket), expected.plan.layout
+    shared = layout.zero.shares_weights
+    return expected.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
 
 
 def _same(found: Any, wanted: Any) -> bool:
@@ -205,7 +215,7 @@ def _fwd(run: _Run, rank: _Rank, i: ins.Fwd) -> None:
     before = layout.before(s, u)
     x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
     saved = Saved(x, _keys_before(run, rank, i))
-    y, keys = forward(model.weights[s], saved)
+    y, keys = forward(_weights(run, rank, s), saved)
     if layout.after(s, u) >= 0:
         rank.put(Kind.OUTPUT, s, u, y)
     else:
@@ -220,7 +230,26 @@ def _fwd(run: _Run, rank: _Rank, i: ins.Fwd) -> None:
 
 def _recompute(run: _Run, rank: _Rank, i: ins.Recompute) -> None:
     saved = Saved(rank.take(Kind.CHECKPOINT, i.stage, i.microbatch), _keys_before(run, rank, i))
-    _save(run, rank, i, saved, forward(run.model.weights[i.stage], saved)[0])
+    _save(run, rank, i, saved, forward(_weights(run, rank, i.stage), saved)[0])
+
+
+def _weights(run: _Run, rank: _Rank, stage: int) -> Weights:
+    """Return the full weights of a stage, which have to be gathered where its replicas hold shares."""
+    if not run.plan.layout.zero.shares_weights:
+        return run.model.weights[stage]
+    params = Value(Kind.PARAMS, stage, 0)
+    if params not in rank.values:
+        raise _Fault(f"needs the full weights of stage {stage}, which do not stand on rank {rank.number}")
+    found: Weights = rank.values[params]
+    return found
+
+
+def _gather_params(run: _Run, rank: _Rank, i: ins.GatherParams) -> None:
+    rank.put(Kind.PARAMS, i.stage, 0, run.model.weights[i.stage])
+
+
+def _free_params(run: _Run, rank: _Rank, i: ins.FreeParams) -> None:
+    rank.take(Kind.PARAMS, i.stage, 0)
 
 
 def _keys_before(run: _Run, rank: _Rank, i: ins.Compute) -> Number:
@@ -250,7 +279,7 @@ def _backward_of(run: _Run, rank: _Rank, i: ins.Compute) -> Gradient:
     if (u + 1) % layout.slices:
         rank.take(Kind.KEYS, s, u)
         grad_k = rank.take(Kind.KEYS_GRAD, s, u)
-    of_input, of_keys, share = backward(model.weights[s], saved, grad_y, grad_k)
+    of_input, of_keys, share = backward(_weights(run, rank, s), saved, grad_y, grad_k)
     if layout.before(s, u) >= 0:
         rank.put(Kind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
     if u % layout.slices:
@@ -288,6 +317,27 @@ def _all_reduce_bucket(run: _Run, rank: _Rank, i: ins.AllReduceBucket) -> None:
     rank.grads[i.stage, i.bucket] = tuple(run.model.over(i.axes, part) for part in held)
 
 
+def _reduce_scatter_bucket(run: _Run, rank: _Rank, i: ins.ReduceScatterBucket) -> None:
+    """Add the rank's share of the sum of what was accumulated since the last time, which then begins anew."""
+    place = (i.stage, i.bucket)
+    total = tuple(run.model.over(i.axes, entry) for entry in _held(rank, *place))
+    del rank.grads[place]
+    share = run.model.share_of(i.axes, total)
+    rank.reduced[place] = added(rank.reduced[place], share) if place in rank.reduced else share
+
+
+def _all_gather_bucket(run: _Run, rank: _Rank, i: ins.AllGatherBucket) -> None:
+    steps = rank.applied.get((i.stage, i.bucket))
+    if not steps:
+        raise _Fault(f"finds no stepped shares of stage {i.stage}")
+    steps[-1] = tuple(run.model.over(i.axes, entry) for entry in steps[-1])
+
+
+def _stepped_with(run: _Run, rank: _Rank) -> dict[tuple[int, int], Gradient]:
+    """The gradients as the optimizer wants them."""
+    return rank.reduced if run.plan.zero.shares_optimizer else rank.grads
+
+
 def _sync_tied(run: _Run, rank: _Rank, i: ins.SyncTied) -> None:
     tie = next(tie for tie in run.plan.layout.ties if (tie.params, tie.stages) == (i.params, i.stages))
     holders = [(run.ranks[run.plan.stage_to_pp[stage]], stage, run.model.held(tie, stage)) for stage in i.stages]
@@ -313,7 +363,7 @@ def _share_metrics(run: _Run, rank: _Rank, i: ins.ShareMetrics) -> None:
 def _clip_grad(run: _Run, rank: _Rank, i: ins.ClipGrad) -> None:
     """Look at the gradients of all ranks, as they stand now."""
     for holder in run.ranks:
-        holder.values[NORM] = dict(holder.grads)
+        holder.values[NORM] = dict(_stepped_with(run, holder))
     _all_go_on(run, rank, i)
 
 
@@ -323,10 +373,12 @@ def _opt_step(run: _Run, rank: _Rank, i: ins.OptStep) -> None:
             raise _Fault(f"needs {value}, which does not stand on rank {rank.number}")
     for stage in i.stages:
         for bucket in run.plan.layout.buckets:
-            gradient = _held(rank, stage, bucket)
+            gradient = _stepped_with(run, rank).pop((stage, bucket), None)
+            if gradient is None:
+                raise _Fault(f"finds no gradient of stage {stage}")
             if rank.values[NORM].get((stage, bucket)) is not gradient:
                 raise _Fault(f"uses another gradient of stage {stage} than the one in the norm")
-            rank.applied.setdefault((stage, bucket), []).append(rank.grads.pop((stage, bucket)))
+            rank.applied.setdefault((stage, bucket), []).append(gradient)
 
 
 def _all_go_on(run: _Run, rank: _Rank, instruction: Instruction) -> None:
@@ -346,6 +398,10 @@ _HANDLERS: dict[type[Instruction], Callable[[_Run, _Rank, Any], None]] = {
     ins.SendGrad: _send,
     ins.SyncTied: _sync_tied,
     ins.AllReduceBucket: _all_reduce_bucket,
+    ins.ReduceScatterBucket: _reduce_scatter_bucket,
+    ins.AllGatherBucket: _all_gather_bucket,
+    ins.GatherParams: _gather_params,
+    ins.FreeParams: _free_params,
     ins.ShareMetrics: _share_metrics,
     ins.ClipGrad: _clip_grad,
     ins.OptStep: _opt_step,

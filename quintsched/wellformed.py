@@ -12,8 +12,9 @@ from quintsched import instructions as ins
 from quintsched.collectives.calls import communication_faults
 from quintsched.columns import Columns, Flags
 from quintsched.dataflow import peer_of
-from quintsched.layout import TWINS
-from quintsched.plan import MAX_RECOMPUTE, MAX_TIED, Mode, Plan
+from quintsched.layout import TWINS, Zero
+from quintsched.mesh import Mesh
+from quintsched.plan import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, Plan
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def _head_faults(plan: Plan) -> Iterator[str]:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)
     yield from communication_faults(plan)
+    yield from zero_faults(plan.zero, plan.mesh, plan.mode)
 
 
 def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:
@@ -110,6 +112,24 @@ def tied_faults(plan: Plan) -> Iterator[str]:
             yield f"tied: {name!r} must name at least two stages, each once and in rising order; it names {stages}"
         elif not any(stages_of_route.issuperset(stages) for stages_of_route in visited):
             yield f"tied: no route visits all stages of {name!r}, {stages}; the plan has {len(plan.stage_to_pp)} stages"
+
+
+def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:
+    """Yield what is wrong with what replicas are to share out among them."""
+    if type(zero.stage) is not int or not 0 <= zero.stage <= 3:
+        yield (
+            f"zero is {zero.stage!r}; give 0 (nothing is shared out), 1 (the optimizer's state), 2 (gradients too) or "
+            "3 (weights too)"
+        )
+        return
+    if type(zero.every) is not int or not 1 <= zero.every <= MAX_ZERO_EVERY:
+        yield f"zero_every is {zero.every!r}; give a whole number of microbatches from 1 to {MAX_ZERO_EVERY}"
+    elif zero.every > 1 and not (zero.shares_gradients and mode == "train"):
+        yield f"zero_every is {zero.every}, but only ZeRO-2 and 3 reduce gradients before the last microbatch"
+    if zero.stage and not mesh.replica_axes:
+        yield f"ZeRO-{zero.stage} shares out over replicas; the mesh {mesh} has none (no dp, cp or ep above 1)"
+    if zero.stage in (1, 2) and mode != "train":
+        yield f"ZeRO-{zero.stage}: the plan only computes forward; there are no gradients and no optimizer to share out"
 
 
 def _instruction_fault(instruction: ins.Instruction, plan: Plan, rank: int) -> str | None:
@@ -150,15 +170,43 @@ def _message_fault(i: ins.Message, plan: Plan, rank: int) -> str | None:
     return None
 
 
-def _bucket_fault(i: ins.AllReduceBucket, plan: Plan, rank: int) -> str | None:
-    if fault := _stage_fault(i.stage, plan, rank):
+Bucketed = ins.AllReduceBucket | ins.ReduceScatterBucket | ins.AllGatherBucket
+
+
+def _bucket_fault(i: Bucketed, plan: Plan, rank: int) -> str | None:
+    if fault := _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan):
         return fault
     buckets = plan.layout.buckets
     if i.bucket not in buckets:
         return f"bucket {i.bucket} is out of range: a stage has {len(buckets)}"
     if i.axes != buckets[i.bucket] or not i.axes:
         return f"the axes must be those of the replicas, {buckets[i.bucket] or 'of which there are none'}"
+    if isinstance(i, ins.ReduceScatterBucket) and not 0 <= i.part < len(plan.layout.parts_of(i.stage)):
+        return f"part {i.part} is out of range: the gradients of the stage have {len(plan.layout.parts_of(i.stage))}"
     return None
+
+
+def _params_fault(i: ins.GatherParams | ins.FreeParams, plan: Plan, rank: int) -> str | None:
+    return _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan)
+
+
+_ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
+    ins.AllReduceBucket: (0,),
+    ins.ReduceScatterBucket: (1, 2, 3),
+    ins.AllGatherBucket: (1, 2),
+    ins.GatherParams: (3,),
+    ins.FreeParams: (3,),
+}
+"""In plans of which ZeRO stages an instruction has its place."""
+
+
+def _zero_fault(i: ins.Instruction, plan: Plan) -> str | None:
+    if plan.zero.stage in _ZERO_STAGES[type(i)]:
+        return None
+    shared = (
+        "nothing" if plan.zero.stage == 0 else ", ".join(("optimizer state", "gradients", "weights")[: plan.zero.stage])
+    )
+    return f"it has no place in a plan of ZeRO stage {plan.zero.stage}, where replicas share out {shared}"
 
 
 def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
@@ -183,6 +231,10 @@ _FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, Plan, int], str | Non
     (ins.Compute, _unit_fault),
     (ins.Message, _message_fault),
     (ins.AllReduceBucket, _bucket_fault),
+    (ins.ReduceScatterBucket, _bucket_fault),
+    (ins.AllGatherBucket, _bucket_fault),
+    (ins.GatherParams, _params_fault),
+    (ins.FreeParams, _params_fault),
     (ins.SyncTied, _tied_fault),
     (ins.OptStep, _step_fault),
 )

@@ -84,6 +84,11 @@ class ParallelConfig(Settings):
     """Seconds that a message costs, which communication "auto" reckons with."""
     bandwidth: float = Field(default=1e9, gt=0)
     """Bytes per second between two ranks, likewise."""
+    zero: int = Field(default=0, ge=0, le=3)
+    """What replicas share out instead of each holding all of it: 1 the optimizer's state, 2 gradients too, 3 weights
+    too; 0: nothing."""
+    zero_every: int = Field(default=1, ge=1)
+    """With `zero` 2 or 3: after how many microbatches of a stage its gradients are reduced."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
     context: Literal["ring", "gather", "ulysses"] = "ring"

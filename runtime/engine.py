@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from quintsched.compiler import compile
 from quintsched.costs import Costs
 from quintsched.errors import UsageError
-from quintsched.instructions import AllReduceBucket, BwdInput, OptStep
+from quintsched.instructions import BwdInput
 from quintsched.plan import Plan
 
 from .batches import Batch, BatchCutter
@@ -29,23 +29,21 @@ from .everyone import Everyone
 from .expert_load import ExpertLoad
 from .experts import leave_uncompiled
 from .forward import StageForward
-from .gradients import Gradients
 from .groups import make_groups, open_channels
 from .interpreter import Interpreter
+from .ledger import StateBytes
 from .limits import require_blocks_to_recompute, require_keyed_dropout, require_long_sight, require_runnable
 from .losses import takes_vocabulary
 from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
-from .optimizers import OptimizerFn, build_optimizers
-from .precision import Masters
-from .pretrained import load_pretrained
+from .optimizers import OptimizerFn
 from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
 from .stages import build_stages, cut, require_separate, require_whole
-from .state import full_weights, load_state, state_of
 from .tensor_cuts import TensorCuts
 from .tied import TiedWeights
 from .tracing import Recorder
+from .training_state import TrainingState
 from .transport import Transport
 from .wiring import connect_for
 
@@ -116,6 +114,7 @@ class Engine:
             microbatches=plan.schedule.microbatches,
             chunks=plan.schedule.chunks,
             stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
+            zero=plan.zero.stage if plan.zero.shares_weights else 0,
         )
         self.transport = transport or connect_for(plan, timeout_s)
         require_runnable(plan, self.transport)
@@ -166,10 +165,18 @@ class Engine:
         self._metrics = {name: self._tensor.told(metric) for name, metric in (metrics or {}).items()}
         self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
         self._queues, self.deferred_share = self._defer()
-        self.masters = Masters(self.stages)
-        self._gradients = self._make_gradients(bucket_mb)
-        steps = [i.stages for i in plan.programs[self._pp_rank] if isinstance(i, OptStep)]
-        self.optimizers = build_optimizers(optimizer, steps, self.stages, self.masters)
+        self._state = TrainingState(
+            plan,
+            self._pp_rank,
+            self.stages,
+            self._groups,
+            self._tied,
+            optimizer,
+            piece_bytes=int(bucket_mb * 1e6),
+            device=device,
+        )
+        self._gradients = self._state.gradients
+        self.masters, self.optimizers = self._state.masters, self._state.optimizers
         self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
         self._cut = BatchCutter(
             device,
@@ -193,20 +200,6 @@ class Engine:
         waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
         total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
         return queues, waiting / total if total else None
-
-    def _make_gradients(self, bucket_mb: float) -> Gradients:
-        program = self.plan.programs[self._pp_rank]
-        return Gradients(
-            self.stages,
-            [(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)],
-            self._groups,
-            self.masters,
-            buckets_per_stage=self.plan.buckets_per_stage,
-            piece_bytes=int(bucket_mb * 1e6),
-            device=self.transport.device,
-            tied=self._tied,
-            twin_stages=[s for s in self.stages if self.plan.layout.twins(s)[:1] not in ((), (s,))],
-        )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -344,6 +337,7 @@ class Engine:
             gradients=self._gradients,
             queues=self._queues,
             masters=self.masters,
+            weights=self._state.weights,
             optimizers=self.optimizers,
             clip=self._clip,
             sends_kept=self._sends_kept,
@@ -375,11 +369,14 @@ class Engine:
         Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on.
         """
         step = torch.tensor(self._steps_before + self._num_steps)
-        return {**state_of(self.stages, self.optimizers, self.masters), "engine.step": step}
+        return {**self._state.read(), "engine.step": step}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit."""
-        load_state(self.stages, self.optimizers, self.masters, state)
+        """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit.
+
+        Where the plan shares out state over replicas, all of them call this together.
+        """
+        self._state.load(state)
         self._steps_before = int(state.get("engine.step", 0)) - self._num_steps
 
     def load_pretrained(self, path: str | Path) -> None:
@@ -388,11 +385,19 @@ class Engine:
         It is meant for an engine that has not stepped yet: the optimizer's state stays. See `pretrained` for what a
         checkpoint is, and for what is raised.
         """
-        load_pretrained(self.stages, self.masters, path, num_blocks=len(self._outlines), tied=self._tied.names)
+        self._state.load_pretrained(path, num_blocks=len(self._outlines))
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the whole weights of this rank's blocks, put together from their shards (collective over tp)."""
-        return full_weights(self.stages, self._groups.tensor)
+        """Return the whole weights of this rank's blocks, put together from their shards.
+
+        Collective over tp, and over replicas that share out state; with ZeRO-3 it is how weights are seen at all: in
+        the blocks they stand only while a step uses them.
+        """
+        return self._state.full_weights()
+
+    def state_bytes(self) -> StateBytes:
+        """Return the most bytes of weights, gradients and optimizer state on this rank since the last call."""
+        return self._state.read_bytes()
 
     def close(self) -> None:
         """Hang up; no step can follow."""

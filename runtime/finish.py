@@ -21,8 +21,10 @@ def bind_sync_tied(machine: Machine, index: int, instruction: ins.SyncTied) -> C
     return partial(machine.gradients.add_up, instruction.params, instruction.stages)
 
 
-def bind_all_reduce_bucket(machine: Machine, index: int, instruction: ins.AllReduceBucket) -> Call:
-    """Launch what is left of a bucket's reduction."""
+def bind_reduce_bucket(
+    machine: Machine, index: int, instruction: ins.AllReduceBucket | ins.ReduceScatterBucket
+) -> Call:
+    """Launch what is left of a bucket's reduction, whole or to a share for everybody."""
     assert machine.gradients is not None
     return partial(machine.gradients.reduce, (instruction.stage, instruction.bucket))
 
@@ -41,10 +43,10 @@ def bind_clip_grad(machine: Machine, index: int, instruction: ins.ClipGrad) -> C
     """Make the gradients those of the batch, find their global norm, and scale them under the threshold."""
     gradients, clip = machine.gradients, machine.clip
     assert gradients is not None
+    wait = partial(machine.wait, index=index)
 
     def run() -> None:
-        gradients.end_sums()
-        machine.wait(gradients.launched, index)
+        gradients.complete(wait)
         gradients.finish(machine.weight(index))
         norm, work = gradients.global_norm()
         machine.wait([work], index)

@@ -9,6 +9,9 @@ before it. The plan's `AllReduceBucket` launches what is left. Weights that seve
 gradient is in parts on the ranks of tp (`sequence_parallel`), stand in pieces of their own, which are ready when they
 have been added up. So do the weights of experts that ep shares out, in a bucket behind the others, which is summed over
 the replicas of this rank's experts only.
+
+Where replicas share out gradients (`zero_gradients`), the plan's `ReduceScatterBucket` launches them, as often as it
+says, and what follows (division, norm, scaling) is done to each rank's own share.
 """
 
 from __future__ import annotations
@@ -24,96 +27,84 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from .deferred import Products
-from .experts import expert_weights
 from .groups import MeshGroups, Sharing
-from .precision import Masters, is_low
+from .pieces import Bucket, Piece
 from .stages import Stage
 from .tied import TiedWeights
-from .torch_sharded import comes_summed, local_gradient, local_of
+from .torch_sharded import local_gradient
 from .transport import Group, Work
 
-Bucket = tuple[int, int]
-
-
-class Piece:
-    """Some parameters of a stage, whose gradients are views into one flat tensor, float32 where theirs are shorter."""
-
-    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
-        self.bucket = bucket
-        self.parameters = tuple(parameters)
-        self.comes_summed = comes_summed(parameters[0])
-        local = [local_of(parameter) for parameter in parameters]
-        dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
-        self.flat = torch.zeros(sum(t.numel() for t in local), dtype=dtype, device=local[0].device)
-        self.missing: set[Tensor] = set(parameters)
-        self.ready = False
-        views = self.flat.split([t.numel() for t in local])
-        self.views = [view.view_as(tensor) for tensor, view in zip(local, views, strict=True)]
-        self._homes = [masters.of(parameter) for parameter in parameters]
-        self.attach()
-
-    def attach(self) -> None:
-        """Let every weight's gradient be its view, also where `zero_grad` took it away."""
-        for home, view in zip(self._homes, self.views, strict=True):
-            if home.grad is not view:
-                home.grad = view
+Wait = Callable[[Iterable[Work]], None]
+"""Waits for what comes from other ranks."""
 
 
 class Gradients:
     """All gradients of a rank's stages, and their sums over the replicas.
 
-    `twin_stages` are stages that another rank's stage counts for in the global norm, since it holds the same piece.
+    Args:
+        stages: this rank's stages.
+        pieces: all pieces of these, in the order of `cut_all`.
+        reductions: the buckets that the program reduces, in its order, each as often as it does.
+        groups: the groups of the mesh.
+        buckets_per_stage: how many buckets a stage has, without that of experts.
+        device: where figures are.
+        tied: weights that several stages hold.
+        twin_stages: those that another rank's stage counts for in the global norm, since it holds the same piece.
+        shared: whether replicas share out what is reduced.
+        in_turn: whether a piece is launched at its place in the program, and never before.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
+        pieces: Sequence[Piece],
         reductions: Sequence[Bucket],
         groups: MeshGroups,
-        masters: Masters,
         *,
         buckets_per_stage: int,
-        piece_bytes: int,
         device: torch.device,
         tied: TiedWeights,
         twin_stages: Collection[int] = (),
+        shared: bool = False,
+        in_turn: bool = False,
     ) -> None:
         self._groups = groups
         self._device = device
         self._tied = tied
         self._first_expert_bucket = buckets_per_stage
         self._home: dict[nn.Parameter, tuple[Piece, Tensor]] = {}
+        self._shared, self._in_turn = shared, in_turn
         by_bucket: dict[Bucket, list[Piece]] = {}
-        for stage in stages.values():
-            for bucket, parameters in cut_pieces(stage, buckets_per_stage, piece_bytes, tied.parameters):
-                piece = Piece(bucket, parameters, masters)
-                by_bucket.setdefault(bucket, []).append(piece)
-                self._home.update({p: (piece, view) for p, view in zip(parameters, piece.views, strict=True)})
+        for piece in pieces:
+            by_bucket.setdefault(piece.bucket, []).append(piece)
+            self._home.update({p: (piece, view) for p, view in zip(piece.parameters, piece.views, strict=True)})
         partial_ = {parameter for stage in stages.values() for parameter in stage.partial}
-        self._pieces = [piece for pieces in by_bucket.values() for piece in pieces]
+        self._pieces = [piece for some in by_bucket.values() for piece in some]
         self._order = [piece for bucket in reductions for piece in by_bucket.get(bucket, ()) if not piece.comes_summed]
         self._partial = [piece for piece in self._pieces if not partial_.isdisjoint(piece.parameters)]
-        self.launched: list[Work] = []
+        self.come_and_go = any(piece.comes_and_goes for piece in pieces)
+        """Whether full gradients stand only from a backward to their reduction."""
+        self._num_launched = 0
+        self._under_way: list[tuple[Piece, Work]] = []
         self._syncing: list[_Sum] = []
         self._counted = list(self._find_counted([p for p in self._pieces if not p.comes_summed], twin_stages))
         self._has_parts = any(piece.comes_summed for piece in self._pieces)
         self._counted_parts = list(self._find_counted([p for p in self._pieces if p.comes_summed], twin_stages))
-        for parameter, (_, view) in self._home.items():
+        for parameter, (piece, view) in self._home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
-            if parameter.dtype != view.dtype or isinstance(parameter, DTensor):
-                parameter.register_post_accumulate_grad_hook(partial(_move_into, view))
+            if piece.comes_and_goes or not _can_be(view, parameter):
+                parameter.register_post_accumulate_grad_hook(partial(_move_into, piece, view))
 
     def _find_counted(self, pieces: Iterable[Piece], twin_stages: Collection[int]) -> Iterator[Tensor]:
         """Yield what of these pieces this rank counts in the global norm: whole pieces where it can."""
         for piece in pieces:
             if piece.bucket[0] not in twin_stages:
-                views = [view for p, view in zip(piece.parameters, piece.views, strict=True) if self._counts(p)]
-                yield from [piece.flat] if len(views) == len(piece.views) else views
+                yield from piece.counted([self._counts(parameter) for parameter in piece.parameters])
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts a parameter: of copies along tp or ep, and of tied ones, one does."""
-        is_expert = self._is_of_experts(self._home[parameter][0])
-        return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=is_expert)
+        differs_along_ep = self._shared or self._is_of_experts(self._home[parameter][0])
+        return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
     def _is_of_experts(self, piece: Piece) -> bool:
         return piece.bucket[1] >= self._first_expert_bucket
@@ -145,7 +136,8 @@ class Gradients:
 
     def _is_filled_by_backwards(self, piece: Piece) -> bool:
         is_added_up = piece in self._partial or not self._tied.parameters.isdisjoint(piece.parameters)
-        return self._replicas_of(piece).size > 1 and not is_added_up and not piece.comes_summed
+        is_reduced = self._replicas_of(piece).size > 1 and not piece.comes_summed
+        return is_reduced and not is_added_up and not self._in_turn
 
     def _noting(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -186,8 +178,11 @@ class Gradients:
         products.drain(accumulate)
 
     def has_parts(self, stage: int) -> bool:
-        """Whether a stage has gradients that are in parts on the ranks of tp."""
-        return any(piece.bucket[0] == stage for piece in self._partial)
+        """Whether a stage's last backward leaves gradients in parts on the ranks of tp that are added up at once.
+
+        Those that replicas share out wait for the end of the step, when there is less of them.
+        """
+        return not self._shared and any(piece.bucket[0] == stage for piece in self._partial)
 
     def add_parts(self, stage: int) -> None:
         """Begin to sum the gradients of a stage that are in parts on the ranks of tp; as with `add_up` nobody waits."""
@@ -208,18 +203,42 @@ class Gradients:
             own = [[self._home[parameter][1] for parameter in self._tied.own(params)]]
         self._syncing += _begin_sums(own, sharing)
 
+    def make_room(self, stage: int, wait: Wait) -> None:
+        """Let full gradients of `stage` stand, once those that are under way are gone."""
+        self.collect(wait)
+        for piece in self._pieces:
+            if piece.bucket[0] == stage:
+                piece.make_room()
+
     def reduce(self, bucket: Bucket) -> None:
         """Launch what is left of a bucket; parameters that no backward reached bring their zeros."""
         self.end_sums()
-        for piece in self._order[len(self.launched) :]:
+        for piece in self._order[self._num_launched :]:
             if piece.bucket == bucket:
                 piece.ready = True
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        while len(self.launched) < len(self._order) and self._order[len(self.launched)].ready:
-            piece = self._order[len(self.launched)]
-            self.launched.append(self._replicas_of(piece).all_reduce(piece.flat))
+        while self._num_launched < len(self._order) and self._order[self._num_launched].ready:
+            piece = self._order[self._num_launched]
+            piece.ready = False  # its turn may come again
+            self._num_launched += 1
+            self._under_way.append((piece, piece.reduce(self._replicas_of(piece))))
+
+    def collect(self, wait: Wait) -> None:
+        """Wait for the reductions that are under way."""
+        if self._under_way:
+            wait([work for _, work in self._under_way])
+            for piece, _ in self._under_way:
+                piece.collect()
+            self._under_way.clear()
+
+    def complete(self, wait: Wait) -> None:
+        """Wait until all gradients are the sums that they have to be."""
+        self.end_sums()
+        self.collect(wait)
+        if self._shared:
+            wait([self._groups.tensor.all_reduce(piece.own) for piece in self._partial])
 
     def end_sums(self) -> None:
         """Wait for the sums that `add_up` has begun."""
@@ -228,14 +247,16 @@ class Gradients:
         self._syncing.clear()
 
     def finish(self, weight: Tensor) -> None:
-        """Divide the sums, which have been waited for, by the batch's total loss weight (a 0-dimensional tensor)."""
-        self.launched.clear()
+        """Divide the sums, which are complete, by the batch's total loss weight (a 0-dimensional tensor)."""
+        self._num_launched = 0
         for piece in self._pieces:
-            piece.flat.div_(weight)
+            piece.own.div_(weight)
 
     def global_norm(self) -> tuple[Tensor, Work]:
         """Return the square of the 2-norm of the whole model's gradient, to be waited for: 0-dimensional, float64."""
         square = self._square(self._counted)
+        if self._shared:
+            return square, self._groups.world.all_reduce(square)
         if self._has_parts:
             parts = self._square(self._counted_parts)
             self._groups.replicas.all_reduce(parts).wait()
@@ -255,24 +276,31 @@ class Gradients:
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient with `factor`."""
         for piece in self._pieces:
-            piece.flat.mul_(factor)
+            piece.own.mul_(factor)
 
     def clear(self, stages: Sequence[int]) -> None:
         """Set the gradients of these stages to zero, ready for the next step."""
         for piece in self._pieces:
             if piece.bucket[0] in stages:
-                piece.flat.zero_()
-                piece.missing, piece.ready = set(piece.parameters), False
+                piece.clear()
 
 
-def _move_into(view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum, longer or local; one that was put off is not there yet.
+def _can_be(view: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter's gradient can be this part of a sum, so that backwards add to it."""
+    return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
+
+
+def _move_into(piece: Piece, view: Tensor, parameter: Tensor) -> None:
+    """Add a parameter's new gradient to its sum, which is longer, local or not there yet; one put off is none yet.
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
-    if parameter.grad is not None and getattr(parameter, "_quintsched_sum", None) is view:
-        view.add_(local_gradient(parameter))
-        parameter.grad = None
+    if parameter.grad is None or parameter.grad is view or getattr(parameter, "_quintsched_sum", None) is not view:
+        return
+    gradient = local_gradient(parameter)
+    piece.make_room()
+    view.add_(gradient)
+    parameter.grad = view if _can_be(view, parameter) else None
 
 
 class _Sum:
@@ -298,62 +326,3 @@ def _begin_sums(copies: Sequence[Sequence[Tensor]], sharing: Sharing | None) -> 
             own[0].add_(other)
         sums.append(_Sum(own, sharing.group.all_reduce(own[0]) if sharing else None))
     return sums
-
-
-def cut_pieces(
-    stage: Stage, buckets: int, piece_bytes: int, apart: Collection[nn.Parameter] = ()
-) -> list[tuple[Bucket, list[nn.Parameter]]]:
-    """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
-
-    Behind them come those with partial gradients, then those that stand `apart`, each in a piece of its own; then, in
-    one more bucket, the experts that ranks along ep do not have in common.
-    """
-    found, experts = list(stage.named_weights().values()), expert_weights(stage)
-    alone = [parameter for parameter in found if parameter in apart]
-    rest = [parameter for parameter in reversed(found) if parameter not in apart]
-    dense = [parameter for parameter in rest if parameter not in stage.partial and parameter not in experts]
-    partial_ = [parameter for parameter in rest if parameter in stage.partial]
-    own = [parameter for parameter in rest if parameter in experts]
-    last = buckets - 1
-    pieces = [
-        *_cut_evenly(dense, buckets, piece_bytes),
-        *((last, piece) for _, piece in _cut_evenly(partial_, 1, piece_bytes)),
-        *((last, [parameter]) for parameter in alone),
-        *((buckets, piece) for _, piece in _cut_evenly(own, 1, piece_bytes)),
-    ]
-    return [((stage.index, bucket), piece) for bucket, piece in pieces]
-
-
-def _cut_evenly(
-    parameters: Sequence[nn.Parameter], buckets: int, piece_bytes: int
-) -> list[tuple[int, list[nn.Parameter]]]:
-    """Return pieces with the number of their bucket, in order."""
-    total = sum(p.numel() for p in parameters)
-    pieces: list[tuple[int, list[nn.Parameter]]] = []
-    gathered: list[nn.Parameter] = []
-    done = bucket = 0
-
-    def close() -> None:
-        if gathered:
-            pieces.append((bucket, [*gathered]))
-            gathered.clear()
-
-    for parameter in parameters:
-        if gathered and (_kind(gathered[0]) != _kind(parameter) or _bytes([*gathered, parameter]) > piece_bytes):
-            close()
-        gathered.append(parameter)
-        done += parameter.numel()
-        if bucket < buckets - 1 and done * buckets >= total * (bucket + 1):
-            close()
-            bucket += 1
-    close()
-    return pieces
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(local_of(p).nbytes for p in parameters)
-
-
-def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
-    """Return what the parameters of a piece have in common."""
-    return parameter.dtype, comes_summed(parameter)

@@ -4,9 +4,9 @@
                  │ HANDLERS[Fwd](machine, 0, Fwd(0, 0)) ─▶ a function without arguments
     calls     [ train,        run,                run,      … ]         for call in calls: call()
 
-One small function per instruction: `compute` has those of forwards and backwards, `finish` those that end a step.
-`messages` says where a receive is posted and a send issued, which need not be at its own place. A handler asks the
-planner's data-flow rule what its instruction takes and makes.
+One small function per instruction: `compute` has those of forwards and backwards, `finish` those that end a step,
+`shared_calls` those of what replicas share out. `messages` says where a receive is posted and a send issued, which need
+not be at its own place. A handler asks the planner's data-flow rule what its instruction takes and makes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from quintsched.instructions import Instruction
 
 from .batches import NOTHING, Batch
 from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_recompute
-from .finish import bind_all_reduce_bucket, bind_clip_grad, bind_opt_step, bind_share_metrics, bind_sync_tied
+from .finish import bind_clip_grad, bind_opt_step, bind_reduce_bucket, bind_share_metrics, bind_sync_tied
 from .machine import Machine
 from .messages import bind_receives, bind_sends
+from .shared_calls import bind_all_gather_bucket, bind_free_params, bind_gather_params, on_shares
 from .tracing import Recorder
 
 Call = Callable[[], None]
@@ -33,7 +34,11 @@ HANDLERS: dict[type[Instruction], Callable[[Machine, int, Any], Call]] = {
     ins.BwdInput: bind_bwd_input,
     ins.BwdWeight: bind_bwd_weight,
     ins.SyncTied: bind_sync_tied,
-    ins.AllReduceBucket: bind_all_reduce_bucket,
+    ins.AllReduceBucket: bind_reduce_bucket,
+    ins.ReduceScatterBucket: bind_reduce_bucket,
+    ins.AllGatherBucket: bind_all_gather_bucket,
+    ins.GatherParams: bind_gather_params,
+    ins.FreeParams: bind_free_params,
     ins.ShareMetrics: bind_share_metrics,
     ins.ClipGrad: bind_clip_grad,
     ins.OptStep: bind_opt_step,
@@ -71,11 +76,14 @@ class Interpreter:
         received = [(posting.at, 0, posting.index, call) for posting, call in bind_receives(machine, program, flows)]
         sent = [(place, 1, index, call) for place, index, call in bind_sends(machine, program, flows)]
         own = [
-            (index, 2, index, HANDLERS[type(instruction)](machine, index, instruction))
+            (index, 2, index, on_shares(machine, index, instruction, self._handle(index, instruction)))
             for index, instruction in enumerate(program)
             if not isinstance(instruction, ins.Message)
         ]
         return [*received, *sent, *own]
+
+    def _handle(self, index: int, instruction: Instruction) -> Call:
+        return HANDLERS[type(instruction)](self.machine, index, instruction)
 
     def watched(self, observer: Observer) -> list[Call]:
         """Return the calls as somebody sees them who watches each of them."""

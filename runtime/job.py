@@ -34,6 +34,8 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
             tied=parallel.tied or _first_and_last(job),
             communication=parallel.communication,
             wire=Wire(parallel.latency_s, parallel.bandwidth),
+            zero=parallel.zero,
+            zero_every=parallel.zero_every,
         )
     else:
         plan = Plan.load(path)
@@ -65,6 +67,8 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "recompute": _per_stage(parallel.recompute, plan),
         "tied": parallel.tied,
         "communication": parallel.communication,
+        "zero": parallel.zero,
+        "zero_every": parallel.zero_every,
     }
     has: dict[str, object] = {
         "mesh": plan.mesh,
@@ -75,6 +79,8 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         "recompute": tuple(plan.layout.recompute_every(stage) for stage in range(len(plan.stage_to_pp))),
         "tied": dict(plan.tied),
         "communication": plan.communication.means,
+        "zero": plan.zero.stage,
+        "zero_every": plan.zero.every,
     }
     odd = [
         f"{key} is {said[key]} in the job file but {has[key]} in the plan"

@@ -31,6 +31,7 @@ from .recompute import Rerun
 from .slices import Store
 from .tracing import Recorder
 from .transport import Transport, Work
+from .zero import SharedWeights
 
 LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Tensor, Tensor], Tensor]
@@ -169,9 +170,10 @@ class Machine:
     """One rank's state while it runs programs. Handlers are bound to it.
 
     `parcels` says what each stage leaves for the next, for one unit. `tally` collects the step's loss and metrics,
-    `sums` holds them once they are shared. `context` is what blocks are told where sequences are shared out over cp;
-    `token_parts` says into how many parts the tokens that a stage is given are cut over tp. `replica` is which share of
-    a batch this rank takes, `step` how many steps the training has made, over all its runs.
+    `sums` holds them once they are shared. `weights` are those that replicas share out. `context` is what blocks are
+    told where sequences are shared out over cp; `token_parts` says into how many parts the tokens that a stage is given
+    are cut over tp. `replica` is which share of a batch this rank takes, `step` how many steps the training has made,
+    over all its runs.
     """
 
     plan: Plan
@@ -189,6 +191,7 @@ class Machine:
     queues: Mapping[int, WeightQueue] = field(default_factory=dict)
     optimizers: Mapping[tuple[int, ...], Optimizer] = field(default_factory=dict)
     masters: Masters | None = None
+    weights: SharedWeights | None = None
     clip: float | None = None
     sends_kept: int | None = SENDS_KEPT
     context: Context | None = None

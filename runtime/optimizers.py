@@ -22,9 +22,9 @@ def build_optimizers(
     wants_names = next(iter(inspect.signature(build).parameters), "").startswith("named")
     made = {}
     for step in steps:
-        named = [
-            (name, masters.of(parameter)) for stage in step for name, parameter in stages[stage].named_weights().items()
-        ]
+        weights = (named for stage in step for named in stages[stage].named_weights().items())
+        masters_of = ((name, masters.of(parameter)) for name, parameter in weights)
+        named = [(name, master) for name, master in masters_of if master is not None]
         if named:
             made[step] = build(named if wants_names else [parameter for _, parameter in named])
     return made

@@ -24,7 +24,7 @@ class Masters:
     """The weights that the optimizer of one rank works on."""
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
-        self._of: dict[nn.Parameter, nn.Parameter] = {}
+        self._of: dict[nn.Parameter, nn.Parameter | None] = {}
         self._pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for stage in stages.values():
             weights = list(stage.named_weights().values())
@@ -34,9 +34,23 @@ class Masters:
             self._of.update(zip(low, high, strict=True))
             self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local part."""
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local part.
+
+        Where replicas share out what they step, it is the segment that this rank steps, and None where it has none.
+        """
         return self._of.get(parameter, parameter)
+
+    def load(self, parameter: nn.Parameter, found: Tensor) -> None:
+        """Let the master of a parameter be these numbers; `publish` tells the weights."""
+        master = self.of(parameter)
+        if master is not None:
+            master.copy_(found)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all masters that are not themselves weights."""
+        return sum(master.nbytes for _, high in self._pairs.values() for master in high)
 
     @torch.no_grad()
     def publish(self, stages: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ def load_pretrained(
                 if isinstance(parameter, DTensor):
                     raise MisfitError(f"{name} is a DTensor; load the checkpoint before PyTorch shards the module")
                 found = _read_weight(checkpoint, name, parameter, num_blocks, tied)
-                masters.of(parameter).copy_(found)
+                masters.load(parameter, found)
         masters.publish(list(stages))
 
 

@@ -57,9 +57,11 @@ class SavedBytes:
             raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
         self._machine = machine
         self._program = machine.plan.programs[machine.pp_rank]
-        weights = (t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers()))
+        weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
+        if machine.weights is not None:  # parameters look into these, or, while they do not stand, somewhere else
+            weights = [t for t in weights if not t.requires_grad] + machine.weights.whole_tensors()
         extras = (t for unit in batch.extras for t in unit.values())
-        self._standing = {t.untyped_storage().data_ptr() for t in (*weights, *batch.inputs, *batch.targets, *extras)}
+        self._standing = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
         self._references: Counter[int] = Counter()
         self._products: dict[tuple[int, int], list[_Held]] = {}
         self._bytes = 0
@@ -79,20 +81,20 @@ class SavedBytes:
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that is held."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._standing:
+        if _identity(storage) in self._standing:
             return
-        self._references[storage.data_ptr()] += 1
-        if self._references[storage.data_ptr()] == 1:
+        self._references[_identity(storage)] += 1
+        if self._references[_identity(storage)] == 1:
             self._bytes += storage.nbytes()
             self.peak = max(self.peak, self._bytes)
 
     def remove(self, tensor: Tensor) -> None:
         """Count a tensor no longer."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._standing:
+        if _identity(storage) in self._standing:
             return
-        self._references[storage.data_ptr()] -= 1
-        if not self._references[storage.data_ptr()]:
+        self._references[_identity(storage)] -= 1
+        if not self._references[_identity(storage)]:
             self._bytes -= storage.nbytes()
 
     def wrap(self, index: int, call: Call) -> Call:
@@ -157,6 +159,12 @@ class SavedBytes:
         slices = self._machine.plan.schedule.slices
         found = [change for unit, change in self._changes.get((kind, stage), ()) if unit % slices == number]
         return float(median(found)) if found else 0.0
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    """Return what tells storages apart; the memory of weights that come and go is not always in one place."""
+    identity: int = storage._cdata
+    return identity
 
 
 def _nothing() -> None:

@@ -2,6 +2,9 @@
 
 model.3.attn.qkv.weight              this rank's shard, by its name in the whole model
 optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it
+
+Where replicas share out what they step (ZeRO), both are this rank's segment, of one dimension; weights of which it has
+none are left out.
 """
 
 from __future__ import annotations
@@ -27,11 +30,9 @@ Optimizers = Mapping[tuple[int, ...], Optimizer]
 
 def _weights(stages: Stages, masters: Masters) -> dict[str, Tensor]:
     """Return weights, as their masters where there are any, and buffers; of DTensors what lies on this rank."""
-    return {
-        name.removeprefix("blocks."): local_of(masters.of(tensor) if isinstance(tensor, nn.Parameter) else tensor)
-        for stage in stages.values()
-        for name, tensor in stage.state_dict(keep_vars=True).items()
-    }
+    held = (named for stage in stages.values() for named in stage.state_dict(keep_vars=True).items())
+    kept = ((name, masters.of(tensor) if isinstance(tensor, nn.Parameter) else tensor) for name, tensor in held)
+    return {name.removeprefix("blocks."): local_of(tensor) for name, tensor in kept if tensor is not None}
 
 
 def _optimizer_state(
@@ -41,7 +42,8 @@ def _optimizer_state(
         for stage in step:
             for name, parameter in stages[stage].named_weights().items():
                 master = masters.of(parameter)
-                yield name, master, optimizer.state[master]
+                if master is not None:
+                    yield name, master, optimizer.state[master]
 
 
 def state_of(stages: Stages, optimizers: Optimizers, masters: Masters) -> dict[str, Tensor]:

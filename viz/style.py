@@ -16,15 +16,19 @@ from matplotlib.textpath import TextToPath
 
 from quintsched.dataflow import Kind
 from quintsched.instructions import (
+    AllGatherBucket,
     AllReduceBucket,
     Bwd,
     BwdInput,
     BwdWeight,
     ClipGrad,
+    FreeParams,
     Fwd,
+    GatherParams,
     Instruction,
     OptStep,
     Recompute,
+    ReduceScatterBucket,
     ShareMetrics,
     SyncTied,
 )
@@ -65,9 +69,13 @@ LOOKS: dict[type[Instruction], Look] = {
     Stored: Look("chunk arrives and is stored", "#E69F00"),
     SyncTied: Look("tied gradients added up", "#000000", "s"),
     AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
+    ReduceScatterBucket: Look("gradients reduced, shares kept", "#009E73", "d"),
+    GatherParams: Look("weights gathered", "#882255", "^"),
+    FreeParams: Look("weights dropped", "#C48AA5", "x"),
     ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
     ClipGrad: Look("global norm", "#56B4E9", "v"),
     OptStep: Look("optimizer step", INK, "*"),
+    AllGatherBucket: Look("stepped weights gathered", "#882255", "P"),
 }
 """Legends list what there is in this order; a class that is not here is shown in grey, by its own name."""
 

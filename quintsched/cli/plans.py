@@ -56,6 +56,15 @@ def compile(
         list[str] | None,
         typer.Option("--tied", metavar="NAME=STAGES", help="A weight that several stages hold: embedding=0,3."),
     ] = None,
+    zero: Annotated[
+        int,
+        typer.Option(
+            "--zero", metavar="0-3", help="Share out over replicas: 1 optimizer state, 2 gradients too, 3 weights too."
+        ),
+    ] = 0,
+    zero_every: Annotated[
+        int, typer.Option("--zero-every", metavar="K", help="Reduce gradients after every K microbatches (ZeRO-2, 3).")
+    ] = 1,
     buckets_per_stage: Annotated[
         int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")
     ] = 1,
@@ -97,6 +106,8 @@ def compile(
         tied=_read_tied(tied or []),
         communication=communication,
         wire=Wire(latency_s, bandwidth),
+        zero=zero,
+        zero_every=zero_every,
         after=_watch(print_after),
     )
     verdict = plan.check(profile="blocking")

@@ -103,6 +103,10 @@ def _describe(simulation: Simulation) -> Iterator[str]:
     yield f"{simulation.plan.title}; time in {simulation.unit}"
     yield from table(("", "", ""), rows)[1:]
     yield f"peak activations by pipeline rank, in microbatches of a whole rank: {peaks}"
+    if any(simulation.peak_state):
+        pairs = enumerate(zip(simulation.peak_state, simulation.peak_memory, strict=True))
+        peaks = "  ".join(f"{rank}: {state:g} ({everything:g})" for rank, (state, everything) in pairs)
+        yield f"peak state by pipeline rank, weights, gradients and optimizer (and with activations): {peaks}"
     yield f"critical path: {_path(simulation)}"
 
 

@@ -1,6 +1,6 @@
 """The passes that turn a schedule's compute order into a whole plan, read from top to bottom.
 
-    order of computation ─▶ place_recomputes ─▶ place_messages ─▶ sync_tied ─▶ reduce_buckets
+    order of computation ─▶ place_recomputes ─▶ place_messages ─▶ gather_params ─▶ sync_tied ─▶ reduce_buckets
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
 Each is a pure function Plan → Plan. `Pass.establishes` names the points of a sound plan that hold from then on; `lower`
@@ -19,6 +19,7 @@ from quintsched.passes.finish import clip_gradients, share_metrics, step_optimiz
 from quintsched.passes.messages import place_messages
 from quintsched.passes.recomputes import place_recomputes
 from quintsched.passes.reductions import reduce_buckets, sync_tied
+from quintsched.passes.weights import gather_params
 from quintsched.plan import Plan
 
 Watch = Callable[[str, Plan], None]
@@ -37,6 +38,7 @@ class Pass:
 TRAIN_PASSES = (
     Pass("place-recomputes", place_recomputes, (Point.COMPLETE,)),
     Pass("place-messages", place_messages, (Point.COMPLETE, Point.CHANNELS, Point.DEADLOCK)),
+    Pass("gather-params", gather_params, ()),
     Pass("sync-tied", sync_tied, ()),
     Pass("reduce-buckets", reduce_buckets, ()),
     Pass("share-metrics", share_metrics, (Point.COLLECTIVES,)),
@@ -46,6 +48,7 @@ TRAIN_PASSES = (
 
 FORWARD_PASSES = (
     Pass("place-messages", place_messages, (Point.COMPLETE, Point.CHANNELS, Point.DEADLOCK)),
+    Pass("gather-params", gather_params, ()),
     Pass("share-metrics", share_metrics, (Point.COLLECTIVES, Point.DATA_FLOW)),
 )
 

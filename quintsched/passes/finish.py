@@ -5,9 +5,10 @@ The metrics come first: they carry the batch's total loss weight, by which every
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from quintsched.instructions import ClipGrad, OptStep, ShareMetrics
+from quintsched.instructions import AllGatherBucket, ClipGrad, OptStep, ShareMetrics
 from quintsched.plan import Plan
 
 
@@ -22,6 +23,21 @@ def clip_gradients(plan: Plan) -> Plan:
 
 
 def step_optimizer(plan: Plan) -> Plan:
-    """End every program with the `OptStep` of all its stages."""
-    steps = (OptStep(plan.layout.stages_of(rank)) for rank in range(len(plan.programs)))
-    return replace(plan, programs=tuple((*p, step) for p, step in zip(plan.programs, steps, strict=True)))
+    """End every program with the `OptStep` of all its stages.
+
+    Where replicas step shares of weights that stand on all of them, an `AllGatherBucket` per stage and bucket follows.
+    """
+    held = [plan.layout.stages_of(rank) for rank in range(len(plan.programs))]
+    return replace(
+        plan,
+        programs=tuple(
+            (*program, OptStep(stages), *_gathers(stages, plan))
+            for program, stages in zip(plan.programs, held, strict=True)
+        ),
+    )
+
+
+def _gathers(stages: tuple[int, ...], plan: Plan) -> Iterator[AllGatherBucket]:
+    if plan.zero.shares_optimizer and not plan.zero.shares_weights:
+        for stage in stages:
+            yield from (AllGatherBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions)

@@ -76,6 +76,8 @@ def _beyond_torch(plan: Plan) -> str | None:
         return f"it cuts microbatches into {plan.schedule.slices} slices; torch computes them whole"
     if any(plan.recompute):
         return "it recomputes activations; torch's stages do that themselves, so leave it to their modules (checkpoint)"
+    if plan.zero.stage:
+        return f"it shares out state over replicas (ZeRO-{plan.zero.stage}); with torch that is up to FSDP"
     if plan.tied:
         return (
             f"it adds up the gradients of tied weights, {', '.join(map(repr, plan.tied))}; torch has no word for that"

@@ -17,25 +17,30 @@ from random import Random
 
 import quintsched as qs
 from quintsched.instructions import (
+    AllGatherBucket,
     AllReduceBucket,
     Bwd,
     BwdInput,
     BwdWeight,
     ClipGrad,
     Compute,
+    FreeParams,
     Fwd,
+    GatherParams,
     Instruction,
     Message,
     OptStep,
     Recompute,
     RecvAct,
     RecvGrad,
+    ReduceScatterBucket,
     SendAct,
     SendGrad,
     ShareMetrics,
     SyncTied,
 )
 from quintsched.plan import Plan
+from quintsched.schedules import Schedule
 
 SHAPES = (
     ("pp=1", 1),
@@ -54,7 +59,8 @@ MOST_INSTRUCTIONS = 120
 def small_plans() -> list[Plan]:
     """Every schedule there is at those small shapes that it takes; with slices where it takes them.
 
-    Each plainly, and with every second stage recomputed and a weight tied between the first stage and the last.
+    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, and with
+    optimizer state, gradients or weights shared out over its replicas.
     """
     found = []
     for schedule in qs.all_schedules():
@@ -71,8 +77,19 @@ def small_plans() -> list[Plan]:
                 plans = [plan]
                 if schedule.mode == "train":
                     plans.append(qs.compile(schedule, **shape, recompute=recompute, tied=tied))
+                if "2" in mesh.split("pp")[0]:
+                    plans += zero_plans(schedule, shape, recompute, tied)
                 found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
     return found
+
+
+def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict) -> list[Plan]:
+    """ZeRO 1 to 3 of a schedule at a shape; with weights shared out, recomputed and tied too."""
+    if schedule.mode == "forward":
+        return [qs.compile(schedule, **shape, zero=3)]
+    kinds = [{"zero": 1}, {"zero": 2}, {"zero": 2, "zero_every": 2}, {"zero": 3}, {"zero": 3, "zero_every": 3}]
+    kinds.append({"zero": 3, "recompute": recompute, "tied": tied})
+    return [qs.compile(schedule, **shape, **kind) for kind in kinds]
 
 
 def mutant(plan: Plan, random: Random) -> Plan:
@@ -97,7 +114,11 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     kinds = ["swap", "neighbours", "drop", "duplicate", "move"]
     kinds += ["retarget"] if isinstance(i, Message) else []
     kinds += ["renumber", "restage"] if isinstance(i, Compute | Message) else []
-    kinds += ["rebucket"] if isinstance(i, AllReduceBucket) else []
+    kinds += ["rebucket"] if isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket) else []
+    kinds += ["repart"] if isinstance(i, ReduceScatterBucket) else []
+    kinds += ["restage"] if isinstance(i, GatherParams | FreeParams) else []
+    kinds += ["gather"] if plan.zero.stage == 3 else []
+    kinds += ["reduce otherwise"] if isinstance(i, AllReduceBucket | ReduceScatterBucket) else []
     kinds += ["stages"] if isinstance(i, OptStep) else []
     kinds += ["retie"] if isinstance(i, SyncTied) else []
     kinds += ["halves"] if isinstance(i, Bwd | BwdInput | BwdWeight) else []
@@ -121,6 +142,15 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             program[index] = replace(i, stage=random.randint(0, stages))
         case "rebucket":
             program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage + 1))
+        case "repart":
+            program[index] = replace(i, part=random.randint(0, i.part + 1))
+        case "gather":
+            kind = random.choice([GatherParams, FreeParams])
+            program.insert(index, kind(random.randrange(stages)))
+        case "reduce otherwise":
+            whole = AllReduceBucket(i.stage, i.bucket, i.axes)
+            parts = ReduceScatterBucket(i.stage, i.bucket, i.axes, 0)
+            program[index] = parts if isinstance(i, AllReduceBucket) else whole
         case "stages":
             program[index] = replace(i, stages=tuple(random.choices(range(stages + 1), k=random.randint(0, 3))))
         case "retie":
@@ -150,6 +180,7 @@ class Judge:
             for place, stage in enumerate(route.stages)
             for unit in route.microbatches
         }
+        self.order = self._order_of_backwards()
         self.pc = [0] * len(plan.programs)
         self.here: list[set[Token]] = [set() for _ in plan.programs]
         self.ever: list[set[Token]] = [set() for _ in plan.programs]
@@ -163,6 +194,15 @@ class Judge:
             owed = "weights" if self.trains else "loss" if after is None else "act"
             if (owed, stage, unit) not in self.ever[plan.stage_to_pp[stage]]:
                 self.faults.append(f"stage {stage} never computes microbatch {unit}")
+
+    def _order_of_backwards(self) -> dict[int, list[int]]:
+        """The units of each stage in the order in which its rank completes their gradients."""
+        order: dict[int, list[int]] = {}
+        for program in self.plan.programs:
+            for i in program:
+                if isinstance(i, Bwd | BwdWeight):
+                    order.setdefault(i.stage, []).append(i.microbatch)
+        return order
 
     @property
     def good(self) -> bool:
@@ -236,6 +276,7 @@ class Judge:
             self._of_stages(rank, i)
 
     def _of_stages(self, rank: int, i: Instruction) -> None:
+        self._of_zero(i)
         stages = i.stages if isinstance(i, OptStep | SyncTied) else (i.stage,)
         mine = [stage for stage in stages if stage in self._stages(rank)]
         if isinstance(i, SyncTied):
@@ -251,18 +292,64 @@ class Judge:
         elif isinstance(i, AllReduceBucket):
             for token in (*self._weights(rank, i.stage), *self._tied(i.stage)):
                 self._need(rank, *token)
-            if i.bucket not in self._buckets():
-                self.faults.append(f"there is no bucket {i.bucket}")
-            elif i.axes != self._buckets()[i.bucket]:
-                self.faults.append(f"{i} sums over other ranks than those that hold the same")
-            self._give(rank, "reduced", i.stage, i.bucket)
+            self._of_bucket(i)
+            self._give(rank, "reduced", i.stage, i.bucket, 0)
+        elif isinstance(i, ReduceScatterBucket):
+            self._of_bucket(i)
+            groups = self._groups(i.stage)
+            if i.part >= len(groups):
+                self.faults.append(f"there is no part {i.part}")
+                return
+            for unit in groups[i.part]:
+                self._need(rank, "weights", i.stage, unit)
+            for token in self._tied(i.stage):
+                self._need(rank, *token)
+            self._give(rank, "reduced", i.stage, i.bucket, i.part)
+        elif isinstance(i, AllGatherBucket):
+            self._of_bucket(i)
+            self._take(rank, "stepped", i.stage, i.bucket)
+        elif isinstance(i, GatherParams):
+            if ("full", i.stage) in self.here[rank]:
+                self.faults.append(f"{i} gathers what stands already")
+            self.here[rank].add(("full", i.stage))
+        elif isinstance(i, FreeParams):
+            self._take(rank, "full", i.stage)
         elif isinstance(i, OptStep):
+            if self.plan.zero.stage in (1, 2):
+                for stage in stages:
+                    for bucket in self._buckets():
+                        self._give(rank, "stepped", stage, bucket)
             for token in (("metrics",), ("norm",)):
                 self._need(rank, *token)
             for token in self._gradients(rank, stages):
                 self._take(rank, *token)
         else:
             raise AssertionError(f"what is {i}?")
+
+    def _of_zero(self, i: Instruction) -> None:
+        """Each stage of ZeRO has instructions of its own."""
+        fits = {
+            AllReduceBucket: (0,),
+            ReduceScatterBucket: (1, 2, 3),
+            AllGatherBucket: (1, 2),
+            GatherParams: (3,),
+            FreeParams: (3,),
+        }
+        if self.plan.zero.stage not in fits.get(type(i), (0, 1, 2, 3)):
+            self.faults.append(f"{i} has no place here")
+
+    def _of_bucket(self, i: AllReduceBucket | ReduceScatterBucket | AllGatherBucket) -> None:
+        if i.bucket not in self._buckets():
+            self.faults.append(f"there is no bucket {i.bucket}")
+        elif i.axes != self._buckets()[i.bucket]:
+            self.faults.append(f"{i} is over other ranks than those that hold the same")
+
+    def _groups(self, stage: int) -> list[list[int]]:
+        """The units whose gradients are reduced together."""
+        units, every = self.order.get(stage, []), self.plan.zero.every
+        if self.plan.zero.stage < 2 or self._tied(stage):
+            return [[unit for owner, unit in self.neighbours if owner == stage]]
+        return [units[first : first + every] for first in range(0, len(units), every)]
 
     def _pass_on(self, rank: int, i: Message) -> None:
         token = self._carried(i)
@@ -277,6 +364,8 @@ class Judge:
         s, m = i.stage, i.microbatch
         before, after = self.neighbours[s, m]
         earlier, later = m % self.slices > 0, (m + 1) % self.slices > 0
+        if self.plan.zero.stage == 3 and not isinstance(i, BwdWeight):
+            self._need(rank, "full", s)
         if isinstance(i, Fwd):
             if before is not None:
                 self._take(rank, "act", before, m)
@@ -311,6 +400,10 @@ class Judge:
             if isinstance(i, BwdWeight):
                 self._take(rank, "pending", s, m)
             self._give(rank, "weights", s, m)
+            groups = self._groups(s)
+            for part in [number - 1 for number, group in enumerate(groups) if number and m in group]:
+                for bucket in self._buckets():
+                    self._need(rank, "reduced", s, bucket, part)
 
     def _recomputes(self, stage: int) -> bool:
         return stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0
@@ -334,7 +427,8 @@ class Judge:
         for stage in stages:
             yield from self._weights(rank, stage)
             yield from self._tied(stage)
-            yield from (("reduced", stage, bucket) for bucket in self._buckets())
+            parts = range(len(self._groups(stage)))
+            yield from (("reduced", stage, bucket, part) for bucket in self._buckets() for part in parts)
 
     def _buckets(self) -> dict[int, tuple[str, ...]]:
         """What is summed over replicas, and over which axes: dense weights, and where ep cuts them apart, experts."""

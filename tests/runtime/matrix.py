@@ -111,6 +111,7 @@ class Case:
     slices: int = 1
     buckets: int = 1
     recompute: int | tuple[int, ...] = 0
+    zero: int = 0
     model: Model = "vit"
     through: Callable[[qs.Plan], qs.Plan] | None = None
     file: str = ""
@@ -123,6 +124,7 @@ class Case:
             "slices": self.slices if self.slices > 1 else None,
             "buckets": self.buckets if self.buckets > 1 else None,
             "recompute": self.recompute or None,
+            "zero": self.zero or None,
             "through": self.through and self.through.__name__.removeprefix("through_"),
         }
         words = [f"{name}={value}".replace(" ", "") for name, value in more.items() if value is not None]
@@ -140,6 +142,7 @@ class Case:
             slices=self.slices,
             buckets_per_stage=self.buckets,
             recompute=self.recompute,
+            zero=self.zero,
             tied=self._tied_stages(),
         )
         return self.through(compiled) if self.through else compiled
@@ -196,10 +199,14 @@ class Case:
 
     @property
     def sums(self) -> tuple[object, ...]:
-        """All that rounding depends on: cases of which this is the same have to end with the same bits."""
+        """All that rounding depends on: cases of which this is the same have to end with the same bits.
+
+        Where replicas share out gradients, it also depends on when those are reduced.
+        """
         mesh = qs.Mesh.parse(self.mesh)
         axes = tuple(mesh.axis_size(name) for name in ("dp", "cp", "ep", "tp"))
-        return self.model, self.depth, axes, self.slices, bool(self.plan.tied), self.orders
+        reduced = str(self) if self.zero > 1 else ""
+        return self.model, self.depth, axes, self.slices, bool(self.plan.tied), self.orders, reduced
 
     @property
     def adds_as_alone(self) -> bool:
@@ -323,4 +330,11 @@ MORE_RANKS = [
     Case("titan", "pp=8", 10, file="titan_8-rank_9920276.csv"),
 ]
 
-CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS]
+SHARED_OUT = [
+    Case("1f1b", "dp=2,pp=2", 3, zero=1, buckets=2),
+    Case("zb-h1", "dp=2,pp=2", 3, zero=2),
+    Case("interleaved-1f1b", "dp=2,pp=2", 2, chunks=2, zero=3, model="tied"),
+    Case("gpipe", "dp=4", 2, zero=3, model="gpt"),
+]
+
+CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT]

@@ -20,11 +20,11 @@ from quintsched.runtime.__main__ import main
 from quintsched.runtime.blocks import Block, Blocks, TensorSpec, build_block, build_model, estimate_costs, trace_shapes
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.experts import expert_weights, mixtures
-from quintsched.runtime.gradients import cut_pieces
 from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.models.gpt import gpt_tied
 from quintsched.runtime.models.layers import Mlp
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.pieces import cut_pieces
 from quintsched.runtime.precision import Masters
 from quintsched.runtime.stages import Stage
 from quintsched.runtime.state import state_of

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.gradients import Piece, cut_pieces
 from quintsched.runtime.losses import cross_entropy_sum
+from quintsched.runtime.pieces import Piece, cut_pieces
 from quintsched.runtime.precision import Masters
 from quintsched.runtime.stages import Stage
 from quintsched.runtime.transport import DoneWork, Transport, run_local
