@@ -26,6 +26,7 @@ JOBS = {
     "simple_tp": "tp=2",
     "simple_cp": "cp=2",
     "simple_ep": "ep=2",
+    "zero": "dp=2",
     "full_3d": "dp=2,pp=2,tp=2",
     "mnist": "dp=2,pp=2,tp=2",
     "text_gpt": "pp=2",
