@@ -60,7 +60,7 @@ class Engine:
             sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
         optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
-            pairs.
+            pairs. With ZeRO these are segments of one dimension of the parameters that they are named after.
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
@@ -175,8 +175,8 @@ class Engine:
             piece_bytes=int(bucket_mb * 1e6),
             device=device,
         )
-        self._gradients = self._state.gradients
-        self.masters, self.optimizers = self._state.masters, self._state.optimizers
+        self._gradients, self.masters = self._state.gradients, self._state.masters
+        self.optimizers = self._state.optimizers
         self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
         self._cut = BatchCutter(
             device,
@@ -372,10 +372,7 @@ class Engine:
         return {**self._state.read(), "engine.step": step}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on this rank of the same mesh; raises `MisfitError` if it does not fit.
-
-        Where the plan shares out state over replicas, all of them call this together.
-        """
+        """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""
         self._state.load(state)
         self._steps_before = int(state.get("engine.step", 0)) - self._num_steps
 
@@ -388,10 +385,9 @@ class Engine:
         self._state.load_pretrained(path, num_blocks=len(self._outlines))
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the whole weights of this rank's blocks, put together from their shards.
+        """Return the whole weights of this rank's blocks (collective over tp, and replicas that share out state).
 
-        Collective over tp, and over replicas that share out state; with ZeRO-3 it is how weights are seen at all: in
-        the blocks they stand only while a step uses them.
+        With ZeRO-3 the blocks themselves show them only while a step uses them.
         """
         return self._state.full_weights()
 

@@ -4,10 +4,10 @@
     stages 2, 3     backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the own share, full ones dropped
                     backward  ─▶ [   full gradients   ] ─ …
 
-Full gradients of stages 2 and 3 stand from a backward to the end of its reduction, which is waited for before the
-next backward or gathering of weights on this rank, so that they never stand beside others. A gradient that comes
-where its piece is not expected, from the first half of a backward, makes its own room. Where gradients are in parts
-on the ranks of tp, own shares are added up over tp at the end of the step.
+Full gradients of stages 2 and 3 stand from a backward to the end of its reduction, which is waited for before the next
+backward or gathering of weights on this rank: others take their room. A gradient that comes where its piece is not
+expected, from the first half of a backward, makes room by itself. Where gradients are in parts on the ranks of tp, own
+shares are added up over tp at the end of the step.
 """
 
 from __future__ import annotations

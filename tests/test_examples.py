@@ -27,6 +27,7 @@ JOBS = {
     "simple_tp": "tp=2",
     "simple_cp": "cp=2",
     "simple_ep": "ep=2",
+    "zero": "dp=2",
     "full_3d": "dp=2,pp=2,tp=2",
     "full_5d": "dp=2,pp=2,ep=2,cp=2,tp=2",
     "mnist": "dp=2,pp=2,tp=2",

@@ -86,6 +86,7 @@ class Case:
     recompute: int = 0
     chunks: int | None = None
     dtype: torch.dtype = torch.float64
+    zero: int = 0
     refusal: str = ""
 
 
@@ -103,6 +104,7 @@ CASES = {
     "fully, short": Case("dp=2,pp=2", shard_fully, dtype=torch.bfloat16),
     "fully, tensor": Case("dp=2,tp=2", shard_fully),
     "other ranks": Case("dp=2,pp=2", shard_over_pp, refusal="but fully_shard has to be over dp x cp x ep"),
+    "twice": Case("dp=4", shard_fully, zero=2, refusal="whose weights ZeRO-2 cannot share out"),
     "output": Case("pp=2,tp=2", keep_dtensors, refusal="returns a DTensor"),
 }
 
@@ -110,7 +112,14 @@ CASES = {
 def plan_of(case: Case) -> qs.Plan:
     axes = qs.Mesh.parse(case.mesh)
     microbatches = 8 // axes.axis_size("dp") // axes.axis_size("tp")
-    return qs.compile(case.schedule, mesh=axes, microbatches=microbatches, chunks=case.chunks, recompute=case.recompute)
+    return qs.compile(
+        case.schedule,
+        mesh=axes,
+        microbatches=microbatches,
+        chunks=case.chunks,
+        recompute=case.recompute,
+        zero=case.zero,
+    )
 
 
 def train(case: Case) -> dict[str, object]:
