@@ -160,6 +160,12 @@ class Sequential:
             found[self.model.held(tie, stage)] = added(*parts)
         return tuple(self.model.over(self.plan.layout.buckets[bucket], part) for part in found)
 
+    def step(self, stage: int, bucket: int) -> Gradient:
+        """What a stage's weights are stepped with: its gradient, or each rank's share where it keeps no more."""
+        gradient, layout = self.gradient(stage, bucket), self.plan.layout
+        shared = layout.zero.shares_weights
+        return self.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
+
     @cached_property
     def _of_stage(self) -> dict[int, Gradient]:
         """The gradient of each stage over all units."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from quintsched.columns import Flags, Ints
 from quintsched.costs import Costs
-from quintsched.dataflow import Value
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.events import (
     PROFILES,
@@ -31,6 +30,7 @@ from quintsched.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd,
 from quintsched.lifetimes import broken_flow
 from quintsched.memory import peak_activations, peak_receives
 from quintsched.plan import Plan
+from quintsched.values import Value
 from quintsched.wellformed import malformations
 
 MOST_FINDINGS = 10

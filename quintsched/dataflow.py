@@ -12,6 +12,7 @@ stage's, or that of the stage before it on the route. It is read in two ways, fo
 whole plan at once (`flows_of`). Placing messages, checking, simulating, running and drawing all ask here.
 
 Full weights that are shared out over replicas come and go several times: the number of such a value counts the times.
+What values there are stands in `quintsched.values`.
 """
 
 from __future__ import annotations
@@ -27,92 +28,12 @@ import numpy as np
 
 from quintsched import instructions as ins
 from quintsched.columns import Columns, Flags, Ints
+from quintsched.values import METRICS, NORM, PART
+from quintsched.values import Kind as Kind
+from quintsched.values import Value as Value
 
 if TYPE_CHECKING:
     from quintsched.layout import Layout
-
-
-class Kind(IntEnum):
-    """What a value is; the `number` of a value is a microbatch unless said otherwise."""
-
-    OUTPUT = 0
-    """The output activation of a stage."""
-    OUTPUT_GRAD = 1
-    """The gradient of a stage's output."""
-    SAVED = 2
-    """What a forward keeps for its backward."""
-    LOSS = 3
-    """The loss of a microbatch, on the last stage."""
-    WEIGHT_GRAD = 4
-    """A microbatch's share of a stage's weight gradients."""
-    REDUCED = 5
-    """A bucket of gradients, summed over the replicas: the number is part x `PART` + bucket."""
-    METRICS = 6
-    """The batch's loss, loss weight and metrics, known on this rank."""
-    NORM = 7
-    """The global gradient norm."""
-    PENDING = 8
-    """What a backward's input half leaves for its weight half."""
-    TIED = 9
-    """The gradients of tied weights of a stage, added up; the number is the tie's."""
-    KEYS = 10
-    """The keys and values of a slice and those before it, which the next slice attends to."""
-    KEYS_GRAD = 11
-    """The gradient of these, from the next slice's backward."""
-    CHECKPOINT = 12
-    """What a forward keeps of a stage that is recomputed."""
-    PARAMS = 13
-    """The full weights of a stage whose replicas hold shares of them; the number counts gatherings."""
-    STEPPED = 14
-    """A bucket of weights of which each replica has stepped its share."""
-
-
-_WORDS = {
-    Kind.OUTPUT: "output",
-    Kind.OUTPUT_GRAD: "output's gradient",
-    Kind.SAVED: "saved activations",
-    Kind.LOSS: "loss",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.REDUCED: "reduced gradient",
-    Kind.METRICS: "metrics",
-    Kind.NORM: "gradient norm",
-    Kind.PENDING: "pending weight half",
-    Kind.TIED: "tied gradient",
-    Kind.KEYS: "keys and values",
-    Kind.KEYS_GRAD: "gradient of the keys and values",
-    Kind.CHECKPOINT: "checkpoint",
-    Kind.PARAMS: "full weights",
-    Kind.STEPPED: "stepped shares",
-}
-
-_COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie", Kind.PARAMS: "gathering", Kind.STEPPED: "bucket"}
-"""What the numbers of values count, where it is not microbatches."""
-
-AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
-"""Kinds that may be read any number of times and may stand when the program ends."""
-
-
-PART = 2048
-"""What the numbers of reduced gradients count parts by; there are fewer buckets than that."""
-
-TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD)
-"""Kinds that go from rank to rank."""
-
-
-class Value(NamedTuple):
-    """Something that stands on a rank between two instructions."""
-
-    kind: Kind
-    stage: int
-    number: int
-
-    def __str__(self) -> str:
-        words = _WORDS[self.kind]
-        if self.kind in AMBIENT:
-            return f"the {words}"
-        part, number = divmod(self.number, PART) if self.kind is Kind.REDUCED else (0, self.number)
-        parts = f", part {part}" if part else ""
-        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{parts}"
 
 
 class Role(IntEnum):
@@ -206,10 +127,6 @@ class Use(NamedTuple):
 
     role: Role
     value: Value
-
-
-METRICS = Value(Kind.METRICS, 0, 0)
-NORM = Value(Kind.NORM, 0, 0)
 
 
 def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout, rank: int) -> Iterator[Use]:

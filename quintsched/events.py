@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.columns import Columns, Ints
-from quintsched.dataflow import TRAVELS, Flows, Uses
+from quintsched.dataflow import Flows, Uses
 from quintsched.errors import UsageError, suggest
 from quintsched.instructions import (
     AMONG_REPLICAS,
@@ -33,6 +33,7 @@ from quintsched.instructions import (
     ShareMetrics,
     SyncTied,
 )
+from quintsched.values import TRAVELS
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan

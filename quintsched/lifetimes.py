@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from quintsched.columns import Ints
-from quintsched.dataflow import AMBIENT, Kind
 from quintsched.findings import Finding, Point
 from quintsched.plan import Plan
+from quintsched.values import AMBIENT, Kind
 
 
 def broken_flow(plan: Plan) -> Iterator[Finding]:

@@ -8,10 +8,11 @@ import numpy as np
 
 from quintsched.columns import Amounts, Columns
 from quintsched.costs import Costs
-from quintsched.dataflow import Flows, Kind
+from quintsched.dataflow import Flows
 from quintsched.events import first_maker
 from quintsched.instructions import Recv
 from quintsched.plan import Plan
+from quintsched.values import Kind
 
 HELD = {
     Kind.CHECKPOINT: "activation_checkpointed",

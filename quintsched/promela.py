@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from string import Template
 
-from quintsched.dataflow import AMBIENT, TRAVELS, Flow, Value, flow, gatherings
+from quintsched.dataflow import Flow, flow, gatherings
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.events import find_profile
 from quintsched.instructions import (
@@ -35,6 +35,7 @@ from quintsched.instructions import (
     SyncTied,
 )
 from quintsched.plan import Plan
+from quintsched.values import AMBIENT, TRAVELS, Value
 from quintsched.wellformed import malformations
 
 MAX_PROCESSES = 255

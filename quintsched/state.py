@@ -10,7 +10,7 @@ With R replicas, and a rank's weights W, gradients G and optimizer state O in me
     3      W/R + w                     G/R + g                      O/R
 
     g    the most full gradients that stand at once: a stage's, from a backward to its next reduce-scatter, at which
-         they stand beside the share that is kept of them
+         they stand beside the share that is kept of them (from the first one on)
     w    the most full weights that stand at once: a stage's, from `GatherParams` to `FreeParams`, beside the shares
 
 Gradients come to stand in the first backward and go with the optimizer's step; with ZeRO-1 a rank's share of their sum

@@ -23,10 +23,10 @@ from typing import Any
 
 from quintsched import instructions as ins
 from quintsched.algebra import PRIME, Gradient, Model, Number, Saved, Sequential, Weights, added, backward, forward
-from quintsched.dataflow import METRICS, NORM, Kind, Value
 from quintsched.grid import excerpt
 from quintsched.instructions import Instruction
 from quintsched.plan import Plan
+from quintsched.values import METRICS, NORM, Kind, Value
 from quintsched.wellformed import malformations
 
 
@@ -45,9 +45,14 @@ class _Rank:
     def take(self, kind: Kind, stage: int, unit: int) -> Any:
         """Take a value away; raises `_Fault` where it does not stand here."""
         value = Value(kind, stage, unit)
+        self.look_at(value)
+        return self.values.pop(value)
+
+    def look_at(self, value: Value) -> Any:
+        """Return a value; raises `_Fault` where it does not stand here."""
         if value not in self.values:
             raise _Fault(f"needs {value}, which does not stand on rank {self.number}")
-        return self.values.pop(value)
+        return self.values[value]
 
     def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
         """Make a value; raises `_Fault` where it stands already."""
@@ -127,15 +132,8 @@ def _wrong_steps(rank: _Rank, stage: int, expected: Sequential) -> Iterator[str]
     steps = {bucket: rank.applied.get((stage, bucket), []) for bucket in expected.plan.layout.buckets}
     if not all(steps.values()):
         yield f"stage {stage} never gets its optimizer step"
-    if not all(_same(found, _step_owed(stage, bucket, expected)) for bucket in steps for found in steps[bucket]):
+    if not all(_same(found, expected.step(stage, bucket)) for bucket in steps for found in steps[bucket]):
         yield f"the optimizer steps stage {stage} with another gradient than the sequential program's"
-
-
-def _step_owed(stage: int, bucket: int, expected: Sequential) -> Gradient:
-    """Return what a stage's weights are stepped with: all of the gradient, or a rank's share where it keeps no more."""
-    gradient, layout = expected.gradient(stage, bucket), expected.plan.layout
-    shared = layout.zero.shares_weights
-    return expected.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
 
 
 def _same(found: Any, wanted: Any) -> bool:
@@ -237,10 +235,7 @@ def _weights(run: _Run, rank: _Rank, stage: int) -> Weights:
     """Return the full weights of a stage, which have to be gathered where its replicas hold shares."""
     if not run.plan.layout.zero.shares_weights:
         return run.model.weights[stage]
-    params = Value(Kind.PARAMS, stage, 0)
-    if params not in rank.values:
-        raise _Fault(f"needs the full weights of stage {stage}, which do not stand on rank {rank.number}")
-    found: Weights = rank.values[params]
+    found: Weights = rank.look_at(Value(Kind.PARAMS, stage, 0))
     return found
 
 
@@ -256,10 +251,7 @@ def _keys_before(run: _Run, rank: _Rank, i: ins.Compute) -> Number:
     """Return the keys of the slice before."""
     if i.microbatch % run.plan.layout.slices == 0:
         return run.model.zero
-    keys = Value(Kind.KEYS, i.stage, i.microbatch - 1)
-    if keys not in rank.values:
-        raise _Fault(f"needs {keys}, which do not stand on rank {rank.number}")
-    found: Number = rank.values[keys]
+    found: Number = rank.look_at(Value(Kind.KEYS, i.stage, i.microbatch - 1))
     return found
 
 
@@ -320,9 +312,9 @@ def _all_reduce_bucket(run: _Run, rank: _Rank, i: ins.AllReduceBucket) -> None:
 def _reduce_scatter_bucket(run: _Run, rank: _Rank, i: ins.ReduceScatterBucket) -> None:
     """Add the rank's share of the sum of what was accumulated since the last time, which then begins anew."""
     place = (i.stage, i.bucket)
-    total = tuple(run.model.over(i.axes, entry) for entry in _held(rank, *place))
+    total = [run.model.over(i.axes, entry) for entry in _held(rank, *place)]
+    share = run.model.share_of(i.axes, tuple(total))
     del rank.grads[place]
-    share = run.model.share_of(i.axes, total)
     rank.reduced[place] = added(rank.reduced[place], share) if place in rank.reduced else share
 
 
@@ -369,8 +361,7 @@ def _clip_grad(run: _Run, rank: _Rank, i: ins.ClipGrad) -> None:
 
 def _opt_step(run: _Run, rank: _Rank, i: ins.OptStep) -> None:
     for value in (METRICS, NORM):
-        if value not in rank.values:
-            raise _Fault(f"needs {value}, which does not stand on rank {rank.number}")
+        rank.look_at(value)
     for stage in i.stages:
         for bucket in run.plan.layout.buckets:
             gradient = _stepped_with(run, rank).pop((stage, bucket), None)

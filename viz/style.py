@@ -67,7 +67,7 @@ LOOKS: dict[type[Instruction], Look] = {
     AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
     ReduceScatterBucket: Look("gradients reduced, shares kept", "#009E73", "d"),
     GatherParams: Look("weights gathered", "#882255", "^"),
-    FreeParams: Look("weights dropped", "#C48AA5", "x"),
+    FreeParams: Look("weights dropped", "#C48AA5", ">"),
     ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
     ClipGrad: Look("global norm", "#56B4E9", "v"),
     OptStep: Look("optimizer step", INK, "*"),

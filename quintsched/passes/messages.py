@@ -22,13 +22,13 @@ import numpy as np
 
 from quintsched.columns import Ints
 from quintsched.costs import Costs
-from quintsched.dataflow import TRAVELS
 from quintsched.errors import UnsoundError
 from quintsched.events import PROFILES, Events, build_graph, first_maker
 from quintsched.grid import excerpt
 from quintsched.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
 from quintsched.plan import Plan
 from quintsched.simulator import Times, event_durations
+from quintsched.values import TRAVELS
 
 RECEIVES_OUTSTANDING = 2
 

@@ -323,6 +323,24 @@ def test_compile_ties(cli, refused):
     assert "'w' is given twice" in refused(2, *command, "--tied", "w=0,1", "--tied", "w=0,2")
 
 
+def test_compile_shares_out(cli, refused, tmp_path):
+    command = ("compile", "-s", "interleaved-1f1b", "--mesh", "dp=2,pp=2", "-m", 4, "--zero")
+    found = qs.Plan.from_json(cli(*command, 2, "--zero-every", 2).out)
+    assert found == qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=4, zero=2, zero_every=2)
+    plan = save(cli, *command, 3)
+    assert "GatherParams(stage=2)" in cli("show", plan, "--rank", 0).out
+    assert "ZeRO-3" in cli("show", plan).out
+    assert cli("check", plan).code == 0
+    assert "peak state" not in cli("simulate", plan).out
+    (tmp_path / "costs.json").write_text('{"weights": 4.0, "gradients": 4.0, "optimizer_state": 8.0}')
+    told = cli("simulate", plan, "--costs", "costs.json").out
+    assert "peak state by pipeline rank, weights, gradients and optimizer (and with activations): 0: 14 (16.5)" in told
+    assert "GatherParams(stage=0)" in cli("export", plan, "--to", "promela").out
+    assert "ZeRO-3" in refused(2, "export", plan, "--to", "torch-csv")
+    assert "zero is 4" in refused(2, *command, 4)
+    assert "has none" in refused(2, "compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 4, "--zero", 1)
+
+
 def save(cli, *command: object) -> str:
     """Compile to a file and return its name."""
     assert cli(*command, "-o", "made.json").code == 0

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 
 import quintsched as qs
-from quintsched import dataflow, instructions, planfile
+from quintsched import dataflow, instructions, planfile, values
 from quintsched.events import PROFILES
 from quintsched.instructions import ALL, SHORT, WHOLE_MESH, Instruction, Recv, Send, short
 from quintsched.layout import Layout, Route
@@ -59,7 +59,7 @@ def test_no_table_knows_more():
     assert set(SHORT) == set(ALL)
     assert set(planfile._CODECS) == {kind.__name__ for kind in ALL}
     assert {*dataflow.RULES, *dataflow.BATCH_RULES, *dataflow.ON_WEIGHTS} == set(ALL)
-    assert set(dataflow._WORDS) == set(dataflow.Kind)
+    assert set(values._WORDS) == set(values.Kind)
     assert set(WHOLE_MESH) < set(ALL)
 
 

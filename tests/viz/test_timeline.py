@@ -105,6 +105,21 @@ def test_every_computation_and_message_is_drawn(
     assert not Counter(str(i.microbatch) for i in computations) - written
 
 
+@pytest.mark.parametrize(
+    ("zero", "labels"),
+    [
+        (0, {"gradients reduced"}),
+        (2, {"gradients reduced, shares kept", "stepped weights gathered"}),
+        (3, {"gradients reduced, shares kept", "weights gathered", "weights dropped"}),
+    ],
+)
+def test_what_replicas_share_out_is_drawn(tmp_path: Path, zero: int, labels: set[str]) -> None:
+    plan = qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=2, chunks=2, zero=zero)
+    render(plan.simulate(qs.Costs(gather_params=0.5, reduce_scatter=0.5)), tmp_path / "plan.svg")
+    written = {text for text in texts_of(read_svg(tmp_path / "plan.svg")) if "gradients" in text or "weights" in text}
+    assert written == labels
+
+
 def test_boxes_that_are_too_narrow_have_no_number(tmp_path: Path) -> None:
     render(simulate("1f1b", 1, 600), tmp_path / "long.svg")
     assert "555" not in texts_of(read_svg(tmp_path / "long.svg"))

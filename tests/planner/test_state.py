@@ -1,0 +1,92 @@
+"""What a simulation says of state that replicas share out, and of the time that takes."""
+
+import pytest
+from test_zero import cells
+
+import quintsched as qs
+
+W, G, S = 3.0, 5.0, 12.0
+STATE = qs.Costs(weights=W, gradients=G, optimizer_state=S)
+R = 4
+
+
+@pytest.mark.parametrize(
+    ("zero", "chunks", "expected"),
+    [
+        (0, 1, W + G + S),
+        (1, 1, W + G + S / R),
+        (2, 1, W + G / R + G + S / R),
+        (3, 1, W / R + W + G / R + G + S / R),
+        (0, 4, W + G + S),
+        (1, 4, W + G + S / R),
+        (2, 4, W + G / R + G / 4 + S / R),
+        (3, 4, W / R + 2 * W / 4 + G / R + G / 4 + S / R),
+    ],
+)
+@pytest.mark.parametrize("mesh", ["dp=4,pp=2,tp=2", "dp=2,cp=2,pp=2", "pp=2,cp=2,ep=2"])
+def test_state_is_that_of_the_formulas(zero, chunks, expected, mesh):
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    plan = qs.compile(name, mesh=mesh, microbatches=8, chunks=chunks, zero=zero)
+    simulation = plan.simulate(STATE)
+    assert simulation.peak_state == pytest.approx((expected,) * 2)
+    per_stage = qs.Costs(
+        weights=(W / chunks,) * 2 * chunks,
+        gradients=(G / chunks,) * 2 * chunks,
+        optimizer_state=(S / chunks,) * 2 * chunks,
+    )
+    assert plan.simulate(per_stage).peak_state == pytest.approx((expected,) * 2)
+
+
+def test_full_gradients_of_several_stages_stand_where_they_are_reduced_late():
+    plan = qs.compile("interleaved-1f1b", mesh="dp=4,pp=2", microbatches=4, chunks=2, zero=2, zero_every=4)
+    assert plan.simulate(qs.Costs(gradients=8.0)).peak_state == (8.0 / 2 / R + 8.0,) * 2, (
+        "the first stage's share comes while the full gradients of both stand; then the second's"
+    )
+
+
+def test_experts_are_shared_out_over_fewer():
+    plan = qs.compile("1f1b", mesh="dp=2,ep=4,pp=2", microbatches=4, zero=1)
+    found = plan.simulate(qs.Costs(optimizer_state=16.0, experts=0.25)).peak_state
+    assert found == (0.75 * 16 / 8 + 0.25 * 16 / 2,) * 2
+    alone = qs.compile("1f1b", mesh="ep=4,pp=2", microbatches=4, zero=2)
+    costs = qs.Costs(gradients=16.0, optimizer_state=16.0, experts=0.25)
+    assert alone.simulate(costs).peak_state == (12.0 + 3.0 + 4.0 + 3.0 + 4.0,) * 2, "those stand until the step"
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        qs.Costs(experts=1.5)
+
+
+def test_activations_come_on_top_where_they_stand_at_the_same_time():
+    """The only backward: its activation still stands when its gradients come; then the optimizer's turn."""
+    plan = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=1, zero=3)
+    costs = qs.Costs(weights=2.0, gradients=4.0, optimizer_state=8.0, activation=16.0)
+    assert plan.simulate(costs).peak_memory == (1.0 + 2.0 + 4.0 + 4.0 + 16.0,)
+    assert plan.simulate(costs.model_copy(update={"activation": 0.0})).peak_memory == (
+        1.0 + 2.0 + 4.0 + 2.0 + 4.0 - 2.0,
+    )
+    gpipe = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=3, zero=2).simulate(STATE)
+    assert gpipe.peak_memory == pytest.approx(tuple(W + S / 2 + max(G + 3, G + G / 2 + 2) for _ in range(2)))
+
+
+def test_a_gathering_hides_behind_the_computation_before():
+    plan = qs.compile("interleaved-1f1b", mesh="dp=2,pp=1", microbatches=1, chunks=2, zero=3)
+    assert cells(plan, 0) == "0GP 1GP 0F0 0FP 1F0 0GP 1B0 1FP 1RS0 0B0 0FP 0RS0 metrics clip step"
+    costs = qs.Costs(forward=2.0, backward_input=2.0, backward_weight=2.0, gather_params=1.0)
+    assert plan.simulate(costs).makespan == 0.5 + 6.0, "only the first is waited for"
+    slow = plan.simulate(costs.model_copy(update={"gather_params": 4.0}))
+    assert slow.makespan == 2.0 + 2.0 + 1.0 + 2.0 + 2.0, "the weights of stage 0 come while stage 1 goes back"
+
+
+def test_an_early_reduction_hides_behind_the_next_forward():
+    plan = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3, zero=2)
+    costs = qs.Costs(reduce_scatter=1.0, all_gather=0.5)
+    assert plan.simulate(costs).makespan == 9.0 + 1.0 + 0.5
+    once = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
+    assert once.simulate(costs).makespan == 9.0 + 1.5, "an all-reduce is both of its halves"
+    halves = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3, zero=1, buckets_per_stage=2)
+    assert halves.simulate(costs).makespan == 9.0 + 1.5
+
+
+def test_the_summary_says_what_stands():
+    summary = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=2).simulate(STATE).summary()
+    assert summary["peak_state"] == [W + G / 2 + G + S / 2] * 2
+    assert min(summary["peak_memory"]) > summary["peak_state"][0]
