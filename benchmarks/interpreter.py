@@ -33,7 +33,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from handwritten import LEARNING_RATE, Step, Task, Wire, gloo_wire, hand_written, pure_compute, torch_pipelining
-from paired import Samples, Target, median_interval, median_s, merge, ratios, report, run_processes, sample
+from paired import (
+    Samples,
+    Target,
+    median_interval,
+    median_s,
+    merge,
+    ratios,
+    report,
+    run_processes,
+    sample,
+    status_bytes,
+)
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -340,13 +351,6 @@ def kept_bytes(task: Task) -> int:
     kept = sum(size for address, size in found.items() if address not in weights)
     del output
     return kept
-
-
-def status_bytes(field: str) -> int:
-    """Return a figure of /proc/self/status in bytes."""
-    with open("/proc/self/status") as lines:
-        line = next(line for line in lines if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def memory() -> dict[str, Any]:

@@ -144,6 +144,13 @@ def run_processes(work: Callable[..., Any], num_processes: int, *arguments: Any,
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
+def status_bytes(field: str) -> int:
+    """Return a figure of /proc/self/status in bytes."""
+    with open("/proc/self/status") as lines:
+        line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
 @dataclass(frozen=True)
 class _Call:
     """A function with a name, as torch's starter wants it."""

@@ -260,7 +260,7 @@ class Gradients:
         if self._has_parts:
             parts = self._square(self._counted_parts)
             self._groups.replicas.all_reduce(parts).wait()
-            square = square + parts
+            square = square + parts if self._groups.experts.index == 0 else square  # ranks along ep meet below
         return square, self._groups.model.all_reduce(square)
 
     def _square(self, tensors: Sequence[Tensor]) -> Tensor:

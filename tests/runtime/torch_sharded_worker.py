@@ -62,9 +62,10 @@ def cut_sequences(blocks: list[nn.Module], mesh: DeviceMesh) -> None:
 
 def shard_fully(blocks: list[nn.Module], mesh: DeviceMesh) -> None:
     """Shard the embedding, a block in two pieces, a block in one, and the head; the third block is left as it is."""
-    fully_shard(blocks[1].norm2, mesh=mesh["dp"])
+    replicas = mesh["dp" if "dp" in (mesh.mesh_dim_names or ()) else "ep"]
+    fully_shard(blocks[1].norm2, mesh=replicas)
     for block in (*blocks[:3], blocks[-1]):
-        fully_shard(block, mesh=mesh["dp"])
+        fully_shard(block, mesh=replicas)
 
 
 def shard_over_pp(blocks: list[nn.Module], mesh: DeviceMesh) -> None:
@@ -103,6 +104,7 @@ CASES = {
     "fully, uneven": Case("dp=4", shard_fully),
     "fully, short": Case("dp=2,pp=2", shard_fully, dtype=torch.bfloat16),
     "fully, tensor": Case("dp=2,tp=2", shard_fully),
+    "fully, over ep": Case("pp=2,ep=2", shard_fully),
     "other ranks": Case("dp=2,pp=2", shard_over_pp, refusal="but fully_shard has to be over dp x cp x ep"),
     "twice": Case("dp=4", shard_fully, zero=2, refusal="whose weights ZeRO-2 cannot share out"),
     "output": Case("pp=2,tp=2", keep_dtensors, refusal="returns a DTensor"),
