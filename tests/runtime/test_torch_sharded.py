@@ -35,7 +35,9 @@ def test_they_train_to_the_numbers_of_one_process(tmp_path: Path, monkeypatch: p
         held = [rank[name].pop("held") for rank in ranks]
         outcomes = [Outcome(**rank[name]) for rank in ranks]
         assert worst_difference(outcomes, alone) <= (1e-10 if case.dtype == torch.float64 else 2e-2), name
-        shares = qs.Mesh.parse(case.mesh).axis_size("dp" if case.shard is shard_fully else "tp")
+        sizes = qs.Mesh.parse(case.mesh)
+        replicas = sizes.axis_size("dp") * sizes.axis_size("ep")
+        shares = replicas if case.shard is shard_fully else sizes.axis_size("tp")
         master = torch.float64 if case.dtype == torch.float64 else torch.float32
         kept = {found["model.1.mlp.fc1.weight"] for found in held if "model.1.mlp.fc1.weight" in found}
         assert kept == {((64 // shares, 16), master)}, name

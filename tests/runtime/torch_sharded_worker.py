@@ -113,7 +113,7 @@ CASES = {
 
 def plan_of(case: Case) -> qs.Plan:
     axes = qs.Mesh.parse(case.mesh)
-    microbatches = 8 // axes.axis_size("dp") // axes.axis_size("tp")
+    microbatches = 8 // axes.axis_size("dp") // axes.axis_size("ep") // axes.axis_size("tp")
     return qs.compile(
         case.schedule,
         mesh=axes,
