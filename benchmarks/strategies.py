@@ -16,6 +16,7 @@ steps raise the peak of what is resident over what was there before the layers w
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -38,6 +39,8 @@ import quintsched as qs
 from quintsched.runtime import Engine, connect
 
 WIDTH, DEPTH, ROWS = 1024, 8, 64
+BUCKET_MB = 5
+"""A layer's gradients: what is under way at a time takes memory, too."""
 VANILLA, AGAIN, DDP, ZERO_OPTIMIZER, FSDP = (
     "vanilla",
     "vanilla again",
@@ -45,13 +48,15 @@ VANILLA, AGAIN, DDP, ZERO_OPTIMIZER, FSDP = (
     "torch: ZeRO optimizer",
     "torch: FSDP2",
 )
+FINE = {"schedule": "interleaved-1f1b", "chunks": DEPTH}
+"""A stage for each layer, as FSDP2 is told below: what is gathered and dropped, is so layer by layer."""
 PLANS: Mapping[str, dict[str, Any]] = {
     VANILLA: {"mesh": "dp=2"},
     AGAIN: {"mesh": "dp=2"},
     "pipeline": {"mesh": "pp=2", "microbatches": 4},
     "zero-1": {"mesh": "dp=2", "zero": 1},
-    "zero-2": {"mesh": "dp=2", "zero": 2},
-    "zero-3": {"mesh": "dp=2", "zero": 3, "chunks": 1},
+    "zero-2": {"mesh": "dp=2", "zero": 2, **FINE},
+    "zero-3": {"mesh": "dp=2", "zero": 3, **FINE},
     "ring": {"mesh": "dp=2", "communication": "ring"},
     "tree": {"mesh": "dp=2", "communication": "tree"},
 }
@@ -60,10 +65,10 @@ RIVALS_OF = {VANILLA: DDP, "zero-1": ZERO_OPTIMIZER, "zero-3": FSDP}
 """Which of torch's does the same."""
 
 
-def layers() -> list[nn.Module]:
+def layers(width: int) -> list[nn.Module]:
     """Return the layers with the weights that all start from."""
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)]
+    return [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(DEPTH)]
 
 
 def summed_squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,31 +81,33 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
 
 
-def rival(name: str, rank: int) -> Callable[[], Tensor]:
+def rival(name: str, rank: int, width: int = WIDTH) -> Callable[[], Tensor]:
     """Return a training step on this rank; it gives the mean loss (torch's: that of the replica)."""
     torch.manual_seed(1)
-    inputs, targets = torch.randn(2, ROWS, WIDTH)
+    inputs, targets = torch.randn(2, ROWS, width)
     return ours(name, rank, inputs, targets) if name in PLANS else torchs(name, rank, inputs, targets)
 
 
 def ours(name: str, rank: int, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
     """Return a step of an engine."""
-    plan = qs.compile("1f1b", **{"microbatches": 1, **PLANS[name]})
-    engine = Engine(plan, layers(), summed_squares, adamw, transport=connect("gloo", 60))
+    plan = qs.compile(**{"schedule": "1f1b", "microbatches": 1, **PLANS[name]})
+    engine = Engine(
+        plan, layers(inputs.shape[1]), summed_squares, adamw, bucket_mb=BUCKET_MB, transport=connect("gloo", 60)
+    )
     share = slice(engine.replica * ROWS // engine.num_replicas, (engine.replica + 1) * ROWS // engine.num_replicas)
     return lambda: engine.step(inputs[share], targets[share]).loss
 
 
 def torchs(name: str, rank: int, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
     """Return a step written by hand around what PyTorch has."""
-    model: nn.Module = nn.Sequential(*layers())
+    model: nn.Module = nn.Sequential(*layers(inputs.shape[1]))
     if name == FSDP:
         for layer in model.children():
             fully_shard(layer)
         fully_shard(model)
         optimizer = adamw(model.parameters())
     else:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)
         optimizer = adamw(model.parameters())
         if name == ZERO_OPTIMIZER:
             optimizer = ZeroRedundancyOptimizer(
@@ -132,7 +139,12 @@ def measure_time(rank: int, rounds: int) -> Samples:
 
 
 def measure_memory(rank: int, name: str) -> int:
-    """Return by how many bytes a rival's layers and three steps raise this process's peak."""
+    """Return by how many bytes a rival's layers and three steps raise this process's peak.
+
+    The same with tiny layers comes first: what is imported and set up on the way is no one's memory.
+    """
+    rival(name, rank, 8)()
+    gc.collect()
     dist.barrier()
     before = status_bytes("VmRSS")
     step = rival(name, rank)
