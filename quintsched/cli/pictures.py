@@ -25,11 +25,14 @@ from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
+    from quintsched.plan import Plan
     from quintsched.simulator import Simulation
     from quintsched.trace import MeasuredStep
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"
+BUCKET_BYTES = 25e6
+"""A full piece of a gradient bucket."""
 
 
 def render(
@@ -42,6 +45,10 @@ def render(
         Path | None,
         typer.Option("--trace", metavar="DIR", help="The traces of a run: draw a measured step under the plan."),
     ] = None,
+    collective: Annotated[
+        str | None,
+        typer.Option("--collective", metavar="NAME", help="Draw the steps of a collective that the plan spells out."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a plan over time, and the activations that stand.
@@ -51,6 +58,14 @@ def render(
     """
     path = picture_path(output, (*PICTURES, PAGE, EVENTS))
     read = read_plan(plan)
+    if collective is not None:
+        run = _spelled_out(read, collective)
+        draw_collective(run, path)
+        if as_json:
+            emit({"picture": str(path), "title": run.plan.title, **run.summary()})
+        else:
+            say(f"{path}: {run.plan.title}")
+        return
     traced = None if trace is None else read_trace(trace, read)
     used = traced.costs() if traced is not None and costs is None else read_costs(costs)
     simulation = simulate_plan(read, used)
@@ -61,6 +76,15 @@ def render(
         emit({"picture": str(path), **simulation.summary(), **measured})
     else:
         say([f"{path}: {simulation.plan.title}", *(_outcome(simulation, step) if step is not None else ())])
+
+
+def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
+    """Return a collective of a plan, timed for 25 MB on the plan's wire; raises `UsageError` where it has none such."""
+    found = plan.communication.plans.get(name)
+    if found is None:
+        names = ", ".join(plan.communication.plans) or "none; compile it with --communication ring"
+        raise UsageError(f"--collective {name}: the plan spells out {names}")
+    return found.simulate(BUCKET_BYTES, plan.communication.wire)
 
 
 def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None:

@@ -78,3 +78,18 @@ def test_compile_says_how_gradients_are_summed(cli, tmp_path, refused):
     assert plan.communication.means == "auto"
     assert plan.communication.wire.latency_s == 1e-3
     assert "did you mean 'ring'" in refused(2, *shape, "--communication", "rinng")
+
+
+def test_render_draws_the_steps_of_a_collective_that_a_plan_spells_out(cli, tmp_path, refused):
+    shape = ("compile", "-s", "1f1b", "--mesh", "dp=4,pp=2", "-m", 2)
+    assert cli(*shape, "--communication", "ring", "-o", "plan.json").code == 0
+    done = cli("render", "plan.json", "--collective", "all_reduce-4-ring-4", "-o", "ring.svg")
+    assert done.code == 0
+    assert "ring all_reduce over 4 ranks" in done.out
+    picture = (tmp_path / "ring.svg").read_text()
+    assert "rank 3" in picture
+    assert "spells out all_reduce-4-ring-4" in refused(
+        2, "render", "plan.json", "--collective", "ring", "-o", "ring.svg"
+    )
+    assert cli(*shape, "-o", "native.json").code == 0
+    assert "spells out none" in refused(2, "render", "native.json", "--collective", "ring", "-o", "ring.svg")
