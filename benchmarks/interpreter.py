@@ -21,8 +21,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from handwritten import LEARNING_RATE, Step, Task, Wire, gloo_wire, hand_written, pure_compute, torch_pipelining
+from handwritten import LEARNING_RATE, Step, Task, gloo_wire, hand_written, pure_compute, torch_pipelining
+from muted import MUTED, MutedTransport, done, muted_torch
 from paired import (
     Samples,
     Target,
@@ -46,16 +47,13 @@ from paired import (
     status_bytes,
 )
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import quintsched as qs
-from quintsched.runtime import Engine, Group, Transport, connect, run_local
-from quintsched.runtime.transport import DoneWork, ReduceOp, Work
+from quintsched.runtime import Engine, Transport, connect, run_local
 
 HAND, AGAIN, OURS, PURE = "hand-written", "hand-written again", "quintsched", "computation alone"
 TORCH = {"1f1b": ("Schedule1F1B", "_PipelineScheduleRuntime"), "interleaved-1f1b": ("ScheduleInterleaved1F1B",)}
 WARM_UP = 5
-DONE = DoneWork()
 
 
 @dataclass(frozen=True)
@@ -126,100 +124,6 @@ GLOO = [
     for m, steps in ((8, 12 // scale), (32, 4 // scale))
 ]
 TRANSFORMER = [Case(f"transformer, {schedule}, m=4", "transformer", schedule, 2, 4, 1) for schedule in TORCH]
-
-
-class MutedTransport(Transport):
-    """One rank's end of a real transport that, once muted, is done with every message at once.
-
-    The first steps fill the buffers with real values. A muted all-reduce adds one, as if another rank had brought it.
-    """
-
-    name = "muted"
-    profile = "tagged"
-
-    def __init__(self, real: Transport) -> None:
-        super().__init__(real.rank, real.world_size, real.device)
-        self._real = real
-        self.is_muted = False
-
-    def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        real = self._real.make_group(partition)
-        return real if real.size == 1 else MutedGroup(self, real)
-
-    def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        self._real.open_channels(channels)
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return DONE if self.is_muted else self._real.send(tensor, peer, tag)
-
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        return DONE if self.is_muted else self._real.recv(buffer, peer, tag)
-
-    def abort(self, error: BaseException) -> None:
-        self._real.abort(error)
-
-    def close(self) -> None:
-        self._real.close()
-
-
-class MutedGroup(Group):
-    """A group of a muted transport."""
-
-    def __init__(self, transport: MutedTransport, real: Group) -> None:
-        super().__init__(real.ranks, real.index, real.device)
-        self._transport, self._real = transport, real
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return muted_all_reduce(tensor) if self._transport.is_muted else self._real.all_reduce(tensor, op)
-
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._real.all_gather(output, tensor)
-
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._real.reduce_scatter(output, tensor)
-
-    def _all_to_all(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
-    ) -> Work:
-        return self._real.all_to_all(output, tensor, received, sent)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._real.broadcast(tensor, source)
-
-
-def muted_all_reduce(tensor: Tensor) -> Work:
-    tensor.add_(1.0)
-    return DONE
-
-
-def done(*_: object, **__: object) -> Work:
-    return DONE
-
-
-MUTED = Wire(isend=done, irecv=done, all_reduce=muted_all_reduce)
-
-
-@contextmanager
-def muted_torch(rank: int, world_size: int) -> Iterator[Callable[[], None]]:
-    """Let torch.distributed believe in a world whose messages are all done at once.
-
-    Buffers are filled with ones until the function given is called.
-    """
-
-    def receive(tensor: Tensor, *_: object, **__: object) -> Work:
-        if state["filling"]:
-            tensor.detach().fill_(1)
-        return DONE
-
-    state = {"filling": True}
-    stubs: dict[str, Any] = {"isend": done, "irecv": receive, "send": done, "recv": receive}
-    stubs["batch_isend_irecv"] = lambda ops: [op.op(op.tensor) for op in ops]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        with patch.multiple(dist, **stubs), patch.multiple(dist.distributed_c10d, **stubs):
-            yield lambda: state.update(filling=False)
-    finally:
-        dist.destroy_process_group()
 
 
 def our_engine(task: Task, transport: Transport) -> Step:

@@ -96,6 +96,18 @@ def compile(
     return plan
 
 
+def evaluation_of(plan: Plan) -> Plan:
+    """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike."""
+    return compile(
+        "inference",
+        mesh=plan.mesh,
+        microbatches=plan.schedule.microbatches,
+        chunks=plan.schedule.chunks,
+        stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
+        zero=plan.zero.stage if plan.zero.shares_weights else 0,
+    )
+
+
 def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape) -> tuple[int, ...]:
     """Return how each stage is recomputed, () for no stage at all; raises `UsageError`."""
     num_stages = len(shape.stage_to_pp)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import compile
+from quintsched.compiler import evaluation_of
 from quintsched.costs import Costs
 from quintsched.errors import UsageError
 from quintsched.instructions import BwdInput
@@ -107,91 +107,93 @@ class Engine:
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
-        self.plan = plan
-        self._evaluation_plan = compile(
-            "inference",
-            mesh=plan.mesh,
-            microbatches=plan.schedule.microbatches,
-            chunks=plan.schedule.chunks,
-            stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
-            zero=plan.zero.stage if plan.zero.shares_weights else 0,
-        )
+        self.plan, self._evaluation_plan = plan, evaluation_of(plan)
+        self._dtype, self._clip, self._compiled = dtype, clip, compiled
         self.transport = transport or connect_for(plan, timeout_s)
+        self._rank = self.transport.rank
+        self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
         require_runnable(plan, self.transport)
         require_whole(blocks)
         require_long_sight(plan, blocks)
+        self._connect(context)
+        cut_logits = all(map(takes_vocabulary, (loss_fn, *(metrics or {}).values())))
+        self._plan_cuts(blocks, block_costs, rules or {}, sequence_parallel=sequence_parallel, cut_logits=cut_logits)
+        self._build(blocks, seed)
+        self._loss_fn = self._tensor.told(loss_fn)
+        self._metrics = {name: self._tensor.told(metric) for name, metric in (metrics or {}).items()}
+        self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
+        self._queues, self.deferred_share = self._defer()
+        self._state = TrainingState(
+            plan, self._pp_rank, self.stages, self._groups, self._tied, optimizer, piece_bytes=int(bucket_mb * 1e6)
+        )
+        self.optimizers, self.masters = self._state.optimizers, self._state.masters
+        self._recorder = None if trace_steps is None else Recorder(plan, self._rank, self.transport.device, trace_steps)
+        self._num_steps = self._steps_before = 0
+        self._broken = False
+        self._running: Interpreter | None = None
+        self._training: Interpreter | None = None
+        self._evaluation: Interpreter | None = None
+
+    def _connect(self, context: ContextMethod) -> None:
+        """Make the groups and the channels of the plan; all ranks must have the same plan."""
+        plan = self.plan
         self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
-        self._rank = self.transport.rank
         self._groups = make_groups(plan, self.transport)
-        self._sequences = ContextParallel(context, self._groups.context, self.transport, compiled)
+        self._sequences = ContextParallel(context, self._groups.context, self.transport, self._compiled)
         self.everyone = Everyone(self._groups.world)
         open_channels([plan, self._evaluation_plan], self.transport, ring=context == "ring")
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
-        self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
+
+    def _plan_cuts(
+        self,
+        blocks: Blocks,
+        block_costs: Sequence[float] | None,
+        rules: Mapping[str, str],
+        *,
+        sequence_parallel: bool,
+        cut_logits: bool,
+    ) -> None:
+        """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         if block_costs is not None and len(block_costs) != len(blocks):
             raise UsageError(f"there are {len(block_costs)} block_costs for {len(blocks)} blocks")
-        self._cuts = cut(estimate_costs(blocks) if block_costs is None else block_costs, plan.layout)
-        require_separate(blocks, self._cuts, self._groups.tensor)
-        self._outlines = outlines(blocks, apart=self._groups.tensor.size > 1)
+        self._cuts = cut(estimate_costs(blocks) if block_costs is None else block_costs, self.plan.layout)
+        tensor = self._groups.tensor
+        require_separate(blocks, self._cuts, tensor)
+        self._outlines = outlines(blocks, apart=tensor.size > 1)
         self._tensor = TensorCuts(
-            self._outlines,
-            self._groups.tensor,
-            rules or {},
-            sequence_parallel=sequence_parallel,
-            cut_logits=all(takes_vocabulary(function) for function in (loss_fn, *(metrics or {}).values())),
+            self._outlines, tensor, rules, sequence_parallel=sequence_parallel, cut_logits=cut_logits
         )
-        self._dtype = dtype
+
+    def _build(self, blocks: Blocks, seed: int) -> None:
+        """Build this rank's stages, and what serves them their batches and their random numbers."""
         device = self.transport.device
         self._masks = Masks(seed)
         self.stages = build_stages(
             blocks,
             self._cuts,
-            plan.layout,
+            self.plan.layout,
             self._pp_rank,
             self._groups,
             self._tensor,
             seed=seed,
             masks=self._masks,
-            dtype=dtype,
+            dtype=self._dtype,
             device=device,
         )
-        require_keyed_dropout(plan, self.stages)
-        require_blocks_to_recompute(plan, self.stages)
-        if compiled:
+        require_keyed_dropout(self.plan, self.stages)
+        require_blocks_to_recompute(self.plan, self.stages)
+        if self._compiled:
             leave_uncompiled(self.stages)
         self._expert_load = ExpertLoad(blocks, self.stages, self._groups, device)
         self.clock = Clock(device)
-        self._loss_fn, self._clip, self._compiled = self._tensor.told(loss_fn), clip, compiled
-        self._metrics = {name: self._tensor.told(metric) for name, metric in (metrics or {}).items()}
-        self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
-        self._queues, self.deferred_share = self._defer()
-        self._state = TrainingState(
-            plan,
-            self._pp_rank,
-            self.stages,
-            self._groups,
-            self._tied,
-            optimizer,
-            piece_bytes=int(bucket_mb * 1e6),
-            device=device,
-        )
-        self._gradients, self.masters = self._state.gradients, self._state.masters
-        self.optimizers = self._state.optimizers
-        self._recorder = None if trace_steps is None else Recorder(plan, self._rank, device, trace_steps)
         self._cut = BatchCutter(
             device,
-            dtype,
+            self._dtype,
             inputs=self.needs_inputs,
             targets=self.needs_targets,
             rank=self._rank,
             shard=self._sequences.shard,
         )
-        self._num_steps = self._steps_before = 0
-        self._metric_names = tuple(self._metrics)
-        self._broken = False
-        self._running: Interpreter | None = None
-        self._training: Interpreter | None = None
-        self._evaluation: Interpreter | None = None
 
     def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:
         """Let the weight gradients of stages with split backwards wait; return also the share of weights that can."""
@@ -300,7 +302,7 @@ class Engine:
         self._broken = False
         assert machine.sums is not None
         assert machine.shared is not None
-        return StepResult(machine.sums, machine.shared, self._metric_names, machine.norm, machine.skipped)
+        return StepResult(machine.sums, machine.shared, tuple(self._metrics), machine.norm, machine.skipped)
 
     def _resolve(self, plan: Plan, batch: Batch) -> Interpreter:
         """Agree on shapes with the other ranks, and bind the plan's program to this rank's machine."""
@@ -334,7 +336,7 @@ class Engine:
             loss_fn=self._loss_fn,
             metrics=self._metrics,
             tally=Tally(len(self._metrics), device),
-            gradients=self._gradients,
+            gradients=self._state.gradients,
             queues=self._queues,
             masters=self.masters,
             weights=self._state.weights,
@@ -352,9 +354,8 @@ class Engine:
 
         1 minus it is the measured bubble, waits and everything between instructions included.
         """
-        busy = torch.tensor([self.clock.read_s(), seconds], dtype=torch.float64, device=self.transport.device)
-        self._groups.world.all_reduce(busy).wait()
-        return float(busy[0] / busy[1])
+        busy, all_seconds = self.everyone.add(self.clock.read_s(), seconds)
+        return busy / all_seconds
 
     def expert_tokens(self) -> dict[str, Tensor]:
         """Return how often each expert was chosen in training since the last call, on every rank (collective).

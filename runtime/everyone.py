@@ -19,6 +19,13 @@ class Everyone:
         self._world.all_reduce(flag).wait()
         flag.item()
 
+    def add(self, *numbers: float) -> list[float]:
+        """Return the sums of everybody's numbers."""
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
+        self._world.all_reduce(sums).wait()
+        found: list[float] = sums.tolist()
+        return found
+
     def first_says(self, number: int) -> int:
         """Return rank 0's number on every rank."""
         told = torch.tensor([number], dtype=torch.int64, device=self._world.device)

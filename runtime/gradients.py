@@ -195,7 +195,8 @@ class Gradients:
 
         `reduce` and `end_sums` wait for it: until then the program goes on.
         """
-        self.end_sums()
+        if self._partial:
+            self.end_sums()  # what is tied has to be whole
         sharing = self._groups.sharing.get(stages)
         if params == "stage":
             own = [[piece.flat] for piece in self._pieces if piece.bucket[0] in stages]

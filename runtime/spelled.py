@@ -97,9 +97,11 @@ class SpelledGroup(Group):
         self._carry_out(plan, whole)
 
     def _scatter(self, plan: CollectivePlan, part: Tensor, whole: Tensor) -> None:
-        sums = whole.clone()
+        in_place = self.is_own_part(part, whole)
+        sums = whole if in_place else whole.clone()
         self._carry_out(plan, sums)
-        part.copy_(sums.view(self.size, -1)[self.index])
+        if not in_place:
+            part.copy_(sums.view(self.size, -1)[self.index])
 
     def _carry_out(self, plan: CollectivePlan, flat: Tensor) -> None:
         """Take this rank's steps on the chunks of a flat tensor."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -45,7 +44,6 @@ class TrainingState:
         tied: weights that several stages hold.
         optimizer: builds an optimizer from parameters, or from (name, parameter) pairs.
         piece_bytes: gradients are reduced in pieces of at most so many bytes.
-        device: where figures are.
 
     Raises:
         MisfitError: weights that cannot be shared out.
@@ -61,7 +59,6 @@ class TrainingState:
         optimizer: OptimizerFn,
         *,
         piece_bytes: int,
-        device: torch.device,
     ) -> None:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._ledger = Ledger()
@@ -88,7 +85,7 @@ class TrainingState:
             [(i.stage, i.bucket) for i in reductions],
             groups,
             buckets_per_stage=plan.buckets_per_stage,
-            device=device,
+            device=groups.world.device,
             tied=tied,
             twin_stages=[s for s in stages if plan.layout.twins(s)[:1] not in ((), (s,))],
             shared=plan.zero.shares_optimizer,

@@ -31,61 +31,70 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
 
+ScheduleName = Annotated[
+    str, typer.Option("--schedule", "-s", metavar="NAME", help="A schedule, or my_file.py:my_schedule.")
+]
+MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help="The device mesh, like dp=2,pp=2,tp=2.")]
+PlanningCosts = Annotated[
+    Path | None,
+    typer.Option("--costs", metavar="FILE", help="For schedules that search: a JSON file of costs to plan with."),
+]
+Recompute = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        metavar="K",
+        help="0: keep activations; 1: recompute them; K: of every K-th block. Or one number per stage: 0,1,1,0.",
+    ),
+]
+Tied = Annotated[
+    list[str] | None,
+    typer.Option("--tied", metavar="NAME=STAGES", help="A weight that several stages hold: embedding=0,3."),
+]
+ZeroStage = Annotated[
+    int,
+    typer.Option(
+        "--zero", metavar="0-3", help="Share out over replicas: 1 optimizer state, 2 gradients too, 3 weights too."
+    ),
+]
+ZeroEvery = Annotated[
+    int, typer.Option("--zero-every", metavar="K", help="Reduce gradients after every K microbatches (ZeRO-2, 3).")
+]
+BucketsPerStage = Annotated[int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")]
+Means = Annotated[
+    str, typer.Option("--communication", metavar="MEANS", help="Sum gradients by native, ring, tree or auto.")
+]
+Latency = Annotated[float, typer.Option("--latency", metavar="S", help="For auto: seconds that a message costs.")]
+Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="B/S", help="For auto: bytes per second of a wire.")]
+PlanOutput = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
+]
+PrintAfter = Annotated[
+    str | None,
+    typer.Option(
+        "--print-after", metavar="PASS", help="Write the plan after this pass, or after all, to standard error."
+    ),
+]
+
+
 def compile(
-    schedule: Annotated[
-        str, typer.Option("--schedule", "-s", metavar="NAME", help="A schedule, or my_file.py:my_schedule.")
-    ],
-    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="The device mesh, like dp=2,pp=2,tp=2.")],
+    schedule: ScheduleName,
+    mesh: MeshText,
     microbatches: Microbatches,
     chunks: Chunks = None,
     slices: Slices = 1,
-    costs: Annotated[
-        Path | None,
-        typer.Option("--costs", metavar="FILE", help="For schedules that search: a JSON file of costs to plan with."),
-    ] = None,
+    costs: PlanningCosts = None,
     memory_cap: MemoryCap = None,
-    recompute: Annotated[
-        str,
-        typer.Option(
-            "--recompute",
-            metavar="K",
-            help="0: keep activations; 1: recompute them; K: of every K-th block. Or one number per stage: 0,1,1,0.",
-        ),
-    ] = "0",
-    tied: Annotated[
-        list[str] | None,
-        typer.Option("--tied", metavar="NAME=STAGES", help="A weight that several stages hold: embedding=0,3."),
-    ] = None,
-    zero: Annotated[
-        int,
-        typer.Option(
-            "--zero", metavar="0-3", help="Share out over replicas: 1 optimizer state, 2 gradients too, 3 weights too."
-        ),
-    ] = 0,
-    zero_every: Annotated[
-        int, typer.Option("--zero-every", metavar="K", help="Reduce gradients after every K microbatches (ZeRO-2, 3).")
-    ] = 1,
-    buckets_per_stage: Annotated[
-        int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")
-    ] = 1,
-    communication: Annotated[
-        str, typer.Option("--communication", metavar="MEANS", help="Sum gradients by native, ring, tree or auto.")
-    ] = "native",
-    latency_s: Annotated[
-        float, typer.Option("--latency", metavar="S", help="For auto: seconds that a message costs.")
-    ] = 20e-6,
-    bandwidth: Annotated[
-        float, typer.Option("--bandwidth", metavar="B/S", help="For auto: bytes per second of a wire.")
-    ] = 1e9,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
-    ] = None,
-    print_after: Annotated[
-        str | None,
-        typer.Option(
-            "--print-after", metavar="PASS", help="Write the plan after this pass, or after all, to standard error."
-        ),
-    ] = None,
+    recompute: Recompute = "0",
+    tied: Tied = None,
+    zero: ZeroStage = 0,
+    zero_every: ZeroEvery = 1,
+    buckets_per_stage: BucketsPerStage = 1,
+    communication: Means = "native",
+    latency_s: Latency = 20e-6,
+    bandwidth: Bandwidth = 1e9,
+    output: PlanOutput = None,
+    print_after: PrintAfter = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile a plan and prove it sound."""

@@ -91,7 +91,10 @@ class Group(ABC):
         return self._all_gather(_data(output), _data(tensor))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's part of the sum."""
+        """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's part of the sum.
+
+        `output` may be this member's part of `tensor`, in place; what the other parts of it are then is not said.
+        """
         self._require_multiple("reduce_scatter", tensor, output)
         return self._reduce_scatter(_data(output), _data(tensor))
 
@@ -138,6 +141,10 @@ class Group(ABC):
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
+
+    def is_own_part(self, part: Tensor, whole: Tensor) -> bool:
+        """Whether `part` (n, …) is, in place, this member's part of `whole` (size × n, …)."""
+        return part.data_ptr() == whole.chunk(self.size)[self.index].data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """A group is a handle: a copied module goes on talking to the same ranks."""

@@ -107,7 +107,7 @@ class TorchGroup(Group):
         return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type == "cpu" and output.data_ptr() == tensor.chunk(self.size)[self.index].data_ptr():
+        if tensor.device.type == "cpu" and self.is_own_part(output, tensor):
             # gloo sums a copy of all of it, in half as much time again as its own all-reduce takes in place.
             return self._all_reduce(tensor, ReduceOp.SUM)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -39,7 +39,7 @@ def test_pieces_are_launched_while_the_last_weight_half_runs() -> None:
     def run(transport: Transport) -> list[str]:
         notes: list[str] = []
         engine = Engine(plan, [linear] * 4, squared_sum, sgd, bucket_mb=1e-6, transport=transport)
-        replicas, gradients = engine._groups.replicas, engine._gradients
+        replicas, gradients = engine._groups.replicas, engine._state.gradients
         reduce, accumulate = replicas.all_reduce, gradients._accumulate
 
         def noted_reduce(tensor: Tensor, *options: object) -> object:
