@@ -39,7 +39,7 @@ from .optimizers import OptimizerFn
 from .results import StepResult
 from .saved import SavedBytes
 from .shapes import agree, find_shapes, tell_spec
-from .stages import build_stages, cut, require_separate, require_whole
+from .stages import build_stages, cut, require_separate
 from .tensor_cuts import TensorCuts
 from .tied import TiedWeights
 from .tracing import Recorder
@@ -113,7 +113,6 @@ class Engine:
         self._rank = self.transport.rank
         self._pp_rank = plan.mesh.coordinates(self._rank).get("pp", 0)
         require_runnable(plan, self.transport)
-        require_whole(blocks)
         require_long_sight(plan, blocks)
         self._connect(context)
         cut_logits = all(map(takes_vocabulary, (loss_fn, *(metrics or {}).values())))

@@ -91,10 +91,12 @@ def build_stages(
 
 
 def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> None:
-    """Raise `MisfitError` for a weight that modules of several stages hold, or several modules that are cut.
+    """Raise `MisfitError` for modules that cannot be cut into stages, and by tp and ep, each by itself.
 
-    Each stage trains what it holds, and each block is cut by itself: the copies would part silently.
+    These are modules that were cut before, and a weight that modules of several stages hold, or several modules that
+    are cut: each stage trains what it holds, so the copies would part silently.
     """
+    _require_whole(blocks)
     homes: dict[int, tuple[int, int]] = {}
     for stage, numbers in enumerate(dict.fromkeys(cuts)):
         for number in numbers:
@@ -108,7 +110,7 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
                     )
 
 
-def require_whole(blocks: Blocks) -> None:
+def _require_whole(blocks: Blocks) -> None:
     """Raise `MisfitError` for a module that was cut before, in place, as by another engine: it would be cut again."""
     for number, block in enumerate(blocks):
         if not isinstance(block, nn.Module):
