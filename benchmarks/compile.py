@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import quintsched as qs
-from quintsched.instructions import Bwd, BwdWeight
+from quintsched.ir.instructions import Bwd, BwdWeight
 
 CASES = [("interleaved-1f1b", "ScheduleInterleaved1F1B", 4), ("interleaved-zb", "ScheduleInterleavedZeroBubble", 2)]
 PP, MICROBATCHES = 64, 512

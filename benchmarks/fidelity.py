@@ -38,14 +38,14 @@ from paired import run_processes
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.dataflow import Value, flow
-from quintsched.instructions import Compute
+from quintsched.ir.dataflow import Value, flow
+from quintsched.ir.instructions import Compute
 from quintsched.runtime import Engine, Transport, connect, run_local
-from quintsched.runtime.deferred import defer
-from quintsched.runtime.slices import Past
-from quintsched.runtime.transport import Rules
-from quintsched.simulator import Simulation
-from quintsched.trace import MeasuredStep, Trace
+from quintsched.runtime.autograd.deferred_weight_grads import defer
+from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.comm import Rules
+from quintsched.simulate.measured import MeasuredStep, Trace
+from quintsched.simulate.simulator import Simulation
 
 MICROBATCHES = 8
 SLICES = 2

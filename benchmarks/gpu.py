@@ -42,11 +42,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, build_model, connect
+from quintsched.runtime.comm import LocalTransport, LocalWorld
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.transport import LocalTransport, LocalWorld
-from quintsched.trace import Trace
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.simulate.measured import Trace
 
 PLAIN, AGAIN = "plain loop", "plain loop again"
 WARM_UP = 5

@@ -29,9 +29,9 @@ from paired import Target, ratios, report, sample
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.losses import cross_entropy_sum
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.trace import Trace
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.simulate.measured import Trace
 
 SEQUENCE, WORDS, SAMPLES, MICROBATCHES = 128, 256, 16, 4
 PLAIN, AGAIN, TRACED = "not traced", "not traced again", "traced"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quintsched.runtime import Group, Transport
-from quintsched.runtime.transport import DoneWork, ReduceOp, Work
+from quintsched.runtime.comm import DoneWork, ReduceOp, Work
 
 DONE = DoneWork()
 

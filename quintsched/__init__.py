@@ -16,26 +16,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quintsched.checker import Verdict, check
     from quintsched.compiler import compile
-    from quintsched.costs import Costs
     from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
-    from quintsched.findings import Finding
-    from quintsched.mesh import Mesh
+    from quintsched.ir.mesh import Mesh
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
-    from quintsched.simulator import Simulation, simulate
+    from quintsched.simulate.costs import Costs
+    from quintsched.simulate.simulator import Simulation, simulate
+    from quintsched.verify.diagnostics import Finding
+    from quintsched.verify.soundness import Verdict, check
 
 _HOMES = {
-    "checker": ("Verdict", "check"),
+    "verify.soundness": ("Verdict", "check"),
     "compiler": ("compile",),
-    "costs": ("Costs",),
+    "simulate.costs": ("Costs",),
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
-    "findings": ("Finding",),
-    "mesh": ("Mesh",),
+    "verify.diagnostics": ("Finding",),
+    "ir.mesh": ("Mesh",),
     "plan": ("Plan",),
     "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),
-    "simulator": ("Simulation", "simulate"),
+    "simulate.simulator": ("Simulation", "simulate"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

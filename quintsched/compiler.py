@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from quintsched.checker import check_order
-from quintsched.collectives.calls import spell_out
 from quintsched.collectives.timing import Wire
-from quintsched.costs import Costs
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.instructions import ALL, Compute
-from quintsched.layout import Route, Zero
-from quintsched.mesh import Mesh
+from quintsched.ir.instructions import ALL, Compute
+from quintsched.ir.layout import Route, Zero
+from quintsched.ir.mesh import Mesh
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Watch, lower
 from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
 from quintsched.schedules import Schedule, Shape, find_schedule, own_code
-from quintsched.wellformed import recompute_faults, tied_faults, zero_faults
+from quintsched.simulate.costs import Costs
+from quintsched.verify.collectives import spell_out
+from quintsched.verify.soundness import check_order
+from quintsched.verify.wellformed import recompute_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""

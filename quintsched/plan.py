@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quintsched.collectives.choice import NATIVE, Communication
-from quintsched.columns import Columns
-from quintsched.dataflow import Flows, flows_of
-from quintsched.instructions import ENDS_BACKWARD, Instruction, Message
-from quintsched.layout import Layout, Route, Zero
-from quintsched.mesh import Mesh
+from quintsched.ir.columns import Columns
+from quintsched.ir.dataflow import Flows, flows_of
+from quintsched.ir.instructions import ENDS_BACKWARD, Instruction, Message
+from quintsched.ir.layout import Layout, Route, Zero
+from quintsched.ir.mesh import Mesh
 
 if TYPE_CHECKING:
     import networkx
 
-    from quintsched.checker import Verdict
-    from quintsched.costs import Costs
-    from quintsched.simulator import Simulation
+    from quintsched.simulate.costs import Costs
+    from quintsched.simulate.simulator import Simulation
+    from quintsched.verify.soundness import Verdict
 
 Mode = Literal["train", "forward"]
 Program = tuple[Instruction, ...]
@@ -157,44 +157,44 @@ class Plan:
         `profile` is the transport profile under which it has to be free of deadlock; `memory_cap` the most
         activations that a rank may hold, in microbatches of a whole rank.
         """
-        from quintsched.checker import check
+        from quintsched.verify.soundness import check
 
         return check(self, profile=profile, memory_cap=memory_cap)
 
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """Time the plan under a cost model (default: unit costs); raises `UnsoundError` if it cannot finish."""
-        from quintsched.simulator import simulate
+        from quintsched.simulate.simulator import simulate
 
         return simulate(self, costs)
 
     def graph(self) -> networkx.DiGraph[int]:
-        """Return the dependency graph as a networkx `DiGraph`: see `quintsched.graph.to_networkx`."""
-        from quintsched.graph import to_networkx
+        """Return the dependency graph as a networkx `DiGraph`: see `quintsched.formats.networkx_graph.to_networkx`."""
+        from quintsched.formats.networkx_graph import to_networkx
 
         return to_networkx(self)
 
     def to_json(self) -> str:
         """Return the plan file's text; the same plan always gives the same bytes."""
-        from quintsched.planfile import dumps
+        from quintsched.formats.plan_json import dumps
 
         return dumps(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Read a plan file's text; raises `InputError` with a JSON pointer to what is wrong."""
-        from quintsched.planfile import loads
+        from quintsched.formats.plan_json import loads
 
         return loads(text)
 
     def save(self, path: str | Path) -> None:
         """Write the plan file; raises `UsageError` where that cannot be done."""
-        from quintsched.planfile import save
+        from quintsched.formats.plan_json import save
 
         save(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; raises `UsageError` for a missing one, `InputError` for a broken one."""
-        from quintsched.planfile import load
+        from quintsched.formats.plan_json import load
 
         return load(Path(path))

@@ -20,42 +20,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .blocks import Carry, build_model, measure_costs
-    from .config import JobConfig
-    from .deferred import defer
+    from .autograd.deferred_weight_grads import defer
+    from .blocks.blocks import Carry, build_model, measure_costs
+    from .comm import Group, Transport, connect, run_local
+    from .comm.connection import connect_for
     from .engine import Engine
-    from .experts import MoE, apply_expert_parallel
-    from .job import plan_of
-    from .jobfile import load_job
-    from .results import StepResult
-    from .tensor_parallel import (
+    from .interpreter.step_result import StepResult
+    from .job.config import JobConfig
+    from .job.jobfile import load_job
+    from .launch.to_plan import plan_of
+    from .parallel.expert.moe import MoE, apply_expert_parallel
+    from .parallel.tensor.apply import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
-    from .trainer import Trainer
-    from .transport import Group, Transport, connect, run_local
-    from .wiring import connect_for
+    from .train.trainer import Trainer
 
 _HOMES = {
-    "blocks": ("Carry", "build_model", "measure_costs"),
-    "deferred": ("defer",),
-    "config": ("JobConfig",),
-    "wiring": ("connect_for",),
+    "blocks.blocks": ("Carry", "build_model", "measure_costs"),
+    "autograd.deferred_weight_grads": ("defer",),
+    "job.config": ("JobConfig",),
+    "comm.connection": ("connect_for",),
     "engine": ("Engine",),
-    "experts": ("MoE", "apply_expert_parallel"),
-    "job": ("plan_of",),
-    "jobfile": ("load_job",),
-    "results": ("StepResult",),
-    "tensor_parallel": (
+    "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
+    "launch.to_plan": ("plan_of",),
+    "job.jobfile": ("load_job",),
+    "interpreter.step_result": ("StepResult",),
+    "parallel.tensor.apply": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "VocabParallelEmbedding",
         "apply_tensor_parallel",
     ),
-    "trainer": ("Trainer",),
-    "transport": ("Group", "Transport", "connect", "run_local"),
+    "train.trainer": ("Trainer",),
+    "comm": ("Group", "Transport", "connect", "run_local"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

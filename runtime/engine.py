@@ -15,37 +15,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintsched.compiler import evaluation_of
-from quintsched.costs import Costs
 from quintsched.errors import UsageError
-from quintsched.instructions import BwdInput
+from quintsched.ir.instructions import BwdInput
 from quintsched.plan import Plan
+from quintsched.simulate.costs import Costs
 
-from .batches import Batch, BatchCutter
-from .blocks import Blocks, TensorSpec, estimate_costs, outlines
-from .context_parallel import ContextMethod, ContextParallel
-from .deferred import WeightQueue, defer_weights
-from .dropout import Masks
-from .everyone import Everyone
-from .expert_load import ExpertLoad
-from .experts import leave_uncompiled
-from .forward import StageForward
-from .groups import make_groups, open_channels
-from .interpreter import Interpreter
-from .ledger import StateBytes
-from .limits import require_blocks_to_recompute, require_keyed_dropout, require_long_sight, require_runnable
-from .losses import takes_vocabulary
-from .machine import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
-from .optimizers import OptimizerFn
-from .results import StepResult
-from .saved import SavedBytes
-from .shapes import agree, find_shapes, tell_spec
-from .stages import build_stages, cut, require_separate
-from .tensor_cuts import TensorCuts
-from .tied import TiedWeights
-from .tracing import Recorder
-from .training_state import TrainingState
-from .transport import Transport
-from .wiring import connect_for
+from .autograd.deferred_weight_grads import WeightQueue, defer_weights
+from .blocks.blocks import Blocks, TensorSpec, estimate_costs, outlines
+from .blocks.shapes import agree, find_shapes, tell_spec
+from .comm import Transport
+from .comm.connection import connect_for
+from .comm.control import Everyone
+from .interpreter.activation_memory import SavedBytes
+from .interpreter.interpreter import Interpreter
+from .interpreter.rank_state import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
+from .interpreter.recorder import Recorder
+from .interpreter.step_result import StepResult
+from .parallel.context.context import ContextMethod, ContextParallel
+from .parallel.dropout import Masks
+from .parallel.expert.load import ExpertLoad
+from .parallel.expert.moe import leave_uncompiled
+from .parallel.mesh_groups import make_groups, open_channels
+from .parallel.tensor.model_cuts import TensorCuts
+from .requirements import (
+    require_blocks_to_recompute,
+    require_keyed_dropout,
+    require_long_sight,
+    require_runnable,
+)
+from .stage.build import build_stages, cut, require_separate
+from .stage.forward import StageForward
+from .stage.microbatches import Batch, BatchCutter
+from .stage.tied_weights import TiedWeights
+from .state.memory_stats import StateBytes
+from .state.optimizers import OptimizerFn
+from .state.training_state import TrainingState
+from .train.losses import takes_vocabulary
 
 
 class Engine:

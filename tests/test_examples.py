@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.__main__ import main
-from quintsched.runtime.job import plan_of
-from quintsched.runtime.jobfile import load_job
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.worker import main
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.dataflow import flow, message_value
-from quintsched.instructions import ClipGrad, Compute, OptStep, Recv
-from quintsched.trace import Trace
-from quintsched.tracefile import RankTrace, digest_of
+from quintsched.formats.trace_json import RankTrace, digest_of
+from quintsched.ir.dataflow import flow, message_value
+from quintsched.ir.instructions import ClipGrad, Compute, OptStep, Recv
+from quintsched.simulate.measured import Trace
 
 EPOCH_S = 1.7e9
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quintsched.instructions import Instruction
+from quintsched.ir.instructions import Instruction
 
 from .rows import Scale, messages_shown
 from .scene import Scene

@@ -17,10 +17,10 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
-from quintsched.dataflow import Kind, Value, flow, message_value
-from quintsched.instructions import Compute, Recv, Send, short
-from quintsched.simulator import Simulation, Span
-from quintsched.trace import UNITS, MeasuredSpan, MeasuredStep
+from quintsched.ir.dataflow import Kind, Value, flow, message_value
+from quintsched.ir.instructions import Compute, Recv, Send, short
+from quintsched.simulate.measured import UNITS, MeasuredSpan, MeasuredStep
+from quintsched.simulate.simulator import Simulation, Span
 
 from .files import write_whole
 

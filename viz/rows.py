@@ -15,7 +15,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from quintsched.instructions import Instruction
+from quintsched.ir.instructions import Instruction
 
 from .scene import Arrow, Box, Mark, Scene
 from .style import (

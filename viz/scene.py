@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintsched.dataflow import Kind, Value, flow, message_value
-from quintsched.instructions import Compute, Instruction, Recv, Send
-from quintsched.memory import HELD
-from quintsched.simulator import Simulation
-from quintsched.trace import MeasuredSpan, MeasuredStep
+from quintsched.ir.dataflow import Kind, Value, flow, message_value
+from quintsched.ir.instructions import Compute, Instruction, Recv, Send
+from quintsched.simulate.activation_memory import HELD
+from quintsched.simulate.measured import MeasuredSpan, MeasuredStep
+from quintsched.simulate.simulator import Simulation
 
 ROUNDING = 1e-9
 """Times closer than this share of the makespan are the same, but for the rounding of sums."""

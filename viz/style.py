@@ -14,8 +14,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
-from quintsched.dataflow import Kind
-from quintsched.instructions import (
+from quintsched.ir.dataflow import Kind
+from quintsched.ir.instructions import (
     AllGatherBucket,
     AllReduceBucket,
     Bwd,
@@ -33,7 +33,7 @@ from quintsched.instructions import (
     SyncTied,
 )
 
-from .chunks import Added, Stored
+from .collective_scene import Added, Stored
 
 Rgb = tuple[float, float, float]
 

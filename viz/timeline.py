@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
-from quintsched.simulator import Simulation
-from quintsched.trace import MeasuredStep
+from quintsched.simulate.measured import MeasuredStep
+from quintsched.simulate.simulator import Simulation
 
-from .chunks import chunk_scene
-from .held import draw_held, held_height, held_key
+from .activation_panel import draw_held, held_height, held_key
+from .collective_scene import chunk_scene
 from .legend import keys_of
 from .rows import Scale, draw_rows, set_time_axis, tail_points
 from .scene import Held, Scene, held_activations, stage_scene

@@ -60,7 +60,7 @@ def collective(
         return
     say([verdict.explain(), *_figures(run)])
     if output is None:
-        from quintsched.collectives.grid import time_grid
+        from quintsched.text.collective_grid import time_grid
 
         say(["", *time_grid(plan, terminal_width())])
     else:

@@ -26,13 +26,13 @@ class Format:
 
 
 def _torch_csv(plan: Plan, **options: Any) -> str:
-    from quintsched import torch_csv
+    from quintsched.formats import torch_csv
 
     return torch_csv.dumps(plan, **options)
 
 
 def _promela(plan: Plan, **options: Any) -> str:
-    from quintsched.promela import to_promela
+    from quintsched.formats.promela import to_promela
 
     return to_promela(plan, **options)
 
@@ -94,8 +94,8 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Read PyTorch's schedule CSV, prove it, write the plan."""
-    from quintsched import torch_csv
     from quintsched.cli.check import report
+    from quintsched.formats import torch_csv
 
     text, name = _read(file)
     try:

@@ -23,7 +23,7 @@ rank 1  .  F0 B0 -- F1 B1 -- F2 B2 --
 """
 
 import quintsched as qs
-from quintsched.instructions import Bwd, Fwd
+from quintsched.ir.instructions import Bwd, Fwd
 from quintsched.schedules import Order, Shape
 
 
@@ -37,7 +37,7 @@ def most_activations(rank: int, shape: Shape) -> int:
     summary="one line for `quintsched schedules`",
     bubble="(P-1)(F+I+W)",  # the time beyond M(F+I+W): formulas for people to read
     memory="min(P-r, M)",
-    # placement=quintsched.placement.loop, min_chunks=2, …    several stages on each rank
+    # placement=quintsched.ir.placement.loop, min_chunks=2, …    several stages on each rank
     # constraint=lambda shape: "odd" if shape.microbatches % 2 else None    shapes that you do not take, and why
 )
 def {function}(rank: int, shape: Shape) -> Order:

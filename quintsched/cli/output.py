@@ -15,11 +15,11 @@ import typer
 from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
-    from quintsched.costs import Costs
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
-    from quintsched.simulator import Simulation
-    from quintsched.trace import Trace
+    from quintsched.simulate.costs import Costs
+    from quintsched.simulate.measured import Trace
+    from quintsched.simulate.simulator import Simulation
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
@@ -61,14 +61,14 @@ def read_plan(file: str) -> Plan:
 
 def read_costs(file: Path | None) -> Costs | None:
     """Read a costs file, if one is named."""
-    from quintsched.costs import Costs
+    from quintsched.simulate.costs import Costs
 
     return None if file is None else Costs.load(file)
 
 
 def read_trace(directory: Path, plan: Plan) -> Trace:
     """Read the trace that a run of a plan left in a directory."""
-    from quintsched.trace import Trace
+    from quintsched.simulate.measured import Trace
 
     return Trace.load(directory, plan)
 
@@ -92,7 +92,7 @@ def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
 
 def read_schedule(name: str) -> Schedule:
     """Find a schedule by name or in a user's file; what that file prints goes to standard error."""
-    from quintsched.userfile import load_schedule
+    from quintsched.user_code import load_schedule
 
     with redirect_stdout(sys.stderr):
         return load_schedule(name)

@@ -160,8 +160,8 @@ def _read_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
 def _watch(print_after: str | None) -> Watch | None:
     """Return what writes the plan after a pass, or after each; raises `UsageError` for an unknown one."""
     from quintsched.compiler import ORDER
-    from quintsched.grid import listing
     from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
+    from quintsched.text.listing import listing
 
     if print_after is None:
         return None
@@ -192,7 +192,7 @@ def show(
 
 
 def _show_grid(plan: Plan, as_json: bool) -> None:
-    from quintsched.grid import time_grid
+    from quintsched.text.listing import time_grid
 
     simulation = simulate_plan(plan)
     if as_json:
@@ -203,8 +203,8 @@ def _show_grid(plan: Plan, as_json: bool) -> None:
 
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
-    from quintsched.grid import listing
-    from quintsched.planfile import encode
+    from quintsched.formats.plan_json import encode
+    from quintsched.text.listing import listing
 
     program, where = plan.program(rank), plan.mesh.coordinates(rank)
     if as_json:

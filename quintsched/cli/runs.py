@@ -43,7 +43,7 @@ def run(
     arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else []
     arguments += ["--nproc", str(nproc)] if nproc else []
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch", *arguments]))
+    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.local", *arguments]))
 
 
 def _plan_and_job(files: list[Path]) -> tuple[Path | None, Path]:

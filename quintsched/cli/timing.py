@@ -29,10 +29,10 @@ from quintsched.cli.output import (
 from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
-    from quintsched.costs import Costs
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
-    from quintsched.simulator import Simulation
+    from quintsched.simulate.costs import Costs
+    from quintsched.simulate.simulator import Simulation
 
 MOST_STEPS = 12
 """How many computations of a critical path people are shown at its beginning, and at its end."""
@@ -70,7 +70,7 @@ def simulate(
     used = _read_costs(costs, directory, read)
     simulation = simulate_plan(read, used)
     if output is not None:
-        from quintsched.costs import Costs
+        from quintsched.simulate.costs import Costs
 
         write_costs(used or Costs(), output)
     if as_json:
@@ -91,7 +91,7 @@ def _read_costs(costs: str | None, directory: Path | None, plan: Plan) -> Costs 
 
 
 def _describe(simulation: Simulation) -> Iterator[str]:
-    from quintsched.grid import table
+    from quintsched.text.listing import table
 
     peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_activations))
     rows = [
@@ -112,7 +112,7 @@ def _describe(simulation: Simulation) -> Iterator[str]:
 
 def _path(simulation: Simulation) -> str:
     """Return the critical path as `rank 0: F0 F1 → rank 1: …`, without its middle where it is long."""
-    from quintsched.instructions import short
+    from quintsched.ir.instructions import short
 
     path = simulation.critical_path
     several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp
@@ -181,7 +181,7 @@ class _Request:
     def compile(self, schedule: Schedule) -> Plan:
         """Compile with what the schedule takes of it."""
         from quintsched.compiler import compile
-        from quintsched.mesh import Mesh
+        from quintsched.ir.mesh import Mesh
 
         return compile(
             schedule,
@@ -209,7 +209,7 @@ def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation]
 
 
 def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Iterator[str]:
-    from quintsched.grid import table
+    from quintsched.text.listing import table
 
     first = simulations[0]
     yield f"{first.plan.mesh}, {first.plan.schedule.microbatches} microbatches; time in {first.unit}"

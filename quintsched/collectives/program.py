@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from quintsched.instructions import Instruction
+from quintsched.ir.instructions import Instruction
 
 if TYPE_CHECKING:
     from quintsched.collectives.proof import CollectiveVerdict
@@ -145,14 +145,14 @@ class CollectivePlan:
 
     def save(self, path: Path) -> None:
         """Write it as a file of its own; raises `UsageError` where that cannot be done."""
-        from quintsched.collectives.files import save
+        from quintsched.formats.collective_json import save
 
         save(self, path)
 
     @classmethod
     def load(cls, path: Path) -> CollectivePlan:
         """Read a file; raises `UsageError` for a missing one, `InputError` for a broken one."""
-        from quintsched.collectives.files import load
+        from quintsched.formats.collective_json import load
 
         return load(path)
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quintsched.errors import UnsoundError
-from quintsched.findings import Point
-from quintsched.grid import excerpt
 from quintsched.passes.finish import clip_gradients, share_metrics, step_optimizer
-from quintsched.passes.messages import place_messages
-from quintsched.passes.recomputes import place_recomputes
+from quintsched.passes.gather_params import gather_params
+from quintsched.passes.place_messages import place_messages
+from quintsched.passes.place_recomputes import place_recomputes
 from quintsched.passes.reductions import reduce_buckets, sync_tied
-from quintsched.passes.weights import gather_params
 from quintsched.plan import Plan
+from quintsched.text.listing import excerpt
+from quintsched.verify.diagnostics import Point
 
 Watch = Callable[[str, Plan], None]
 """Gets the name of a pass and the plan after it."""

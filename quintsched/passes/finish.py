@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quintsched.instructions import AllGatherBucket, ClipGrad, OptStep, ShareMetrics
+from quintsched.ir.instructions import AllGatherBucket, ClipGrad, OptStep, ShareMetrics
 from quintsched.plan import Plan
 
 

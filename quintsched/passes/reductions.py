@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quintsched.instructions import (
+from quintsched.ir.instructions import (
     ENDS_BACKWARD,
     AllReduceBucket,
     Compute,

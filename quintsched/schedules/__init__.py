@@ -8,16 +8,8 @@ from quintsched.schedules.gpipe import gpipe
 from quintsched.schedules.inference import inference
 from quintsched.schedules.interleaved import interleaved_1f1b
 from quintsched.schedules.interleaved_zb import interleaved_zb
+from quintsched.schedules.kit.registry import Order, Schedule, Shape, all_schedules, find_schedule, own_code, schedule
 from quintsched.schedules.one_f_one_b import one_f_one_b
-from quintsched.schedules.registry import (
-    Order,
-    Schedule,
-    Shape,
-    all_schedules,
-    find_schedule,
-    own_code,
-    schedule,
-)
 from quintsched.schedules.seq_1f1b import seq_1f1b
 from quintsched.schedules.v_half import v_half
 from quintsched.schedules.v_min import v_min

@@ -8,9 +8,9 @@ All microbatches pass through a stage at once, so its gradients can be added up 
 computes. The bubble is 1/v of GPipe's, more where M < P: each chunk then waits for the first microbatch to come round.
 """
 
-from quintsched.instructions import Bwd, Fwd
-from quintsched.placement import loop
-from quintsched.schedules.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.placement import loop
+from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
 
 
 @schedule(

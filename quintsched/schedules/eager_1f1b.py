@@ -8,8 +8,8 @@ do: messages that take up to (F+I+W)/2 each cost 2(P-1) of their time in all, no
 besides is that of 1F1B, (P-1)(F+I+W); 2(P-r)-1 activations stand on rank r instead of P-r.
 """
 
-from quintsched.instructions import Bwd, Fwd
-from quintsched.schedules.registry import Order, Shape, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
 @schedule(

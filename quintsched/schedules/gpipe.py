@@ -4,8 +4,8 @@ rank 0  F0 F1 F2 F3 .. .. B0 .... B1 .... B2 .... B3
 rank 1  .. F0 F1 F2 F3 B0 .... B1 .... B2 .... B3
 """
 
-from quintsched.instructions import Bwd, Fwd
-from quintsched.schedules.registry import Order, Shape, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
 @schedule(

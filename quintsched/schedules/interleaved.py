@@ -6,10 +6,10 @@ to do while it waits:
     P=2, 2 chunks, rank 0 forwards:   chunk 0: mb 0, 1   chunk 1: mb 0, 1   chunk 0: mb 2, 3   chunk 1: …
 """
 
-from quintsched.instructions import Bwd, Fwd
-from quintsched.placement import loop
-from quintsched.schedules.constraints import whole_rounds
-from quintsched.schedules.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.placement import loop
+from quintsched.schedules.kit.constraints import whole_rounds
+from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
 
 
 @schedule(

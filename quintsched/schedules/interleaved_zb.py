@@ -8,10 +8,10 @@ Units go round the chunks in groups of P microbatches, as in interleaved 1F1B, b
 rank after it. The makespan is M(F+I+W) + (P-1)(F+I-min(F,I,W))/v, and P microbatches' activations stand on each rank.
 """
 
-from quintsched.instructions import BwdInput, BwdWeight, Fwd
-from quintsched.placement import loop
-from quintsched.schedules.constraints import whole_rounds
-from quintsched.schedules.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.ir.placement import loop
+from quintsched.schedules.kit.constraints import whole_rounds
+from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
 
 
 @schedule(

@@ -4,8 +4,8 @@ rank 0  F0 F1 .. .. B0 .... F2 B1 .... F3 B2 ....       at most P - rank activat
 rank 1  .. F0 B0 .... F1 B1 .... F2 B2 .... F3 B3
 """
 
-from quintsched.instructions import Bwd, Fwd
-from quintsched.schedules.registry import Order, Shape, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
 @schedule(

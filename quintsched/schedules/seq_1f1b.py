@@ -8,8 +8,8 @@ gradient of a slice's keys and values is whole only after the slices behind it. 
 slices of a microbatch before the first backward. The bubble and what stands on a rank shrink with q.
 """
 
-from quintsched.instructions import Bwd, Fwd
-from quintsched.schedules.registry import MAX_SLICES, Order, Shape, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.schedules.kit.registry import MAX_SLICES, Order, Shape, schedule
 
 
 @schedule(

@@ -12,10 +12,10 @@ rank 2       f0 f1                   i1 i0
 
 from functools import lru_cache
 
-from quintsched.instructions import Compute
-from quintsched.placement import v
-from quintsched.schedules.building_blocks import PERIOD, Block, repeat_and_close_up
-from quintsched.schedules.registry import Order, Shape, schedule
+from quintsched.ir.instructions import Compute
+from quintsched.ir.placement import v
+from quintsched.schedules.kit.building_blocks import PERIOD, Block, repeat_and_close_up
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
 @schedule(

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from quintsched.errors import UsageError
-from quintsched.schedules.list_scheduling import Manner, Outcome, Work, schedule_greedily
-from quintsched.schedules.registry import Order, Shape, schedule
+from quintsched.schedules.kit.list_scheduling import Manner, Outcome, Work, schedule_greedily
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)
 """How much farther ahead each rank is than the next: 1 is 1F1B, 2 fills the pipeline; less is for tight memory."""

@@ -8,8 +8,8 @@ the place of 0: a step that waits for all ranks gains little over ZB-H1. The spa
 where, besides, W <= F and 2W <= F+I (or P = 1, or W = 0).
 """
 
-from quintsched.instructions import BwdInput, BwdWeight, Fwd
-from quintsched.schedules.registry import Order, Shape, schedule
+from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
 @schedule(

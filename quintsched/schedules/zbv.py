@@ -12,9 +12,9 @@ I >= F >= W, the longest span is (P-1)(I-W) beyond M(F+I+W).
 
 from collections.abc import Iterator
 
-from quintsched.placement import v
-from quintsched.schedules.registry import Order, Shape, schedule
-from quintsched.schedules.turns import Lane, Turn, number
+from quintsched.ir.placement import v
+from quintsched.schedules.kit.phases import Lane, Turn, number
+from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 F0, F1, I0, I1, W = Turn.F0, Turn.F1, Turn.I0, Turn.I1, Turn.W
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from quintsched.compiler import compile, order_of_computation
-from quintsched.costs import Costs
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.events import PROFILES
-from quintsched.grid import time_grid
-from quintsched.instructions import short
-from quintsched.mesh import Mesh
+from quintsched.graph.plan_events import PROFILES
+from quintsched.ir.instructions import short
+from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, Shape, find_schedule
-from quintsched.sweep import MAX_SHAPES
-from quintsched.symbolic import equivalence
+from quintsched.simulate.costs import Costs
 from quintsched.testing.strategies import costs as any_costs
+from quintsched.text.listing import time_grid
+from quintsched.verify.equivalence import equivalence
+from quintsched.verify.sweep import MAX_SHAPES
 
 Sizes = int | Sequence[int]
 Memory = Callable[[int, Shape], float]

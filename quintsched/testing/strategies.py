@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from quintsched import placement
-from quintsched.costs import Costs
-from quintsched.mesh import AXES, Mesh
+from quintsched.ir import placement
+from quintsched.ir.mesh import AXES, Mesh
+from quintsched.simulate.costs import Costs
 
 
 @st.composite

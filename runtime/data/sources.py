@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.userfile import call_object, names_file
+from quintsched.user_code import call_object, names_file
 
-from ..config import DataConfig
-from ..settings import read_settings
+from ..job.config import DataConfig
+from ..job.settings import read_settings
 from .dataset import Dataset, Normalization, Split
 from .idx import read_image_label_pair
 from .sampler import BatchSampler

@@ -14,12 +14,12 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import nn
 
 from quintsched.errors import UsageError, suggest
-from quintsched.userfile import call_object, names_file
+from quintsched.user_code import call_object, names_file
 
-from ..blocks import Blocks
-from ..config import ModelConfig
+from ..blocks.blocks import Blocks
 from ..data import DataSpec
-from ..settings import Settings, read_settings
+from ..job.config import ModelConfig
+from ..job.settings import Settings, read_settings
 from .gpt import GPTOptions, gpt, gpt_tied
 from .moe_gpt import MoEGPTOptions, moe_gpt
 from .vit import ViTOptions, vit

@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
 
-from ..context_parallel import Context
+from ..autograd.kv_store import Past
 from ..data import DataSpec
-from ..settings import Settings
-from ..slices import Past
+from ..job.settings import Settings
+from ..parallel.context.context import Context
 from .layers import Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02

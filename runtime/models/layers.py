@@ -22,8 +22,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from quintsched.errors import MisfitError
 
-from ..context_parallel import Context
-from ..slices import Past
+from ..autograd.kv_store import Past
+from ..parallel.context.context import Context
 
 ROTARY_BASE = 10_000.0
 """The slowest pair of features turns about once in 2π times so many positions."""

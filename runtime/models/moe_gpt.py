@@ -20,7 +20,7 @@ from torch import nn
 from quintsched.errors import UsageError
 
 from ..data import DataSpec
-from ..experts import MoE
+from ..parallel.expert.moe import MoE
 from .gpt import Block, GPTOptions, feed_forward, gpt
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError, UsageError
 
 from ..data import DataSpec
-from ..settings import Settings
+from ..job.settings import Settings
 
 SMALL_IMAGE = 16
 """Images with a side below this many pixels get patches of 2, others of 4."""

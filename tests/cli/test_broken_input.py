@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.instructions import Bwd, Fwd, RecvAct, RecvGrad, SendAct
+from quintsched.ir.instructions import Bwd, Fwd, RecvAct, RecvGrad, SendAct
 
 EXECUTABLE = Path(sys.executable).with_name("quintsched")
 
@@ -322,7 +322,7 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert cli("run", "job.yaml").code == 4
     options = ("--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", 2)
     assert cli("run", "plan.json", "job.yaml", *options).code == 4
-    launch = [sys.executable, "-m", "quintsched.runtime.launch", "--config", "job.yaml"]
+    launch = [sys.executable, "-m", "quintsched.runtime.launch.local", "--config", "job.yaml"]
     assert commands == [
         launch,
         [*launch, "plan.json", "--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", "2"],

@@ -8,8 +8,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.cli.check import read_span, runs
-from quintsched.instructions import Bwd, Fwd
-from quintsched.schedules import Order, Shape, all_schedules, registry, schedule
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.schedules import Order, Shape, all_schedules, schedule
+from quintsched.schedules.kit import registry
 
 
 def test_schedules(cli):
@@ -71,7 +72,7 @@ def test_compile_refuses_what_a_schedule_does_not_take(refused, tmp_path):
 @pytest.fixture
 def searched(monkeypatch) -> list[Shape]:
     """Register a schedule that searches, and return the shapes that it is asked for."""
-    monkeypatch.setattr("quintsched.schedules.registry._REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr("quintsched.schedules.kit.registry._REGISTRY", dict(registry._REGISTRY))
     shapes: list[Shape] = []
 
     @schedule("searching", summary="s", bubble="b", memory="m", searches=True)

@@ -10,10 +10,10 @@ import pytest
 
 import quintsched as qs
 from quintsched import compiler
-from quintsched.findings import Point
-from quintsched.instructions import AllReduceBucket, SendAct
+from quintsched.ir.instructions import AllReduceBucket, SendAct
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass, lower
-from quintsched.schedules import registry
+from quintsched.schedules.kit import registry
+from quintsched.verify.diagnostics import Point
 
 
 def pytest_of(path: Path) -> tuple[int, str]:

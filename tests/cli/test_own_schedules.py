@@ -5,8 +5,8 @@ import textwrap
 import pytest
 
 import quintsched as qs
-from quintsched.sweep import Status, prove
-from quintsched.userfile import load_object, load_schedule
+from quintsched.user_code import load_object, load_schedule
+from quintsched.verify.sweep import Status, prove
 
 EXAMPLE = "examples/custom_schedule.py"
 
@@ -17,7 +17,7 @@ def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def save(text, name="mine.py"):
-        head = "import quintsched as qs\nfrom quintsched.instructions import *\n"
+        head = "import quintsched as qs\nfrom quintsched.ir.instructions import *\n"
         (tmp_path / name).write_text(head + textwrap.dedent(text))
         return f"{name}:mine"
 
@@ -74,7 +74,7 @@ def test_the_example_is_short_and_says_the_truth(root, monkeypatch, capsys):
     plain = qs.compile("1f1b", mesh="pp=4", microbatches=16).simulate(slow)
     assert qs.compile(paired, mesh="pp=4", microbatches=16).simulate(slow).makespan == 60
     assert plain.makespan == 71, "messages that nothing hides"
-    monkeypatch.setattr("quintsched.schedules.registry._REGISTRY", {})
+    monkeypatch.setattr("quintsched.schedules.kit.registry._REGISTRY", {})
     runpy.run_path(str(root / EXAMPLE), run_name="__main__")
     assert capsys.readouterr().out.endswith("bubble 27.3%\n")
 

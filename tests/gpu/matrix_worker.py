@@ -15,7 +15,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from quintsched.runtime.transport import connect
+from quintsched.runtime.comm import connect
 from tests.runtime.matrix import CASES, LENGTH, Case
 from tests.runtime.toys import Task, ids_task, train_rank
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import quintsched as qs
-from quintsched.dataflow import Value, flow
-from quintsched.instructions import Message, Send
+from quintsched.ir.dataflow import Value, flow
+from quintsched.ir.instructions import Message, Send
 
 Channel = tuple[int, int]
 Links = dict[Channel, dist.ProcessGroup]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.test_processes import run
+from tests.runtime.launch.test_processes import run
 
 ROOT = Path(__file__).parents[2]
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}

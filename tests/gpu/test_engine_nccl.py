@@ -39,7 +39,7 @@ def load():
 def losses(job: Path, log: Path, *settings: str) -> list[float]:
     sets = [part for setting in (*settings, f"log.path={log}") for part in ("--set", setting)]
     done = subprocess.run(
-        [sys.executable, "-m", "quintsched.runtime.launch", "--config", str(job), *sets],
+        [sys.executable, "-m", "quintsched.runtime.launch.local", "--config", str(job), *sets],
         env=os.environ | environment(8),
         capture_output=True,
         text=True,

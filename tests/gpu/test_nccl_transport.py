@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quintsched.runtime.transport import Group, ReduceOp, Transport, connect
+from quintsched.runtime.comm import Group, ReduceOp, Transport, connect
 
 from .sharing import environment, wants_ranks
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
-from quintsched.runtime.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.comm import LocalTransport, LocalWorld
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.losses import cross_entropy_sum
-from quintsched.runtime.transport import LocalTransport, LocalWorld
+from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.train.losses import cross_entropy_sum
 from tests.runtime.matrix import ONE_RANK, Case
 from tests.runtime.toys import Outcome, ids_task, tiny_gpt, train_rank, worst_difference
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.findings import Point
+from quintsched.verify.diagnostics import Point
 
 from .sharing import torchrun, wants_ranks
 

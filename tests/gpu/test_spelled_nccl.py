@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintsched.runtime.transport import connect
-from tests.runtime.test_distributed_transport import run_ranks
-from tests.runtime.test_spelled_processes import WORLD, check_spelled
+from quintsched.runtime.comm import connect
+from tests.runtime.comm.test_message_collectives_processes import WORLD, check_spelled
+from tests.runtime.comm.test_torch_backends import run_ranks
 
 from .sharing import environment, wants_ranks
 

@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 
 import quintsched as qs
-from quintsched import torch_csv
-from quintsched.instructions import Bwd, BwdWeight, Fwd
-from quintsched.runtime.blocks import Blocks, estimate_costs
+from quintsched.formats import torch_csv
+from quintsched.ir.instructions import Bwd, BwdWeight, Fwd
+from quintsched.runtime.blocks.blocks import Blocks, estimate_costs
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.stages import cut
+from quintsched.runtime.stage.build import cut
 from quintsched.schedules import Order, Schedule, Shape
 
 from .toys import Outcome, Task, ids_task, tiny_gpt, tiny_vit, train_plainly

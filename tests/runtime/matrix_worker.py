@@ -15,7 +15,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from quintsched.runtime.transport import Rules, connect
+from quintsched.runtime.comm import Rules, connect
 
 from .matrix import CASES, Case
 from .toys import train_rank

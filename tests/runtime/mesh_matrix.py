@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks import build_model
-from quintsched.runtime.dropout import Masks, Unit, key_dropouts
-from quintsched.runtime.losses import cross_entropy_sum
+from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.transport import Transport, run_local
+from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.train.losses import cross_entropy_sum
 
-from .test_experts import moe_blocks
+from .parallel.test_moe import moe_blocks
 from .toys import Task, difference, ids_task, share
 
 DEPTH, CLIP, MICROBATCHES = 2, 0.5, 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.instructions import (
+from quintsched.ir.instructions import (
     Bwd,
     ClipGrad,
     Fwd,
@@ -24,15 +24,15 @@ from quintsched.instructions import (
     SendGrad,
     ShareMetrics,
 )
-from quintsched.layout import Route
+from quintsched.ir.layout import Route
 from quintsched.plan import ScheduleSpec
-from quintsched.runtime.blocks import Blocks, build_block, build_model, estimate_costs, measure_costs
+from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model, estimate_costs, measure_costs
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.losses import correct_sum, cross_entropy_sum
-from quintsched.runtime.machine import SENDS_KEPT
+from quintsched.runtime.interpreter.rank_state import SENDS_KEPT
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
-from quintsched.runtime.transport import Transport, run_local
+from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 
 from .toys import Task, difference, sgd, share, tiny_vit
 

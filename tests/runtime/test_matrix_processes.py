@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintsched.runtime.transport import Rules
+from quintsched.runtime.comm import Rules
 
+from .launch.test_processes import run
 from .matrix import CASES, Case
-from .test_processes import run
 from .toys import Outcome, worst_difference
 
 pytestmark = pytest.mark.processes

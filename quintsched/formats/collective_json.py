@@ -1,0 +1,135 @@
+"""Collectives as JSON, strict both ways: files of their own, and the entry "collectives" of a plan file.
+
+A file of its own says every step. In a plan file `programs` are left out where they are those that `spell` writes, so
+that the size of a plan does not depend on the size of its axes; what somebody wrote by hand stands there in full.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quintsched.collectives.program import MAX_CHUNKS, MAX_SIZE, STEPS, Algorithm, CollectivePlan, Kind, Step
+from quintsched.collectives.spelling import spell
+from quintsched.errors import InputError, UsageError, suggest
+from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
+
+FORMAT = "quintsched.collective"
+
+
+class CollectiveEntry(BaseModel):
+    """A collective in a plan file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    kind: Kind
+    algorithm: Algorithm
+    size: Annotated[int, Field(ge=2, le=MAX_SIZE)]
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
+    programs: list[list[Any]] | None = None
+
+    def collective(self, *where: object) -> CollectivePlan:
+        """Return the collective, proved by nobody yet; raises `InputError` with a pointer that begins with `where`."""
+        try:
+            if self.programs is None:
+                return spell(self.kind, self.algorithm, self.size, self.chunks)
+        except UsageError as error:
+            raise InputError(f"{pointer(*where) or '/'}: {error}") from error
+        programs = tuple(
+            tuple(_decode_all(program, *where, "programs", rank)) for rank, program in enumerate(self.programs)
+        )
+        return CollectivePlan(self.kind, self.algorithm, self.size, self.chunks, programs)
+
+
+class _CollectiveFile(CollectiveEntry):
+    format: Literal["quintsched.collective"]
+    version: Literal[1]
+
+
+def entries(plans: Mapping[str, CollectivePlan]) -> dict[str, dict[str, object]]:
+    """Return the collectives of a plan as plain data."""
+    return {name: _head(plan) | ({} if _is_spelled(plan) else _body(plan)) for name, plan in sorted(plans.items())}
+
+
+def _head(plan: CollectivePlan) -> dict[str, object]:
+    return {"kind": plan.kind, "algorithm": plan.algorithm, "size": plan.size, "chunks": plan.chunks}
+
+
+def _body(plan: CollectivePlan) -> dict[str, object]:
+    return {"programs": [[encode(step) for step in program] for program in plan.programs]}
+
+
+def _is_spelled(plan: CollectivePlan) -> bool:
+    try:
+        return spell(plan.kind, plan.algorithm, plan.size, plan.chunks) == plan
+    except UsageError:
+        return False
+
+
+def encode(step: Step) -> dict[str, object]:
+    """Return a step as plain data: its op and its fields."""
+    return {"op": step.op} | {field.name: getattr(step, field.name) for field in fields(step)}
+
+
+def dumps(plan: CollectivePlan) -> str:
+    """Return the text of a file: one step per line, keys in a fixed order."""
+    head = {"format": FORMAT, "version": 1, **_head(plan)}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    programs = (",\n   ".join(json.dumps(encode(step)) for step in program) for program in plan.programs)
+    body = ",\n".join(f"  [{program}]" for program in programs)
+    return "{" + "\n".join(lines)[1:] + f'\n "programs": [\n{body}]}}\n'
+
+
+def loads(text: str | bytes) -> CollectivePlan:
+    """Read a file's text; raises `InputError` with a JSON pointer to the first fault."""
+    data = parse_strict(text)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InputError(f'/format: this is no file of a collective; it must say "format": "{FORMAT}"')
+    try:
+        return _CollectiveFile.model_validate_json(json.dumps(data)).collective()
+    except ValidationError as error:
+        raise InputError(describe_faults(error)) from error
+
+
+def _decode_all(program: list[Any], *where: object) -> Iterator[Step]:
+    for index, entry in enumerate(program):
+        yield _decode(entry, pointer(*where, index))
+
+
+def _decode(entry: object, where: str) -> Step:
+    known = {kind.__name__: kind for kind in STEPS}
+    op = entry.get("op") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(op, str) or op not in known:
+        raise InputError(f"{where}: not a step: {shorten(json.dumps(entry))}{suggest(str(op), known)}")
+    wanted = {field.name: bool if field.type == "bool" else int for field in fields(known[op])}
+    for name in {**entry, **wanted}:
+        if name != "op" and (name not in entry or name not in wanted):
+            fault = "lacks" if name in wanted else "has no"
+            raise InputError(f"{where}: {op} {fault} {shorten(name)!r}; it has {', '.join(wanted)}")
+        if name != "op" and type(entry[name]) is not wanted[name]:
+            what = "true or false" if wanted[name] is bool else "a whole number"
+            raise InputError(f"{where}/{name}: {shorten(json.dumps(entry[name]))} is not {what}")
+    return known[op](**{name: entry[name] for name in wanted})
+
+
+def save(plan: CollectivePlan, path: Path) -> None:
+    """Write a file; raises `UsageError` where that cannot be done."""
+    try:
+        path.write_text(dumps(plan), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write the collective: {error.strerror}") from error
+
+
+def load(path: Path) -> CollectivePlan:
+    """Read a file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
+    try:
+        return loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the collective: {error.strerror}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error

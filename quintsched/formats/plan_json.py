@@ -1,0 +1,315 @@
+"""The plan file: JSON, strict both ways, and the same bytes for the same plan.
+
+A plan is data: no name in it is ever resolved to code. Every fault of a file is one `InputError` with a JSON
+pointer to the place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quintsched.collectives.choice import Communication, Means
+from quintsched.collectives.timing import Wire
+from quintsched.errors import InputError, UsageError, suggest
+from quintsched.formats.collective_json import CollectiveEntry, entries
+from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
+from quintsched.ir import instructions as ins
+from quintsched.ir.layout import Route, Zero
+from quintsched.ir.mesh import AXES, Mesh
+from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, Plan, Program, ScheduleSpec
+from quintsched.verify.wellformed import malformations
+
+FORMAT = "quintsched.plan"
+VERSION = 1
+MAX_BYTES = 2**31
+LARGEST = 2**24
+
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Index = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _ScheduleFile(_Strict):
+    name: str = Field(min_length=1, max_length=200, pattern=r"^\P{C}*$")
+    microbatches: Size
+    chunks: Size
+    slices: Size
+    options: dict[str, int | float | str | bool]
+
+
+class _RouteFile(_Strict):
+    stages: list[Index]
+    microbatches: list[Index]
+
+
+class _WireFile(_Strict):
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _ZeroFile(_Strict):
+    stage: Annotated[int, Field(ge=0, le=3)]
+    every: Annotated[int, Field(ge=1, le=MAX_ZERO_EVERY)]
+
+
+class _PlanFile(_Strict):
+    format: Literal["quintsched.plan"]
+    version: Literal[1]
+    mode: Literal["train", "forward"]
+    schedule: _ScheduleFile
+    mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
+    stage_to_pp: list[Index] = Field(min_length=1)
+    stage_to_part: list[Index] | None = None
+    routes: list[_RouteFile] | None = None
+    buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
+    recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
+    tied: dict[str, list[Index]] | None = None
+    communication: Means | None = None
+    wire: _WireFile | None = None
+    collectives: dict[str, CollectiveEntry] | None = None
+    zero: _ZeroFile | None = None
+    program_axes: list[Literal["pp"]] = Field(min_length=1, max_length=1)
+    programs: list[list[Any]]
+
+
+def dumps(plan: Plan) -> str:
+    """Return the text of a plan file: one instruction per line, keys in a fixed order."""
+    head: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "mode": plan.mode,
+        "schedule": {
+            "name": plan.schedule.name,
+            "microbatches": plan.schedule.microbatches,
+            "chunks": plan.schedule.chunks,
+            "slices": plan.schedule.slices,
+            "options": dict(sorted(plan.schedule.options.items())),
+        },
+        "mesh": [list(axis) for axis in plan.mesh.axes],
+        "stage_to_pp": list(plan.stage_to_pp),
+        **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
+        "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
+        "buckets_per_stage": plan.buckets_per_stage,
+        **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
+        **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
+        **_communication_entries(plan.communication),
+        **({"zero": {"stage": plan.zero.stage, "every": plan.zero.every}} if plan.zero.stage else {}),
+        "program_axes": ["pp"],
+    }
+    lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
+    programs = ",\n".join(f"  [{_program_text(program)}]" for program in plan.programs)
+    return "{" + "\n".join(lines)[1:] + f'\n "programs": [\n{programs}]}}\n'
+
+
+def _communication_entries(communication: Communication) -> dict[str, object]:
+    """Return how buckets are exchanged; nothing where that is native. Only "auto" looks at the wire."""
+    if communication.means == "native":
+        return {}
+    wire = communication.wire
+    reckons = {"wire": {"latency_s": wire.latency_s, "bandwidth": wire.bandwidth}}
+    return {
+        "communication": communication.means,
+        **(reckons if communication.means == "auto" else {}),
+        "collectives": entries(communication.plans),
+    }
+
+
+def _program_text(program: Program) -> str:
+    return ",\n   ".join(json.dumps(encode(instruction)) for instruction in program)
+
+
+def encode(instruction: ins.Instruction) -> dict[str, object]:
+    """Return an instruction as plain data: its op and its fields."""
+    return {"op": instruction.op} | {name: getattr(instruction, name) for name in _CODECS[instruction.op].names}
+
+
+def loads(text: str | bytes) -> Plan:
+    """Read a plan; raises `InputError` with a JSON pointer to the first fault. The plan is well-formed, not proved."""
+    if len(text) > MAX_BYTES:
+        raise InputError(f"the file has {len(text)} bytes; a plan has at most {MAX_BYTES}")
+    data = parse_strict(text)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InputError(f'/format: this is not a plan file; it must say "format": "{FORMAT}"')
+    version = data.get("version")
+    if type(version) is not int:
+        raise InputError(f"/version: it must be a whole number; this release reads {VERSION}")
+    if version > VERSION:
+        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
+    try:
+        file = _PlanFile.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise InputError(describe_faults(error)) from error
+    plan = _plan_of(file)
+    for malformation in malformations(plan):
+        where = pointer("programs", malformation.rank, malformation.index) if malformation.rank is not None else "/"
+        raise InputError(f"{where}: {malformation.message}")
+    return plan
+
+
+def _plan_of(file: _PlanFile) -> Plan:
+    if len({name for name, _ in file.mesh}) != len(file.mesh):
+        raise InputError("/mesh: an axis is given twice")
+    mode: Mode = file.mode
+    schedule = file.schedule
+    try:
+        mesh = Mesh(**dict(file.mesh))
+    except UsageError as error:
+        raise InputError(f"/mesh: {error}") from error
+    _refuse_absurd(file)
+    routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
+    if file.routes is None:
+        routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches * schedule.slices)))]
+    return Plan(
+        mode=mode,
+        schedule=ScheduleSpec(
+            schedule.name, schedule.microbatches, schedule.chunks, schedule.slices, options=schedule.options
+        ),
+        mesh=mesh,
+        stage_to_pp=tuple(file.stage_to_pp),
+        routes=tuple(routes),
+        buckets_per_stage=file.buckets_per_stage,
+        programs=tuple(tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)),
+        stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
+        recompute=_recompute_of(file),
+        tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
+        communication=_communication_of(file),
+        zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
+    )
+
+
+def _communication_of(file: _PlanFile) -> Communication:
+    plans = {name: entry.collective("collectives", name) for name, entry in (file.collectives or {}).items()}
+    if (file.wire is not None) != (file.communication == "auto"):
+        raise InputError('/wire: it belongs to "communication": "auto", and to no other')
+    wire = Wire() if file.wire is None else Wire(file.wire.latency_s, file.wire.bandwidth)
+    return Communication(file.communication or "native", plans, wire)
+
+
+def _recompute_of(file: _PlanFile) -> tuple[int, ...]:
+    """Return which stages are recomputed; () where a file says of every stage that it is not."""
+    if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
+        raise InputError(
+            f"/recompute: it has {len(file.recompute)} values, but there are {len(file.stage_to_pp)} stages"
+        )
+    return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
+
+
+def _refuse_absurd(file: _PlanFile) -> None:
+    """Refuse sizes that the programs cannot fill, before anything is made as large as they say."""
+    num_instructions = sum(map(len, file.programs))
+    visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
+    if file.routes is None:
+        visits = [(len(file.stage_to_pp), file.schedule.microbatches * file.schedule.slices)]
+    forwards = sum(stages * microbatches for stages, microbatches in visits)
+    if max(forwards, file.schedule.microbatches * file.schedule.slices) > num_instructions:
+        raise InputError(
+            f"/programs: they hold {num_instructions} instructions, too few for {file.schedule.microbatches} "
+            f"microbatches on {len(file.stage_to_pp)} stages"
+        )
+
+
+def _decode_program(program: list[Any], rank: int) -> Iterator[ins.Instruction]:
+    for index, entry in enumerate(program):
+        try:
+            yield _decode(entry)
+        except InputError as error:
+            raise InputError(f"{pointer('programs', rank, index)}{error}") from None
+
+
+def _decode(entry: object) -> ins.Instruction:
+    """Return one instruction; the message of an `InputError` begins with the pointer below the instruction."""
+    if not isinstance(entry, dict):
+        raise InputError(f": an instruction is an object, not {shorten(json.dumps(entry))}")
+    op = entry.get("op")
+    codec = _CODECS.get(op) if isinstance(op, str) else None
+    if codec is None:
+        named = shorten(op) if isinstance(op, str) else shorten(json.dumps(op))
+        raise InputError(f"/op: unknown instruction {named!r}{suggest(named, _CODECS)}")
+    if len(entry) != len(codec.names) + 1 or not all(name in entry for name in codec.names):
+        raise InputError(codec.describe_keys(entry))
+    return codec.make(*[read(entry[name], name) for name, read in codec.readers])
+
+
+def _read_index(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a whole number from 0 to {LARGEST}")
+    return value
+
+
+def _read_indices(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a list of whole numbers")
+    return tuple(_read_index(item, name) for item in value)
+
+
+def _read_axes(value: object, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(axis in AXES for axis in value):
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a list of axes among {', '.join(AXES)}")
+    return tuple(value)
+
+
+def _read_name(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 200:
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a name of 1 to 200 printable letters")
+    return value
+
+
+_READERS: dict[str, Callable[[object, str], Any]] = {
+    "int": _read_index,
+    "str": _read_name,
+    "tuple[int, ...]": _read_indices,
+    "tuple[str, ...]": _read_axes,
+}
+
+
+class _Codec:
+    """How one class of instruction is read, worked out from its fields."""
+
+    def __init__(self, make: type[ins.Instruction]) -> None:
+        self.make = make
+        self.names = tuple(field.name for field in fields(make))
+        self.readers = tuple((field.name, _READERS[str(field.type)]) for field in fields(make))
+
+    def describe_keys(self, entry: dict[str, object]) -> str:
+        """Say which key is missing or unknown."""
+        for name in self.names:
+            if name not in entry:
+                return f": {self.make.__name__} lacks {name!r}"
+        unknown = shorten(next(key for key in entry if key != "op" and key not in self.names))
+        return f"{pointer(unknown)}: unknown key of {self.make.__name__}{suggest(unknown, ('op', *self.names))}"
+
+
+_CODECS = {make.__name__: _Codec(make) for make in ins.ALL}
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan file by way of a temporary name, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(dumps(plan), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot write the plan: {error.strerror}") from error
+
+
+def load(path: Path) -> Plan:
+    """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the plan: {error.strerror}") from error
+    try:
+        return loads(data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error

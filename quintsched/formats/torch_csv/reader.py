@@ -1,0 +1,142 @@
+"""From the cells of a file to a proved plan.
+
+Which rank holds which stage is read off who computes what. The proof is the one of every plan; what it finds is said
+in places of the file too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from quintsched.errors import UnsoundError, UsageError
+from quintsched.formats.torch_csv.cells import Cell, Cells, read_cells
+from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
+from quintsched.graph.plan_events import find_profile
+from quintsched.ir.instructions import AllReduceBucket, Instruction, RecvGrad, SendAct
+from quintsched.ir.layout import Route
+from quintsched.ir.mesh import Mesh
+from quintsched.passes import TRAIN_PASSES, lower
+from quintsched.plan import Plan, ScheduleSpec
+from quintsched.verify.soundness import Verdict, check, check_order
+
+MOST_PLACES = 20
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was read from a file, proved; `notes` say what of the file it leaves out."""
+
+    verdict: Verdict
+    notes: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.verdict.plan
+
+
+def loads(
+    text: str,
+    *,
+    mesh: Mesh | str | None = None,
+    profile: str = "channel",
+    name: str = "torch-csv",
+) -> Imported:
+    """Read a schedule file and prove the plan it makes.
+
+    Args:
+        text: the file.
+        mesh: the mesh that the plan is for; its pp is the number of lines. None takes just these pipeline ranks.
+        profile: the transport profile under which the plan must be free of deadlock.
+        name: what the plan's schedule is to be called.
+
+    Raises:
+        UsageError: a mesh that does not fit, an unknown profile.
+        InputError: a fault of the file, with its line and cell.
+        UnsoundError: a plan that is not sound; the message is the counter-example, with the cells it is about.
+    """
+    find_profile(profile)
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    cells = read_cells(text)
+    lines = cells[-1].rank + 1
+    if mesh is not None and mesh.pp != lines:
+        raise UsageError(f"the mesh {mesh} has {mesh.pp} pipeline ranks, but the file has {lines} lines, one for each")
+    kept = _words_kept(cells)
+    plan = _draft([cell for cell in cells if cell.word in kept], mesh or Mesh(pp=lines), name)
+    if MESSAGES.keys().isdisjoint(kept):
+        _raise_if_unsound(check_order(plan), cells)
+    plan = lower(plan, [step for step in TRAIN_PASSES if not _already_done(step.name, kept)])
+    verdict = check(plan, profile=profile)
+    _raise_if_unsound(verdict, cells)
+    return Imported(verdict, tuple(_notes(cells)))
+
+
+def _words_kept(cells: Cells) -> set[Word]:
+    """Return the words of the file that have a part in the plan: where messages are ours, so are reductions."""
+    words = {cell.word for cell in cells}
+    return words.difference(SHARDING) if words & MESSAGES.keys() else words & COMPUTATIONS.keys()
+
+
+def _already_done(step: str, kept: set[Word]) -> bool:
+    """Whether the file has done what this pass does."""
+    return (step == "place-messages" and not MESSAGES.keys().isdisjoint(kept)) or (
+        step == "reduce-buckets" and Word.REDUCE_GRAD in kept
+    )
+
+
+def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> Plan:
+    """Return the plan that holds what the file says and nothing else."""
+    home = {cell.stage: cell.rank for cell in cells}
+    stage_to_pp = tuple(home[stage] for stage in range(len(home)))
+    microbatches = len({cell.microbatch for cell in cells if cell.word is Word.FORWARD})
+    draft = Plan(
+        mode="train",
+        schedule=ScheduleSpec(name, microbatches, chunks=max(Counter(stage_to_pp).values())),
+        mesh=mesh,
+        stage_to_pp=stage_to_pp,
+        routes=(Route(tuple(range(len(home))), tuple(range(microbatches))),),
+        buckets_per_stage=1,
+        programs=(),
+    )
+    programs: list[list[Instruction]] = [[] for _ in range(mesh.pp)]
+    for cell in cells:
+        programs[cell.rank] += _instructions(cell, draft)
+    return replace(draft, programs=tuple(map(tuple, programs)))
+
+
+def _instructions(cell: Cell, plan: Plan) -> Sequence[Instruction]:
+    """Return what a cell stands for: an instruction, or none."""
+    stage, microbatch = cell.stage, cell.microbatch or 0
+    if cell.word in COMPUTATIONS:
+        return [COMPUTATIONS[cell.word](stage, microbatch)]
+    if cell.word in MESSAGES:
+        kind, at = MESSAGES[cell.word], plan.stage_to_pp
+        other = stage + 1 if issubclass(kind, SendAct | RecvGrad) else stage - 1
+        return [kind(stage, microbatch, at[other] if 0 <= other < len(at) else NOBODY)]
+    if cell.word is Word.REDUCE_GRAD:
+        return [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
+    return []
+
+
+def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
+    """Raise `UnsoundError` with the counter-example and the cells it is about, unless the verdict is good."""
+    if verdict.sound:
+        return
+    cell_of = {instruction: cell for cell in cells for instruction in _instructions(cell, verdict.plan)}
+    programs = verdict.plan.programs
+    marked = [programs[f.rank][f.index] for f in verdict.findings if f.rank is not None and f.index is not None]
+    found = [*dict.fromkeys(cell_of[instruction] for instruction in marked if instruction in cell_of)]
+    lines = [f"  {cell.place}: {cell}" for cell in found[:MOST_PLACES]]
+    raise UnsoundError("\n".join([verdict.explain(), *(["in the file:"] if lines else []), *lines]))
+
+
+def _notes(cells: Cells) -> Iterator[str]:
+    dropped = [cell for cell in cells if cell.word in SHARDING]
+    if dropped:
+        yield (
+            f"left out {len(dropped)} UNSHARD and RESHARD, the first in {dropped[0].place}: in this plan a stage keeps "
+            "its full weights"
+        )

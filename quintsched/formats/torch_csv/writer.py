@@ -1,0 +1,100 @@
+"""From a plan to a file that torch's `_PipelineScheduleRuntime._load_csv` reads.
+
+`format="compute_only"` takes what `dumps(plan, compute_only=True)` writes, `format="compute_comms"` the rest. Stages
+wrapped in FSDP want the first: torch then adds its own `UNSHARD` and `RESHARD`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintsched.errors import UsageError
+from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, Word
+from quintsched.ir.instructions import (
+    AllReduceBucket,
+    Bwd,
+    BwdWeight,
+    ClipGrad,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    OptStep,
+    ShareMetrics,
+)
+from quintsched.plan import Plan, Program
+
+_WORDS: dict[type[Instruction], Word] = {kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGES.items())}
+_LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
+
+
+def dumps(plan: Plan, *, compute_only: bool = False) -> str:
+    """Return the file's text; the same plan always gives the same bytes.
+
+    Raises `UnsoundError` for a plan that is not sound, `UsageError` for one that torch's runtime cannot express.
+    """
+    plan.check().raise_if_unsound()
+    fault = _beyond_torch(plan)
+    if fault:
+        raise UsageError(f"torch's pipeline runtime cannot run this plan: {fault}")
+    write = _computations if compute_only else _with_communication
+    return "".join(",".join(write(program)) + "\n" for program in plan.programs)
+
+
+def _computations(program: Program) -> Iterator[str]:
+    return (_cell(i) for i in program if isinstance(i, Compute))
+
+
+def _with_communication(program: Program) -> Iterator[str]:
+    """Yield every action. torch divides gradients by the number of microbatches in REDUCE_GRAD, replicas or not."""
+    reduced: dict[int, int] = {}
+    for index, i in enumerate(program):
+        if isinstance(i, Bwd | BwdWeight | AllReduceBucket):
+            reduced[i.stage] = index
+    stage_at = {index: stage for stage, index in reduced.items()}
+    for index, i in enumerate(program):
+        if isinstance(i, Compute | Message):
+            yield _cell(i)
+        if index in stage_at:
+            yield f"{stage_at[index]}{Word.REDUCE_GRAD.value}"
+
+
+def _cell(i: Compute | Message) -> str:
+    return f"{i.stage}{_WORDS[type(i)].value}{i.microbatch}"
+
+
+def _beyond_torch(plan: Plan) -> str | None:
+    """Say what of a sound plan torch has no word for, or would compute wrongly."""
+    stages = tuple(range(len(plan.stage_to_pp)))
+    if plan.mode != "train":
+        return "it only computes forward; torch's runtime refuses schedules without backwards"
+    if plan.stage_to_part is not None or len(plan.routes) > 1:
+        return "its microbatches go both ways; torch knows one route, from the first stage to the last"
+    if plan.routes[0].stages != stages:
+        return f"its route is {plan.routes[0].stages}; torch's goes through the stages in rising order"
+    if plan.schedule.slices > 1:
+        return f"it cuts microbatches into {plan.schedule.slices} slices; torch computes them whole"
+    if any(plan.recompute):
+        return "it recomputes activations; torch's stages do that themselves, so leave it to their modules (checkpoint)"
+    if plan.zero.stage:
+        return f"it shares out state over replicas (ZeRO-{plan.zero.stage}); with torch that is up to FSDP"
+    if plan.tied:
+        return (
+            f"it adds up the gradients of tied weights, {', '.join(map(repr, plan.tied))}; torch has no word for that"
+        )
+    idle = next((rank for rank in range(plan.mesh.pp) if rank not in plan.stage_to_pp), None)
+    if idle is not None:
+        return f"rank {idle} holds no stage; every rank of torch's holds one"
+    last = [i.microbatch for i in plan.programs[plan.stage_to_pp[-1]] if isinstance(i, Fwd) and i.stage == stages[-1]]
+    if last != sorted(last):
+        return f"its last stage computes the microbatches in the order {last[:20]}; torch counts losses as they come"
+    return _unknown(plan)
+
+
+def _unknown(plan: Plan) -> str | None:
+    known = (*_WORDS, AllReduceBucket, *_LEFT_TO_THE_USER)
+    for rank, program in enumerate(plan.programs):
+        for index, i in enumerate(program):
+            if not isinstance(i, known):
+                return f"rank {rank} instruction {index}, {i}, has no word there"
+    return None

@@ -1,0 +1,177 @@
+"""Trace files: what each rank of a run really did, one file per rank, one span per instruction of its program.
+
+    DIR/rank0.json   {"format": "quintsched.simulate.measured", "version": 1, "plan": "<sha256 of the plan's JSON>",
+    DIR/rank1.json    "rank": 0, "pp_rank": 0, "unit": "s",
+    …                 "steps": [{"step": 7, "start": […], "end": […], "wait": […]}, …]}
+
+Times are seconds on a clock that all ranks share, in the order of the program. `wait` is the part of a span in which
+the instruction waited for another rank: a message, a collective, a send's buffer. A send's span is its call. A receive
+starts where it is posted and ends where its taker has it; its `wait` is how long the taker waited for it, which is
+part of the taker's own span and `wait` as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.formats.strictjson import describe_faults, parse_strict, pointer
+from quintsched.plan import Plan
+from quintsched.simulate.simulator import Times
+
+FORMAT = "quintsched.simulate.measured"
+VERSION = 1
+MAX_BYTES = 2**31
+
+DIGITS = 7
+"""Decimals of a second in a file: a tenth of a microsecond."""
+
+SLACK_S = 1e-6
+"""By how much rounding may make a wait longer than its span."""
+
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _StepFile(_Strict):
+    step: Index
+    start: list[Seconds]
+    end: list[Seconds]
+    wait: list[Seconds]
+
+
+class _RankFile(_Strict):
+    format: Literal["quintsched.simulate.measured"]
+    version: Literal[1]
+    plan: str
+    rank: Index
+    pp_rank: Index
+    unit: Literal["s"]
+    steps: list[_StepFile] = Field(min_length=1)
+
+
+@dataclass(frozen=True, eq=False)
+class RankTrace:
+    """What one rank did: `start`, `end` and `wait` have a row per step and a column per instruction, in seconds."""
+
+    plan: str
+    rank: int
+    pp_rank: int
+    steps: tuple[int, ...]
+    start: Times
+    end: Times
+    wait: Times
+
+    def save(self, directory: Path) -> None:
+        """Write `rank<rank>.json` by way of a temporary name; raises `UsageError` where that cannot be done."""
+        head = {"format": FORMAT, "version": VERSION, "plan": self.plan, "rank": self.rank, "pp_rank": self.pp_rank}
+        times = {name: np.round(getattr(self, name), DIGITS).tolist() for name in ("start", "end", "wait")}
+        steps = [
+            {"step": step, **{name: of_steps[place] for name, of_steps in times.items()}}
+            for place, step in enumerate(self.steps)
+        ]
+        path = directory / file_name(self.rank)
+        temporary = directory / f".{path.name}.{os.getpid()}.tmp"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(head | {"unit": "s", "steps": steps}, allow_nan=False), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot write the trace: {error.strerror}") from error
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a global rank's file."""
+    return f"rank{rank}.json"
+
+
+def digest_of(plan: Plan) -> str:
+    """Return what a trace knows its plan by: the SHA-256 of the plan file's text."""
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()
+
+
+def load_ranks(directory: Path, plan: Plan) -> tuple[RankTrace, ...]:
+    """Read the files of all ranks of a plan.
+
+    Raises `UsageError` (no such directory), `MisfitError` (a trace of another plan) or `InputError` (a rank without
+    a file, a broken file, ranks that recorded different steps).
+    """
+    if not directory.is_dir():
+        raise UsageError(f"{directory}: there is no such directory; a run leaves its trace where `--trace` says")
+    missing = [rank for rank in range(plan.mesh.size) if not (directory / file_name(rank)).exists()]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise InputError(f"{directory}: {file_name(missing[0])} is missing{more}; the plan has {plan.mesh.size} ranks")
+    digest = digest_of(plan)
+    ranks = tuple(_load_rank(directory / file_name(rank), plan, digest, rank) for rank in range(plan.mesh.size))
+    for other in ranks:
+        if other.steps != ranks[0].steps:
+            shown = [", ".join(map(str, of_rank.steps)) for of_rank in (ranks[0], other)]
+            raise InputError(f"{directory}: rank 0 recorded the steps {shown[0]}, rank {other.rank} {shown[1]}")
+    return ranks
+
+
+def _load_rank(path: Path, plan: Plan, digest: str, rank: int) -> RankTrace:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the trace: {error.strerror}") from error
+    try:
+        file = _read(data)
+        if file.plan != digest:
+            raise MisfitError(f"{path}: /plan: this is the trace of another plan")
+        return _rank_trace(file, plan, rank)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _read(text: bytes) -> _RankFile:
+    if len(text) > MAX_BYTES:
+        raise InputError(f"the file has {len(text)} bytes; a trace has at most {MAX_BYTES}")
+    data: Any = parse_strict(text)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InputError(f'/format: this is not a trace file; it must say "format": "{FORMAT}"')
+    version = data.get("version")
+    if type(version) is int and version > VERSION:
+        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
+    try:
+        return _RankFile.model_validate(data)
+    except ValidationError as error:
+        raise InputError(describe_faults(error)) from error
+
+
+def _rank_trace(file: _RankFile, plan: Plan, rank: int) -> RankTrace:
+    pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+    if (file.rank, file.pp_rank) != (rank, pp_rank):
+        raise InputError(f"/rank: it is of rank {file.rank}, pp rank {file.pp_rank}, not of rank {rank}, {pp_rank}")
+    steps = tuple(entry.step for entry in file.steps)
+    if len(set(steps)) != len(steps):
+        raise InputError("/steps: a step is there twice")
+    size = len(plan.programs[pp_rank])
+    start, end, wait = (_table(file.steps, name, size) for name in ("start", "end", "wait"))
+    wrong = np.argwhere((wait < 0) | (wait > end - start + SLACK_S))
+    if len(wrong):
+        step, index = wrong[0].tolist()
+        raise InputError(f"{pointer('steps', step, 'wait', index)}: a wait is not within its instruction's span")
+    return RankTrace(file.plan, rank, pp_rank, steps, start, end, wait)
+
+
+def _table(steps: list[_StepFile], name: str, size: int) -> Times:
+    for place, entry in enumerate(steps):
+        found = len(getattr(entry, name))
+        if found != size:
+            where = pointer("steps", place, name)
+            raise InputError(f"{where}: it has {found} values; the program has {size} instructions")
+    return np.array([getattr(entry, name) for entry in steps], dtype=np.float64)

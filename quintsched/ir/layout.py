@@ -1,0 +1,266 @@
+"""Where stages lie and in which order a microbatch visits them: what data flow has to know of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quintsched.ir.columns import Flags, Ints
+from quintsched.ir.mesh import Mesh
+
+TWINS = "stage"
+"""What ties call the weights of twins: all of a stage."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The order in which some microbatches visit stages."""
+
+    stages: tuple[int, ...]
+    microbatches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How much of a stage's state is shared out over its replicas instead of standing on each of them.
+
+    `stage` 0: nothing; 1: the optimizer's state; 2: gradients as well; 3: weights as well. From 2 on, gradients are
+    reduced after `every` microbatches, so that full ones never stand for longer. (Rajbhandari et al. 2020, "ZeRO:
+    Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.)
+    """
+
+    stage: int = 0
+    every: int = 1
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Whether each replica keeps and steps only its share."""
+        return self.stage >= 1
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether full gradients stand only until they are reduced."""
+        return self.stage >= 2
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether full weights stand only from a `GatherParams` to a `FreeParams`."""
+        return self.stage >= 3
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Weights that several stages hold: `number` is 0 for all weights of twins, from 1 on for the named ones."""
+
+    params: str
+    stages: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages on ranks, routes of microbatches, and what happens to activations and gradients.
+
+    `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
+    "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
+    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied` and `zero` are those of
+    a plan. `backward_order` says per stage in which order backwards end, where gradients are reduced as they come.
+    """
+
+    stage_to_pp: tuple[int, ...]
+    routes: tuple[Route, ...]
+    trains: bool
+    mesh: Mesh
+    buckets_per_stage: int
+    slices: int = 1
+    stage_to_part: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
+    tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    zero: Zero = Zero()
+    backward_order: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """Per route: stage → (the stage before, the stage after)."""
+        return tuple(
+            {
+                stage: (before, after)
+                for before, stage, after in zip(
+                    (-1, *route.stages), route.stages, (*route.stages[1:], -1), strict=False
+                )
+            }
+            for route in self.routes
+        )
+
+    @cached_property
+    def _by_microbatch(self) -> dict[int, dict[int, tuple[int, int]]]:
+        return {
+            microbatch: neighbours
+            for route, neighbours in zip(self.routes, self._neighbours, strict=True)
+            for microbatch in route.microbatches
+        }
+
+    def before(self, stage: int, microbatch: int) -> int:
+        """The stage that `microbatch` visits just before `stage`, or -1."""
+        return self._by_microbatch[microbatch][stage][0]
+
+    def after(self, stage: int, microbatch: int) -> int:
+        """The stage that `microbatch` visits just after `stage`, or -1."""
+        return self._by_microbatch[microbatch][stage][1]
+
+    def visits(self, stage: int, microbatch: int) -> bool:
+        """Whether the route of `microbatch` leads through `stage`."""
+        return stage in self._by_microbatch.get(microbatch, {})
+
+    @cached_property
+    def _tables(self) -> tuple[Ints, Ints, Ints]:
+        """The route of each microbatch, and per route and stage the stage before and after."""
+        route_of = np.zeros(self.num_microbatches, np.int64)
+        before, after = np.full((2, len(self.routes), len(self.stage_to_pp)), -1)
+        for number, (route, neighbours) in enumerate(zip(self.routes, self._neighbours, strict=True)):
+            route_of[list(route.microbatches)] = number
+            for stage, (previous, following) in neighbours.items():
+                before[number, stage], after[number, stage] = previous, following
+        return route_of, before, after
+
+    def all_before(self, stages: Ints, microbatches: Ints) -> Ints:
+        """`before`, for many at once."""
+        route_of, before, _ = self._tables
+        return before[route_of[microbatches], stages]
+
+    def all_after(self, stages: Ints, microbatches: Ints) -> Ints:
+        """`after`, for many at once."""
+        route_of, _, after = self._tables
+        return after[route_of[microbatches], stages]
+
+    def visits_all(self) -> Flags:
+        """Return (stages, microbatches): which stages each microbatch visits."""
+        visits = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
+        for route in self.routes:
+            visits[np.ix_(route.stages, route.microbatches)] = True
+        return visits
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches all routes have together."""
+        return sum(len(route.microbatches) for route in self.routes)
+
+    @cached_property
+    def buckets(self) -> Mapping[int, tuple[str, ...]]:
+        """The gradient buckets of a stage, and the axes over which each is summed: () where there are no replicas.
+
+        The dense weights' come first, `buckets_per_stage` of them. Where ep shares out experts that have replicas, one
+        more holds the experts' weights, which ranks along ep do not have in common.
+        """
+        dense = dict.fromkeys(range(self.buckets_per_stage), self.mesh.replica_axes)
+        experts = self.mesh.expert_replica_axes
+        return {**dense, self.buckets_per_stage: experts} if experts else dense
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """What is summed over replicas of each stage, in this order: (bucket, axes)."""
+        return tuple((bucket, axes) for bucket, axes in self.buckets.items() if axes)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return tuple(self._parts_of(stage) for stage in range(len(self.stage_to_pp)))
+
+    def _parts_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        if not self.zero.shares_gradients or self.ties_of(stage):
+            return (self.microbatches_of(stage),)
+        order, every = self.backward_order[stage], self.zero.every
+        return tuple(order[first : first + every] for first in range(0, len(order), every))
+
+    def parts_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The microbatches whose gradients are reduced together, in the order in which that is done.
+
+        One part where full gradients may stand until the end; they have to, where a stage's weights are tied: those
+        gradients are complete only when those of all stages that hold the weight are.
+        """
+        return self._parts[stage]
+
+    @cached_property
+    def _part_numbers(self) -> tuple[dict[int, int], ...]:
+        return tuple({m: number for number, part in enumerate(parts) for m in part} for parts in self._parts)
+
+    def part_number(self, stage: int, microbatch: int) -> int:
+        """The part in which a microbatch's gradient of `stage` is reduced."""
+        return self._part_numbers[stage][microbatch]
+
+    @cached_property
+    def _holders(self) -> dict[int, tuple[int, ...]]:
+        parts = set(self.stage_to_part)
+        return {part: tuple(s for s, p in enumerate(self.stage_to_part) if p == part) for part in parts}
+
+    def part_of(self, stage: int) -> int:
+        """Which piece of the model `stage` holds."""
+        return self.stage_to_part[stage] if self.stage_to_part else stage
+
+    def twins(self, stage: int) -> tuple[int, ...]:
+        """All stages that hold the same piece of the model as `stage`, itself included; () where it is the only one."""
+        holders = self._holders[self.stage_to_part[stage]] if self.stage_to_part else ()
+        return holders if len(holders) > 1 else ()
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """All ties, in the one order in which every rank adds up their gradients: twins first, then names."""
+        twins = sorted({self.twins(stage) for stage in range(len(self.stage_to_pp))} - {()})
+        named = (Tie(name, stages, number) for number, (name, stages) in enumerate(self.tied, start=1))
+        return (*(Tie(TWINS, stages, 0) for stages in twins), *named)
+
+    @cached_property
+    def _ties(self) -> dict[int, tuple[Tie, ...]]:
+        found: dict[int, list[Tie]] = {stage: [] for stage in range(len(self.stage_to_pp))}
+        for tie in self.ties:
+            for stage in tie.stages:
+                found[stage].append(tie)
+        return {stage: tuple(ties) for stage, ties in found.items()}
+
+    def ties_of(self, stage: int) -> tuple[Tie, ...]:
+        """The ties of a stage's weights, in the order of `ties`."""
+        return self._ties[stage]
+
+    def recompute_every(self, stage: int) -> int:
+        """Every how many blocks of `stage` one is recomputed; 0 where all activations are kept."""
+        return self.recompute[stage] if self.recompute else 0
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether `stage` drops activations in its forwards, and recomputes them for its backwards."""
+        return self.recompute_every(stage) > 0
+
+    @cached_property
+    def recomputing(self) -> Flags:
+        """`recomputes`, for all stages."""
+        return np.array([self.recomputes(stage) for stage in range(len(self.stage_to_pp))], np.bool_)
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The pp ranks that hold any of these stages, in rising order."""
+        return tuple(sorted({self.stage_to_pp[stage] for stage in stages}))
+
+    def rank_of(self, stage: int) -> int:
+        """The pp rank that holds `stage`."""
+        return self.stage_to_pp[stage]
+
+    @cached_property
+    def _stages(self) -> dict[int, tuple[int, ...]]:
+        ranks = set(self.stage_to_pp)
+        return {rank: tuple(s for s, pp in enumerate(self.stage_to_pp) if pp == rank) for rank in ranks}
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that pp rank `rank` holds."""
+        return self._stages.get(rank, ())
+
+    @cached_property
+    def _microbatches(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {stage: [] for stage in range(len(self.stage_to_pp))}
+        for route in self.routes:
+            for stage in route.stages:
+                found[stage].extend(route.microbatches)
+        return {stage: tuple(sorted(microbatches)) for stage, microbatches in found.items()}
+
+    def microbatches_of(self, stage: int) -> tuple[int, ...]:
+        """The microbatches that visit `stage`."""
+        return self._microbatches[stage]

@@ -1,0 +1,134 @@
+"""The device mesh: named axes, and which ranks stand together along them.
+
+dp=2,pp=2,tp=2      rank = row-major index of its coordinates, outermost axis first
+
+     tp0 tp1              groups("tp")  (0 1) (2 3) (4 5) (6 7)
+pp0 [ 0   1 ] dp0         groups("pp")  (0 2) (1 3) (4 6) (5 7)
+pp1 [ 2   3 ]             groups("dp", "tp")  (0 1 4 5) (2 3 6 7)
+pp0 [ 4   5 ] dp1
+pp1 [ 6   7 ]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from quintsched.errors import MisfitError, UsageError, suggest
+
+AXES = ("dp", "pp", "tp", "cp", "ep")
+"""Data, pipeline, tensor, context (sequence) and expert parallelism."""
+
+REPLICA_AXES = ("dp", "cp", "ep")
+"""The axes over which the gradient of a dense weight is summed."""
+
+EXPERT_REPLICA_AXES = ("dp", "cp")
+"""The axes over which the gradient of an expert's weight is summed: along ep the ranks hold different experts."""
+
+MAX_RANKS = 2**24
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Named axes with sizes, outermost first: `Mesh(dp=2, pp=2, tp=2)`.
+
+    Any subset of `AXES` in any order; an axis that is left out has size 1.
+    Raises `UsageError` for an unknown axis or a size below 1.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            if name not in AXES:
+                raise UsageError(f"mesh: unknown axis {name!r}{suggest(name, AXES)}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UsageError(f"mesh: axis {name} has size {size!r}; give a whole number of at least 1")
+        if math.prod(sizes.values()) > MAX_RANKS:
+            raise UsageError(f"mesh: more ranks than the {MAX_RANKS} that are supported")
+        object.__setattr__(self, "axes", tuple(sizes.items()))
+
+    @classmethod
+    def parse(cls, text: str | Mapping[str, int]) -> Mesh:
+        """Read `"dp=2,pp=2,tp=2"`, or a mapping of the same; raises `UsageError`."""
+        if isinstance(text, Mapping):
+            return cls(**text)
+        sizes: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals or not size.isdecimal() or len(size) > len(str(MAX_RANKS)):
+                raise UsageError(f"mesh: cannot read {part!r} in {text!r}; write it like dp=2,pp=2,tp=2")
+            if name in sizes:
+                raise UsageError(f"mesh: axis {name} is given twice in {text!r}")
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes) or "one rank"
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks (world size)."""
+        return math.prod(size for _, size in self.axes)
+
+    def require_world_size(self, world_size: int) -> None:
+        """Raise `MisfitError` unless as many processes were started as the mesh has ranks."""
+        if world_size != self.size:
+            started = "1 process was" if world_size == 1 else f"{world_size} processes were"
+            raise MisfitError(
+                f"the plan's mesh {self} has {self.size} ranks, but {started} started; "
+                f"use torchrun --nproc-per-node {self.size}, or a plan for {world_size}"
+            )
+
+    def axis_size(self, name: str) -> int:
+        """The size of an axis; 1 for one that the mesh does not have."""
+        return dict(self.axes).get(name, 1)
+
+    @property
+    def pp(self) -> int:
+        """The number of pipeline ranks."""
+        return self.axis_size("pp")
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis; raises `UsageError` outside 0..size-1."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {rank} is not in the mesh {self}: its ranks are 0 to {self.size - 1}")
+        where: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, where[name] = divmod(rank, size)
+        return {name: where[name] for name, _ in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates; an axis that is left out counts as 0."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates.get(name, 0)
+        return rank
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ along `axes` only, each in rising order.
+
+        The groups are disjoint, cover the mesh and come in rising order of their first rank.
+        """
+        inside = [range(size) if name in axes else range(1) for name, size in self.axes]
+        outside = [range(1) if name in axes else range(size) for name, size in self.axes]
+        names = [name for name, _ in self.axes]
+        offsets = [self.rank(dict(zip(names, where, strict=True))) for where in product(*inside)]
+        return [
+            tuple(self.rank(dict(zip(names, where, strict=True))) + offset for offset in offsets)
+            for where in product(*outside)
+        ]
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes of more than one rank over which dense gradients are summed."""
+        return tuple(name for name, size in self.axes if name in REPLICA_AXES and size > 1)
+
+    @property
+    def expert_replica_axes(self) -> tuple[str, ...]:
+        """The axes of more than one rank over which experts' gradients are summed; () where all ranks hold them all."""
+        has_experts = self.axis_size("ep") > 1
+        return tuple(name for name in self.replica_axes if has_experts and name in EXPERT_REPLICA_AXES)

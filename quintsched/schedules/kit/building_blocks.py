@@ -1,0 +1,129 @@
+"""Controllable memory (Qi et al. 2024, arXiv:2405.15362): repeat one microbatch's block, then close up the gaps.
+
+A *block* says when each rank starts the four passes of microbatch 0, in chunks' forwards, in a V of two chunks;
+microbatch j does the same 6j later, 6 being what a rank has to do for it. Weight halves find room between (f forward,
+i input half; 0 the chunk on the way down, 1 that on the way up; small letters are microbatch 0, capitals 1):
+
+           0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
+    rank 0 f0       f1       F0    i1 F1    i0       I1       I0
+    rank 1    f0 f1             F0 F1 i1 i0             I1 I0
+
+How long activations stand in a block decides the memory. Run as it stands, this takes long to begin and to end; so
+the blocks give only the order. Slot by slot, a rank does the first pass of its order, or, where that cannot run yet, a
+later one: a forward only if the cap leaves room for all that the order has before it. Weight halves fill what is left,
+or make room where memory is full.
+
+With k chunks' activations, this takes (6P-1-3k)/2 beyond M(F+I+W) at unit costs, k < 2P.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.schedules.kit.registry import Shape
+
+PERIOD = 6
+"""What a rank has to do per microbatch: three passes of two chunks."""
+
+PASSES: tuple[tuple[type[Compute], int], ...] = ((Fwd, 0), (Fwd, 1), (BwdInput, 1), (BwdInput, 0))
+"""The passes of a microbatch on a rank in the order of time: instruction and chunk."""
+
+Block = tuple[int, int, int, int]
+"""When a rank starts each of `PASSES` for microbatch 0."""
+
+
+def repeat_and_close_up(
+    shape: Shape, blocks: Sequence[Block], cap: int, spare: int = 0
+) -> tuple[tuple[Compute, ...], ...]:
+    """Return the order of all ranks, none of which ever holds more than `cap` chunks' activations.
+
+    Args:
+        shape: two chunks in a V.
+        blocks: each rank's block; repeated, it may not need more than `cap` itself.
+        cap: in chunks' activations.
+        spare: what a forward that goes before its place has to leave free besides.
+    """
+    ranks = [_Rank(shape.stages_of(rank), block, shape, cap, spare) for rank, block in enumerate(blocks)]
+    progress = _Progress(2 * shape.pp)
+    while started := [done for rank in ranks if (done := rank.step(progress))]:
+        progress.record(started)
+    return tuple(tuple(rank.order) for rank in ranks)
+
+
+class _Progress:
+    """How many microbatches each stage has done, which come in order."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._forwards = [0] * num_stages
+        self._inputs = [0] * num_stages
+
+    def allows(self, kind: type[Compute], stage: int, microbatch: int) -> bool:
+        """Whether what the pass needs is there."""
+        if kind is Fwd:
+            return stage == 0 or self._forwards[stage - 1] > microbatch
+        above = self._forwards if stage == len(self._inputs) - 1 else self._inputs[1:]
+        return self._forwards[stage] > microbatch and above[stage] > microbatch
+
+    def record(self, started: Sequence[Compute]) -> None:
+        """Count what was done in a slot."""
+        for done in started:
+            self._forwards[done.stage] += isinstance(done, Fwd)
+            self._inputs[done.stage] += isinstance(done, BwdInput)
+
+
+class _Rank:
+    """One rank's order as it grows, slot by slot."""
+
+    def __init__(self, stages: tuple[int, ...], block: Block, shape: Shape, cap: int, spare: int) -> None:
+        self.order: list[Compute] = []
+        self._stages = [stages[chunk] for _, chunk in PASSES]
+        self._end = [start + PERIOD * shape.microbatches for start in block]
+        self._due = list(block)
+        """When each pass of `PASSES` is to come next, in the repeated block."""
+        self._next = [0, 0, 0, 0]
+        """The microbatch that it is then for."""
+        self._cap, self._spare = cap, spare
+        self._memory = 0
+        self._pending: deque[BwdWeight] = deque()
+
+    def step(self, progress: _Progress) -> Compute | None:
+        """Do one thing, if anything can be done."""
+        found = self._pass(progress) or (self._pending.popleft() if self._pending else None)
+        if found is None:
+            return None
+        self._memory += isinstance(found, Fwd) - isinstance(found, BwdWeight)
+        if isinstance(found, BwdInput):
+            self._pending.append(BwdWeight(found.stage, found.microbatch))
+        self.order.append(found)
+        return found
+
+    def _pass(self, progress: _Progress) -> Compute | None:
+        """Take the first pass that can run; none where memory has to be freed for the first of all."""
+        for place, which in enumerate(sorted(range(len(PASSES)), key=self._due.__getitem__)):
+            kind, stage, microbatch = PASSES[which][0], self._stages[which], self._next[which]
+            if self._due[which] == self._end[which] or not progress.allows(kind, stage, microbatch):
+                continue
+            if kind is Fwd and self._memory == self._cap:
+                if place == 0:
+                    return None
+                continue
+            if kind is Fwd and place > 0 and self._fullest_before(which) + self._spare >= self._cap:
+                continue
+            self._due[which] += PERIOD
+            self._next[which] += 1
+            return kind(stage, microbatch)
+        return None
+
+    def _fullest_before(self, last: int) -> int:
+        """The most that stands until the place of pass `last`, if weight halves follow at once."""
+        due = list(self._due)
+        standing = most = self._next[0] + self._next[1] - self._next[2] - self._next[3]
+        while True:
+            which = min((w for w in range(len(PASSES)) if due[w] < self._end[w]), key=due.__getitem__)
+            if which == last:
+                return most
+            standing += 1 if PASSES[which][0] is Fwd else -1
+            most = max(most, standing)
+            due[which] += PERIOD

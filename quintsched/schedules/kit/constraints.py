@@ -1,0 +1,33 @@
+"""What shapes some schedules take: each returns what is wrong with a shape and the nearest sizes that work, or None.
+
+The docstring is what `quintsched schedules` says of it.
+"""
+
+from __future__ import annotations
+
+from quintsched.schedules.kit.registry import Shape
+
+
+def whole_rounds(shape: Shape) -> str | None:
+    """M a multiple of P"""
+    below = shape.microbatches // shape.pp * shape.pp
+    if below == shape.microbatches:
+        return None
+    nearest = f"{below} or {below + shape.pp}" if below else f"{shape.pp}"
+    return f"microbatches is {shape.microbatches}, no multiple of pp={shape.pp}; the nearest that works: {nearest}"
+
+
+def meets_half_way(shape: Shape) -> str | None:
+    """P even, M even and at least 2P"""
+    pp, microbatches = shape.pp, shape.microbatches
+    if pp % 2:
+        nearest = f"{pp - 1} or {pp + 1}" if pp > 1 else "2"
+        return f"pp is {pp}, which is odd; the nearest that works: {nearest}"
+    if microbatches < 2 * pp:
+        return f"microbatches is {microbatches}, below 2 x pp = {2 * pp}; the nearest that works: {2 * pp}"
+    if microbatches % 2:
+        return (
+            f"microbatches is {microbatches}, which is odd; "
+            f"the nearest that works: {microbatches - 1} or {microbatches + 1}"
+        )
+    return None

@@ -1,0 +1,216 @@
+"""Greedy list scheduling of one stage per rank, under given costs and a cap on memory.
+
+A run in simulated time: a rank that is free does what can run, and its order is that in which it did things. What it
+prefers is said by a `Manner`, whose heart is the *lead*: by how many forwards a rank is ahead of its input halves.
+
+    lead 4    F0 F1 F2 F3 I0 F4 I1 F5 I2 …           weight halves fill the gaps, or make room where memory is full
+    lead 1    F0 I0 F1 I1 …
+
+A forward begins only where the cap leaves room for it. No run of an eager manner gets stuck: microbatches come in
+order, so all memory that a rank lacks for the oldest one is freed by its own weight halves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
+
+EPSILON = 1e-9
+FLOOD = 2
+"""So many forwards may lie before the next rank without having begun there."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be scheduled: for each stage in order, the times of its three passes and what a microbatch holds."""
+
+    microbatches: int
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    activation: tuple[float, ...]
+    after_input: tuple[float, ...]
+    p2p: float
+    cap: float
+
+    @property
+    def num_passes(self) -> int:
+        """How many computations there are."""
+        return 3 * self.microbatches * len(self.forward)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What a rank prefers.
+
+    `slope`: the lead is 1 on the last rank, and this much more on each rank before.
+    `early_forward`, `early_weight`: how much of a forward (weight half) may still be to do when something better, which
+    is already on its way, arrives.
+    `strict`: forwards and input halves come exactly by the lead, and no rank waits for something better where it would
+    so have waited more than any other. Else the manner is eager: what can run may go first.
+    """
+
+    slope: float
+    early_forward: float = 0.0
+    early_weight: float = 0.0
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The longest span, the makespan and the most memory of a run, and the order of each stage's passes."""
+
+    span: float
+    makespan: float
+    peak: float
+    orders: tuple[tuple[Compute, ...], ...]
+
+
+def schedule_greedily(work: Work, manner: Manner, longest_span: float = math.inf) -> Outcome | None:
+    """Run `work` in a manner; None where it gets stuck, or as soon as its span is sure to pass `longest_span`."""
+    run = _Run(work, manner, longest_span)
+    while run.events:
+        now, stage = heappop(run.events)
+        if not run.stages[stage].decide(now):
+            return None
+    return run.outcome()
+
+
+class _Run:
+    """The stages of a run, and when each has to look for something to do."""
+
+    def __init__(self, work: Work, manner: Manner, longest_span: float) -> None:
+        self.events: list[tuple[float, int]] = [(0.0, 0)]
+        self.longest_idle = 0.0
+        self.stages = [_Stage(number, work, manner, longest_span, self) for number in range(len(work.forward))]
+        self.stages[0].inputs = [0.0] * work.microbatches
+        self._work = work
+
+    def wake(self, stage: int, now: float) -> None:
+        """Let a stage look again at this time."""
+        heappush(self.events, (now, stage))
+
+    def outcome(self) -> Outcome | None:
+        """Return what the run came to; None where not everything is done."""
+        if any(stage.weights < self._work.microbatches for stage in self.stages):
+            return None
+        return Outcome(
+            span=max(stage.busy_until - stage.began for stage in self.stages),
+            makespan=max(stage.busy_until for stage in self.stages),
+            peak=max(stage.peak for stage in self.stages),
+            orders=tuple(tuple(stage.order) for stage in self.stages),
+        )
+
+
+class _Stage:
+    """A stage while it runs; entry k of `inputs` and `gradients` says when those of microbatch k come."""
+
+    def __init__(self, number: int, work: Work, manner: Manner, longest_span: float, run: _Run) -> None:
+        behind = len(work.forward) - 1 - number
+        self.inputs: list[float] = []
+        self.gradients: list[float] = []
+        self.order: list[Compute] = []
+        self.forwards = self.halves = self.weights = 0
+        self.busy_until = self.peak = 0.0
+        self.began = -1.0
+        self._number, self._is_last, self._run, self._manner = number, behind == 0, run, manner
+        self._microbatches, self._p2p, self._cap = work.microbatches, work.p2p, work.cap + EPSILON
+        self._forward, self._half = work.forward[number], work.backward_input[number]
+        self._weight = work.backward_weight[number]
+        self._activation, self._after = work.activation[number], work.after_input[number]
+        room = int(self._cap / self._activation) if self._activation else work.microbatches
+        self._lead = max(1, min(round(1 + manner.slope * behind), room))
+        self._memory = self._idle = 0.0
+        self._most_idle = longest_span - work.microbatches * (self._forward + self._half + self._weight) + EPSILON
+
+    def decide(self, now: float) -> bool:
+        """Begin what is best now, if the stage is free and anything can run; whether the span may still do."""
+        if now < self.busy_until:
+            return True
+        choice = self._choose(now)
+        if choice is None:
+            return True
+        if self.began < 0:
+            self.began = now
+        else:
+            self._idle += now - self.busy_until
+            self._run.longest_idle = max(self._run.longest_idle, self._idle)
+        if choice is Fwd:
+            self._begin_forward(now)
+        elif choice is BwdInput:
+            self._begin_half(now)
+        else:
+            self._begin_weight(now)
+        self._run.wake(self._number, self.busy_until)
+        return self._idle <= self._most_idle
+
+    def _choose(self, now: float) -> type[Compute] | None:
+        """Return what to do at this time; None to wait."""
+        manner, ahead = self._manner, self.forwards >= self.halves + self._lead
+        gradient = self.gradients[self.halves] if self.halves < len(self.gradients) else math.inf
+        forward = self.inputs[self.forwards] if self._may_forward(gradient) else math.inf
+        if manner.strict:
+            if ahead or self._floods() or self.forwards == self._microbatches:
+                forward = math.inf
+            else:
+                gradient = math.inf
+        if gradient <= now and (ahead or forward > now):
+            return BwdInput
+        if forward <= now:
+            fits = not ahead or self._fits(self._forward, manner.early_forward, now, gradient)
+            return Fwd if fits else None
+        if self.weights < self.halves and self._fits(self._weight, manner.early_weight, now, min(gradient, forward)):
+            return BwdWeight
+        return None
+
+    def _may_forward(self, gradient: float) -> bool:
+        """Whether the next forward has or gets its input, and has room, and the next stage may need it."""
+        if self.forwards >= len(self.inputs) or self._memory + self._activation > self._cap:
+            return False
+        return not (self._floods() and (gradient < math.inf or self.weights < self.halves))
+
+    def _floods(self) -> bool:
+        """Whether the next stage has enough to do."""
+        if self._is_last or not self.halves:
+            return False
+        return self.forwards >= self._run.stages[self._number + 1].forwards + FLOOD
+
+    def _fits(self, length: float, early: float, now: float, coming: float) -> bool:
+        """Whether something of this length may begin although something better comes."""
+        if length - (coming - now) <= early * length + EPSILON:
+            return True
+        if not self._manner.strict or self.began < 0:
+            return False
+        return self._idle + (coming - self.busy_until) > self._run.longest_idle + EPSILON
+
+    def _begin_forward(self, now: float) -> None:
+        self.order.append(Fwd(self._number, self.forwards))
+        self.forwards += 1
+        self.busy_until = now + self._forward
+        self._memory += self._activation
+        self.peak = max(self.peak, self._memory)
+        if self._is_last:
+            self.gradients.append(self.busy_until)
+        else:
+            self._run.stages[self._number + 1].inputs.append(self.busy_until + self._p2p)
+            self._run.wake(self._number + 1, self.busy_until + self._p2p)
+        if self._number:
+            self._run.wake(self._number - 1, now)  # it may have held forwards back
+
+    def _begin_half(self, now: float) -> None:
+        self.order.append(BwdInput(self._number, self.halves))
+        self.halves += 1
+        self.busy_until = now + self._half
+        self._memory += self._after - self._activation
+        if self._number:
+            self._run.stages[self._number - 1].gradients.append(self.busy_until + self._p2p)
+            self._run.wake(self._number - 1, self.busy_until + self._p2p)
+
+    def _begin_weight(self, now: float) -> None:
+        self.order.append(BwdWeight(self._number, self.weights))
+        self.weights += 1
+        self.busy_until = now + self._weight
+        self._memory -= self._after

@@ -1,0 +1,208 @@
+"""The registry of schedules: adding one is one decorated generator.
+
+    @schedule("1f1b", summary="…", bubble="…", memory="…")
+    def one_f_one_b(rank: int, shape: Shape) -> Order:
+        yield Fwd(rank, 0) …
+
+A schedule says only in which order a rank computes. Passes add messages, reductions and the optimizer.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
+from quintsched.ir.instructions import Compute
+from quintsched.ir.placement import linear
+from quintsched.plan import Mode
+from quintsched.simulate.costs import Costs
+
+Order = Iterator[Compute]
+Placement = Callable[[int, int], tuple[int, ...]]
+
+MAX_MICROBATCHES = 2**20
+MAX_CHUNKS = 2**12
+MAX_SLICES = 2**12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is asked for: `pp` ranks, `microbatches`, and which stages each rank holds."""
+
+    pp: int
+    microbatches: int
+    chunks: int
+    stage_to_pp: tuple[int, ...]
+    slices: int = 1
+    """Pieces of a microbatch along the sequence; instructions then count slices."""
+    costs: Costs = field(default_factory=Costs)
+    """What to plan with, for schedules that search."""
+    memory_cap: float | None = None
+    """The most activations a rank may hold, in microbatches of a whole rank, for schedules that search."""
+    recompute: tuple[int, ...] = ()
+    """Per stage, whether its activations are recomputed (not 0), for schedules that yield `Recompute` themselves; ()
+    where none are. What they leave out is placed right before the backward."""
+
+    @property
+    def num_units(self) -> int:
+        """What instructions count: microbatches x slices."""
+        return self.microbatches * self.slices
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on `rank`, in rising order."""
+        return tuple(stage for stage, pp in enumerate(self.stage_to_pp) if pp == rank)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A named order of computation, and what to know about it.
+
+    `order(rank, shape)` yields the computations of one rank; `constraint(shape)` returns what is wrong with
+    a shape and which sizes work, or None.
+    """
+
+    name: str
+    order: Callable[[int, Shape], Order]
+    summary: str
+    bubble: str
+    memory: str
+    aliases: tuple[str, ...] = ()
+    mode: Mode = "train"
+    placement: Placement = linear
+    min_chunks: int = 1
+    max_chunks: int = 1
+    max_slices: int = 1
+    searches: bool = False
+    """Whether the order depends on costs and a memory cap."""
+    bidirectional: bool = False
+    """Whether half of the microbatches go the other way: each piece of the model is then held twice."""
+    constraint: Callable[[Shape], str | None] = lambda _shape: None
+
+    @property
+    def chunks_text(self) -> str:
+        """How many chunks the schedule takes, in words."""
+        if self.min_chunks == self.max_chunks:
+            return str(self.min_chunks)
+        return f"{self.min_chunks} or more"
+
+    def shape(
+        self,
+        pp: int,
+        microbatches: int,
+        chunks: int | None,
+        slices: int = 1,
+        costs: Costs | None = None,
+        memory_cap: float | None = None,
+    ) -> Shape:
+        """Return the checked shape for these sizes; `chunks` None takes the fewest.
+
+        Raises `UsageError` for sizes that the schedule does not take, `UnsoundError` where its own code fails.
+        """
+        chunks = self.min_chunks if chunks is None else chunks
+        _check_range(self.name, "microbatches", microbatches, 1, MAX_MICROBATCHES)
+        _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
+        _check_range(self.name, "slices", slices, 1, self.max_slices)
+        if not self.searches and (costs is not None or memory_cap is not None):
+            raise UsageError(f"{self.name}: its order does not depend on costs or a memory cap; leave them out")
+        with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
+            placed = self.placement(pp, chunks)
+            shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap)
+            fault = self.constraint(shape)
+        if fault:
+            raise UsageError(f"{self.name}: {fault}")
+        return shape
+
+
+@contextmanager
+def own_code(where: str) -> Iterator[None]:
+    """Say what a schedule's own code raises as an `UnsoundError` with the line that raised it."""
+    try:
+        yield
+    except QuintschedError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        raise UnsoundError(f"{where}: the schedule failed at {place}: {type(error).__name__}: {error}") from error
+
+
+def _check_range(name: str, what: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name}: {what} is {value!r}; give a whole number")
+    if not low <= value <= high:
+        allowed = f"exactly {low}" if low == high else f"{low} to {high}"
+        raise UsageError(f"{name}: {what} is {value}; this schedule takes {allowed}")
+
+
+_REGISTRY: dict[str, Schedule] = {}
+
+
+def schedule(
+    name: str,
+    *,
+    summary: str,
+    bubble: str,
+    memory: str,
+    aliases: tuple[str, ...] = (),
+    mode: Mode = "train",
+    placement: Placement = linear,
+    min_chunks: int = 1,
+    max_chunks: int = 1,
+    max_slices: int = 1,
+    searches: bool = False,
+    bidirectional: bool = False,
+    constraint: Callable[[Shape], str | None] = lambda _shape: None,
+) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
+    """Register the decorated generator as a schedule; the fields are those of `Schedule`.
+
+    Raises `UsageError` where another generator has the name; the same one may be defined again, as notebooks do.
+    """
+
+    def register(order: Callable[[int, Shape], Order]) -> Schedule:
+        made = Schedule(
+            name=name,
+            order=order,
+            summary=summary,
+            bubble=bubble,
+            memory=memory,
+            aliases=aliases,
+            mode=mode,
+            placement=placement,
+            min_chunks=min_chunks,
+            max_chunks=max_chunks,
+            max_slices=max_slices,
+            searches=searches,
+            bidirectional=bidirectional,
+            constraint=constraint,
+        )
+        for taken in (name, *aliases):
+            _refuse_second(taken, order)
+        _REGISTRY[name] = made
+        return made
+
+    return register
+
+
+def _refuse_second(name: str, order: Callable[[int, Shape], Order]) -> None:
+    for found in _REGISTRY.values():
+        theirs = found.order
+        same = (theirs.__module__, theirs.__qualname__) == (order.__module__, order.__qualname__)
+        if name in (found.name, *found.aliases) and not same:
+            raise UsageError(f"the schedule name {name!r} is taken by {theirs.__module__}.{theirs.__qualname__}")
+
+
+def all_schedules() -> tuple[Schedule, ...]:
+    """Every registered schedule, in the order of registration."""
+    return tuple(_REGISTRY.values())
+
+
+def find_schedule(name: str) -> Schedule:
+    """Return the schedule of this name or alias; raises `UsageError` that suggests the nearest one."""
+    for found in _REGISTRY.values():
+        if name == found.name or name in found.aliases:
+            return found
+    names = [known for found in _REGISTRY.values() for known in (found.name, *found.aliases)]
+    raise UsageError(f"unknown schedule {name!r}{suggest(name, names)}")

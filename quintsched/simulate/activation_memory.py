@@ -1,0 +1,73 @@
+"""What stands on a rank at its fullest: activations, and received messages that nobody has taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quintsched.graph.plan_events import first_maker
+from quintsched.ir.columns import Amounts, Columns
+from quintsched.ir.dataflow import Flows
+from quintsched.ir.instructions import Recv
+from quintsched.ir.values import Kind
+from quintsched.plan import Plan
+from quintsched.simulate.costs import Costs
+
+HELD = {
+    Kind.CHECKPOINT: "activation_checkpointed",
+    Kind.SAVED: "activation",
+    Kind.PENDING: "activation_after_input",
+}
+"""The values that count as activations, and which of the costs says how much each holds."""
+
+
+def peak_activations(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs."""
+    parts = plan.schedule.parts
+    return tuple(peak / parts for peak in _peaks(plan.columns, activation_changes(plan, costs)))
+
+
+def activation_changes(plan: Plan, costs: Costs) -> Amounts:
+    """Return by how much each row changes what its rank holds of activations, times the plan's chunks and slices.
+
+    An activation is held from its forward to the end of its backward; between the halves of a backward, what
+    `activation_after_input` says still stands of it, and between a forward and its recomputation, what
+    `activation_checkpointed` says. The keys and values of a microbatch count with its first slice.
+    """
+    columns, flows, spec, stages = plan.columns, plan.flows, plan.schedule, range(len(plan.stage_to_pp))
+    change = np.zeros(len(columns))
+    for kind, name in HELD.items():
+        _add(change, flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
+    if spec.slices > 1:
+        keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
+        _add(change, flows, Kind.KEYS, keys, every=spec.slices)
+    return change
+
+
+def _add(change: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
+    """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one."""
+    for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
+        counts = flows.of_kind(uses.keys, kind)
+        if every > 1:
+            counts &= uses.keys % flows.num_numbers % every == 0
+        stages = uses.keys[counts] // flows.num_numbers % flows.num_stages
+        change += sign * np.bincount(uses.rows[counts], weights=np.array(held)[stages], minlength=len(change))
+
+
+def peak_receives(plan: Plan) -> tuple[int, ...]:
+    """Return the most messages that each pp rank has received, in program order, and not yet taken."""
+    columns, flows = plan.columns, plan.flows
+    received = columns.are(Recv)
+    makers = first_maker(flows.produces, columns.rank, columns.rank[flows.consumes.rows], flows.consumes.keys)
+    of_message = (makers >= 0) & received[makers]
+    taken = np.bincount(flows.consumes.rows[of_message], minlength=len(columns))
+    return tuple(int(peak) for peak in _peaks(columns, received.astype(float) - taken))
+
+
+def _peaks(columns: Columns, change: Amounts) -> list[float]:
+    """Return the peak on each rank of what `change` adds up to, row by row."""
+    return [
+        float(np.cumsum(change[rows.start : rows.stop]).max(initial=0.0))
+        for rows in map(columns.rows_of, range(len(columns.first) - 1))
+    ]

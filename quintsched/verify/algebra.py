@@ -1,0 +1,198 @@
+"""A model as five random numbers modulo a prime per piece, and the gradients of its sequential program.
+
+Stage s computes on each slice of a microbatch
+
+    y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
+
+with the gradients worked out by hand. A named weight that several stages hold is one more number, added to w on each of
+these stages. `quintsched.verify.equivalence` runs plans on it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quintsched.ir.layout import Tie
+from quintsched.plan import Plan
+
+PRIME = 2**61 - 1
+
+Number: TypeAlias = npt.NDArray[np.object_]
+"""Whole numbers modulo `PRIME`, one per replica: a dimension per replica axis."""
+
+Gradient: TypeAlias = tuple[Number, ...]
+"""The gradients of w, b, v, q and u, and then of each named weight that the stage holds with others."""
+
+
+class Weights(NamedTuple):
+    """One piece of the model."""
+
+    w: int
+    b: int
+    v: int
+    q: int
+    u: int
+
+
+class Saved(NamedTuple):
+    """What a forward keeps: its input, and what the slices before left behind."""
+
+    x: Number
+    k: Number
+
+
+def forward(weights: Weights, saved: Saved) -> tuple[Number, Number]:
+    """Return the output, and what the next slice finds."""
+    w, b, v, q, u = weights
+    return (w * saved.x + b + v * saved.k) % PRIME, (q * saved.k + u * saved.x) % PRIME
+
+
+def backward(weights: Weights, saved: Saved, grad_y: Number, grad_k: Number) -> tuple[Number, Number, Gradient]:
+    """Return the gradients of the input, of what the slices before left behind, and of the weights."""
+    w, _, v, q, u = weights
+    x, k = saved
+    of_weights = tuple(part % PRIME for part in (grad_y * x, grad_y, grad_y * k, grad_k * k, grad_k * x))
+    return (w * grad_y + u * grad_k) % PRIME, (v * grad_y + q * grad_k) % PRIME, of_weights
+
+
+def added(*gradients: Gradient) -> Gradient:
+    """Return the sum of gradients, entry by entry."""
+    return tuple(sum(column[1:], column[0]) % PRIME for column in zip(*gradients, strict=True))
+
+
+class Model:
+    """The pieces of the model and the data: the input and the target of every unit, on every replica."""
+
+    def __init__(self, plan: Plan, seed: int = 0) -> None:
+        layout = plan.layout
+        self._random = random.Random(seed)
+        parts = sorted({layout.part_of(stage) for stage in range(len(plan.stage_to_pp))})
+        drawn = {part: Weights(*(self._draw() for _ in Weights._fields)) for part in parts}
+        self._axes = layout.mesh.replica_axes
+        self.zero = self._numbers(lambda: 0)
+        self.weights = {stage: drawn[layout.part_of(stage)] for stage in range(len(plan.stage_to_pp))}
+        self.named = {stage: [tie for tie in layout.ties_of(stage) if tie.number] for stage in self.weights}
+        for _, stages in layout.tied:
+            more = self._draw()
+            self.weights |= {s: self.weights[s]._replace(w=(self.weights[s].w + more) % PRIME) for s in stages}
+        self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
+        self.targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
+
+    def _draw(self) -> int:
+        return self._random.randrange(1, PRIME)
+
+    def _numbers(self, draw: Callable[[], int]) -> Number:
+        """Draw a number for each replica; two per axis are enough to tell sums over different axes apart."""
+        drawn = [draw() for _ in range(2 ** len(self._axes))]
+        return np.array(drawn, dtype=object).reshape((2,) * len(self._axes) or 1)
+
+    def share(self, stage: int, of_weights: Gradient) -> Gradient:
+        """Return the gradient of all that a stage holds, given that of its own five numbers."""
+        return (*of_weights, *(of_weights[0] for _ in self.named[stage]))
+
+    def held(self, tie: Tie, stage: int) -> slice:
+        """Return which entries of a stage's gradient a tie is about: all, or that of the named weight."""
+        if not tie.number:
+            return slice(None)
+        at = len(Weights._fields) + self.named[stage].index(tie)
+        return slice(at, at + 1)
+
+    def loss(self, unit: int, y: Number) -> Number:
+        """Return the loss (y - target)^2 of a unit."""
+        off: Number = y - self.targets[unit]
+        return self.modulo(off * off)
+
+    def loss_grad(self, unit: int, y: Number) -> Number:
+        """Return the loss's gradient of y."""
+        return self.modulo(2 * (y - self.targets[unit]))
+
+    def over(self, axes: Sequence[str], number: Number) -> Number:
+        """Return the sum over these replica axes, for each replica."""
+        along = tuple(self._axes.index(axis) for axis in axes)
+        return self.modulo(self.zero + number.sum(axis=along, keepdims=True))
+
+    def share_of(self, axes: Sequence[str], gradient: Gradient) -> Gradient:
+        """Return what each replica along these axes keeps: they deal out the entries in turn; 0 for all others."""
+        which = np.indices(self.zero.shape)
+        owner = sum((which[self._axes.index(axis)] * 2**k for k, axis in enumerate(axes)), np.zeros_like(which[0]))
+        return tuple(np.where(owner == k % 2 ** len(axes), part, self.zero) for k, part in enumerate(gradient))
+
+    def over_replicas(self, number: Number) -> Number:
+        """Return the sum over all replicas, for each of them."""
+        return self.over(self._axes, number)
+
+    @staticmethod
+    def modulo(number: Number) -> Number:
+        """Return the number in its canonical form."""
+        return np.remainder(number, PRIME)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """The same model in one process: each microbatch forward through its whole route, then back."""
+
+    plan: Plan
+    model: Model
+
+    @cached_property
+    def shares(self) -> dict[tuple[int, int], Gradient]:
+        """What each (stage, unit) adds to the gradient of that stage."""
+        return {place: share for place, share, _ in self._all()}
+
+    @cached_property
+    def total_loss(self) -> Number:
+        """The sum of all losses, over all replicas."""
+        losses = (loss for _, _, loss in self._all())
+        return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
+
+    def gradient(self, stage: int, bucket: int = 0) -> Gradient:
+        """The gradient of a stage's weights: over all units, all stages that hold them and the bucket's replicas."""
+        found = list(self._of_stage[stage])
+        for tie in self.plan.layout.ties_of(stage):
+            parts = [self._of_stage[holder][self.model.held(tie, holder)] for holder in tie.stages]
+            found[self.model.held(tie, stage)] = added(*parts)
+        return tuple(self.model.over(self.plan.layout.buckets[bucket], part) for part in found)
+
+    def step(self, stage: int, bucket: int) -> Gradient:
+        """What a stage's weights are stepped with: its gradient, or each rank's share where it keeps no more."""
+        gradient, layout = self.gradient(stage, bucket), self.plan.layout
+        shared = layout.zero.shares_weights
+        return self.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
+
+    @cached_property
+    def _of_stage(self) -> dict[int, Gradient]:
+        """The gradient of each stage over all units."""
+        stages = range(len(self.plan.stage_to_pp))
+        shares: dict[int, list[Gradient]] = {stage: [] for stage in stages}
+        for (stage, _), share in self.shares.items():
+            shares[stage].append(share)
+        return {stage: added(*shares[stage]) for stage in stages}
+
+    def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+        slices = self.plan.schedule.slices
+        for route in self.plan.routes:
+            for microbatch in sorted({unit // slices for unit in route.microbatches}):
+                yield from self._microbatch(route.stages, range(microbatch * slices, (microbatch + 1) * slices))
+
+    def _microbatch(self, stages: tuple[int, ...], units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+        model, saved = self.model, {}
+        values = {unit: model.inputs[unit] for unit in units}
+        for stage in stages:
+            keys = model.zero
+            for unit in units:
+                saved[stage, unit] = Saved(values[unit], keys)
+                values[unit], keys = forward(model.weights[stage], saved[stage, unit])
+        losses = {unit: model.loss(unit, values[unit]) for unit in units}
+        grads = {unit: model.loss_grad(unit, values[unit]) for unit in units}
+        for stage in reversed(stages):
+            grad_k = model.zero
+            for unit in reversed(units):
+                grads[unit], grad_k, share = backward(model.weights[stage], saved[stage, unit], grads[unit], grad_k)
+                yield (stage, unit), model.share(stage, share), losses[unit] if stage == stages[-1] else model.zero

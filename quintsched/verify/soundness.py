@@ -1,0 +1,296 @@
+"""The proof that a plan is sound, or the counter-example in words.
+
+    well-formed → 1 complete → 2 data flow → 3 channels → 5 collectives → 4 deadlock → 6 memory
+
+One pipeline proves all replicas: they run the same programs, and mapping a rank to its pp coordinate maps a cycle
+to a cycle. Each finding names a pipeline rank, an index in its program and what stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from quintsched.errors import UnsoundError, UsageError
+from quintsched.graph.plan_events import (
+    PROFILES,
+    Channels,
+    Events,
+    build_graph,
+    find_profile,
+    pipeline_collectives,
+    stretches,
+)
+from quintsched.ir.columns import Flags, Ints
+from quintsched.ir.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
+from quintsched.ir.values import Value
+from quintsched.plan import Plan
+from quintsched.simulate.activation_memory import peak_activations, peak_receives
+from quintsched.simulate.costs import Costs
+from quintsched.text.listing import excerpt
+from quintsched.verify.collectives import broken_collectives
+from quintsched.verify.diagnostics import Finding, Point
+from quintsched.verify.liveness import broken_flow
+from quintsched.verify.wellformed import malformations
+
+MOST_FINDINGS = 10
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `check` found.
+
+    `profiles` says under which transport profiles the plan is free of deadlock, and `cycles` why it is not under the
+    others: the waits that close a circle, one finding per rank's part of it.
+    """
+
+    plan: Plan
+    findings: tuple[Finding, ...]
+    profiles: dict[str, bool]
+    peak_activations: tuple[float, ...]
+    peak_receives: tuple[int, ...]
+    cycles: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        """Whether all points hold."""
+        return not self.findings
+
+    def explain(self) -> str:
+        """Return the verdict in words: the proof's figures, or each finding with the cells of the grid marked."""
+        if self.sound:
+            free = ", ".join(name for name, is_free in self.profiles.items() if is_free)
+            activations, receives = max(self.peak_activations, default=0), max(self.peak_receives, default=0)
+            head = (
+                f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
+                f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
+                f"and {receives} received messages stand on a rank"
+            )
+            return "\n".join([head, *self._why_not_elsewhere()])
+        cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
+        shown = [finding for finding in self.findings if finding not in cycle][:MOST_FINDINGS] + cycle
+        lines = [f"{finding.point.value}: {finding.message}" for finding in shown]
+        if len(self.findings) > len(shown):
+            lines.append(f"… and {len(self.findings) - len(shown)} more")
+        places = [(f.rank, f.index) for f in shown if f.rank is not None and f.index is not None]
+        return "\n".join([f"not sound: {self.plan.title}", *lines, *excerpt(self.plan, places)])
+
+    def _why_not_elsewhere(self) -> list[str]:
+        """Say, for the profiles under which the plan is not free, which waits close a circle there."""
+        circles: dict[frozenset[str], list[str]] = {}
+        for name, (_, *waits) in self.cycles.items():
+            circles.setdefault(frozenset(wait.message for wait in waits), []).append(name)
+        return [
+            f"not free under {', '.join(names)}: {'; '.join(wait.message for wait in self.cycles[names[0]][1:])}"
+            for names in circles.values()
+        ]
+
+    def raise_if_unsound(self) -> None:
+        """Raise `UnsoundError` with the explanation unless the plan is sound."""
+        if not self.sound:
+            raise UnsoundError(self.explain())
+
+
+def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
+    """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile or a cap below 0 only."""
+    find_profile(profile)
+    if memory_cap is not None and not memory_cap >= 0:
+        raise UsageError(f"memory cap {memory_cap:g}: give the most activations a rank may hold, at least 0")
+    malformed = _malformed(plan)
+    if malformed:
+        return Verdict(plan, tuple(malformed), {}, (), ())
+    events = Events.merge(plan)
+    findings = [
+        *_incomplete(plan),
+        *broken_flow(plan),
+        *_broken_channels(plan, events.channels),
+        *_broken_collectives(plan),
+        *broken_collectives(plan),
+    ]
+    profiles: dict[str, bool] = {}
+    cycles: dict[str, list[Finding]] = {}
+    if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
+        profiles, cycles = _deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
+        findings += cycles.get(profile, [])
+    activations = peak_activations(plan, Costs())
+    findings += _over_cap(activations, memory_cap)
+    return Verdict(
+        plan,
+        tuple(findings),
+        profiles,
+        activations,
+        peak_receives(plan),
+        {name: tuple(waits) for name, waits in cycles.items()},
+    )
+
+
+def require_runnable(plan: Plan, profile: str) -> None:
+    """Raise `UnsoundError` unless a plan is sound, and free of deadlock where a host runs each rank's program.
+
+    A profile lets a message overtake computations that stand before it. A host cannot: it issues in program order, and
+    waits where a computation takes a value. What is free under `blocking` passes always.
+    """
+    verdict = check(plan, profile)
+    verdict.raise_if_unsound()
+    if verdict.profiles["blocking"]:
+        return
+    events = Events.merge(plan)
+    graph = build_graph(events, plan.flows, find_profile(profile), one_host=True)
+    run = graph.run()
+    if not run.finished:
+        waits = _describe_cycle(plan, events, graph.cycle(run.waiting), f"{profile}, issued in program order")
+        replace(verdict, findings=tuple(waits)).raise_if_unsound()
+
+
+def check_order(plan: Plan) -> Verdict:
+    """Prove what a bare order of computation owes: that it is well-formed and complete, and nothing else yet."""
+    findings = _malformed(plan) or list(_incomplete(plan, lowered=False))
+    return Verdict(plan, tuple(findings), {}, (), ())
+
+
+def _malformed(plan: Plan) -> list[Finding]:
+    return [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
+
+
+def _incomplete(plan: Plan, *, lowered: bool = True) -> Iterator[Finding]:
+    """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route.
+
+    Where a stage is recomputed, once again too; a bare order of computation may leave that to a pass.
+    """
+    layout = plan.layout
+    times = {kind: _times(plan, kind) for kind in ALL if issubclass(kind, Compute)}
+    owed = layout.visits_all().ravel()
+    yield from _miscounted(plan, Fwd, times[Fwd], owed)
+    trains = owed & layout.trains
+    whole = times[Bwd] + np.minimum(times[BwdInput], times[BwdWeight])
+    halves = (times[BwdInput] > 0) | (times[BwdWeight] > 0)
+    yield from _miscounted(plan, Bwd, np.where(halves, whole, times[Bwd]), trains)
+    for half in (BwdInput, BwdWeight):
+        yield from _miscounted(plan, half, times[half], trains & halves)
+    again = trains & np.repeat(layout.recomputing, layout.num_microbatches)
+    yield from _miscounted(plan, Recompute, times[Recompute], again if lowered else again & (times[Recompute] > 0))
+
+
+def _times(plan: Plan, kind: type[Compute]) -> Ints:
+    """Return how often each microbatch (and stage) is computed by `kind`: stage x microbatches + microbatch."""
+    columns, microbatches = plan.columns, plan.layout.num_microbatches
+    rows = np.flatnonzero(columns.are(kind))
+    cells = columns.stage[rows] * microbatches + columns.unit[rows]
+    return np.bincount(cells, minlength=len(plan.stage_to_pp) * microbatches)
+
+
+def _miscounted(plan: Plan, kind: type[Compute], times: Ints, owed: Flags) -> Iterator[Finding]:
+    for cell in np.flatnonzero(times != owed).tolist():
+        what = kind(*divmod(cell, plan.layout.num_microbatches))
+        rank = plan.layout.rank_of(what.stage)
+        message = f"rank {rank} runs {what} {times[cell]} times instead of {'once' if owed[cell] else 'never'}"
+        yield Finding(Point.COMPLETE, message, rank)
+
+
+def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
+    """Point 3: the k-th send of a channel is what its k-th receive expects."""
+    columns, num_ranks = plan.columns, channels.num_ranks
+    sent, received = channels.pairs
+    crossed = carried(plan, sent) != carried(plan, received)
+    seen: set[tuple[int, int]] = set()
+    for source, target in zip(sent[crossed].tolist(), received[crossed].tolist(), strict=True):
+        channel = (int(columns.rank[source]), int(columns.rank[target]))
+        if channel not in seen:
+            seen.add(channel)
+            k = int(channels.numbers[np.searchsorted(channels.rows, source)])
+            message = (
+                f"channel {channel[0]}→{channel[1]}, message {k}: {plan.at(source)} sends {_carried(plan, source)}, "
+                f"but {plan.at(target)} expects {_carried(plan, target)}; order is identity"
+            )
+            yield Finding(Point.CHANNELS, message, *columns.place(target))
+    names = channels.sources * num_ranks + channels.destinations
+    counts = [np.bincount(names[mask], minlength=num_ranks**2) for mask in (channels.sends, ~channels.sends)]
+    for name in np.flatnonzero(counts[0] != counts[1]).tolist():
+        num_sent, num_received = int(counts[0][name]), int(counts[1][name])
+        wanted = channels.sends if num_sent > num_received else ~channels.sends
+        alone = (names == name) & wanted & (channels.numbers == min(num_sent, num_received))
+        lonely = int(channels.rows[alone][0])
+        message = (
+            f"channel {name // num_ranks}→{name % num_ranks}: {num_sent} sends but {num_received} receives; no partner "
+            f"for {plan.at(lonely)}"
+        )
+        yield Finding(Point.CHANNELS, message, *columns.place(lonely))
+
+
+def carried(plan: Plan, rows: Ints) -> Ints:
+    """Return the number of the value that each message carries: what a send takes and its receive makes."""
+    key_of = np.full(len(plan.columns), -1)
+    for uses in (plan.flows.produces, plan.flows.consumes):
+        key_of[uses.rows] = uses.keys
+    return key_of[rows]
+
+
+def _carried(plan: Plan, row: int) -> Value:
+    return plan.flows.value(int(carried(plan, np.array([row]))[0]))
+
+
+def _broken_collectives(plan: Plan) -> Iterator[Finding]:
+    """Point 5: all members of a group of pipeline ranks issue the same collectives in the same order."""
+    for members, issued in pipeline_collectives(plan).items():
+        expected = _names(plan, issued.get(members[0], ()))
+        for rank in members[1:]:
+            rows = issued.get(rank, ())
+            if _names(plan, rows) != expected:
+                message = (
+                    f"rank {rank} issues {_names(plan, rows)} over ranks {', '.join(map(str, members))}, but rank "
+                    f"{members[0]} issues {expected}; all members must issue the same collectives in the same order"
+                )
+                yield Finding(Point.COLLECTIVES, message, rank, plan.columns.place(rows[0])[1] if rows else None)
+
+
+def _names(plan: Plan, rows: Sequence[int]) -> str:
+    places = map(plan.columns.place, rows)
+    return ", ".join(str(plan.programs[rank][index]) for rank, index in places) or "nothing"
+
+
+def _deadlocks(plan: Plan, events: Events, flow_is_broken: bool) -> tuple[dict[str, bool], dict[str, list[Finding]]]:
+    """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
+
+    Not so with a broken data flow: the later ones wait for a value that comes too late, `blocking` for nothing.
+    """
+    free: dict[str, bool] = {}
+    found: dict[str, list[Finding]] = {}
+    for name, profile in PROFILES.items():
+        graph = build_graph(events, plan.flows, profile)
+        run = graph.run()
+        free[name] = run.finished
+        if run.finished and not flow_is_broken:
+            return dict.fromkeys(PROFILES, True) | free, found
+        if not run.finished:
+            found[name] = _describe_cycle(plan, events, graph.cycle(run.waiting), name)
+    return free, found
+
+
+def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
+    """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
+    lines = []
+    for event, following, rank in stretches(cycle):
+        here, there = events.member(event, rank), events.member(following, rank)
+        message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
+        lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
+    head = Finding(
+        Point.DEADLOCK,
+        f"under the transport profile {name!r} {len(lines)} waits close a circle; a message ends only when "
+        "both its ends have begun:",
+    )
+    return [head, *lines]
+
+
+def _where(plan: Plan, row: int) -> str:
+    rank, index = plan.columns.place(row)
+    return f"{index} {plan.programs[rank][index]}"
+
+
+def _over_cap(activations: Sequence[float], cap: float | None) -> Iterator[Finding]:
+    """Point 6: under the cap, if one was given."""
+    for rank, peak in enumerate(activations):
+        if cap is not None and peak > cap:
+            message = f"rank {rank} holds up to {peak:g} microbatches' activations; the cap is {cap:g}"
+            yield Finding(Point.MEMORY, message, rank)

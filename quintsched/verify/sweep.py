@@ -1,0 +1,71 @@
+"""Prove a schedule over many shapes: which are sound, which it refuses itself, and the smallest that fails.
+
+pp 1..4 × chunks 1 × microbatches 1..8 ──compile and check each──▶ an outcome per shape, smallest first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+from quintsched.compiler import compile
+from quintsched.errors import UnsoundError, UsageError
+from quintsched.ir.mesh import Mesh
+from quintsched.schedules import Schedule
+
+MAX_SHAPES = 100_000
+
+
+class Status(StrEnum):
+    """What became of a shape."""
+
+    SOUND = "sound"
+    REFUSED = "refused"
+    """By the schedule's own limits and constraint."""
+    UNSOUND = "unsound"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One shape and what became of it; `reason` is why it is refused, or the counter-example."""
+
+    pp: int
+    chunks: int
+    microbatches: int
+    status: Status
+    reason: str = ""
+
+
+def prove(
+    schedule: Schedule,
+    *,
+    pp: Sequence[int],
+    microbatches: Sequence[int],
+    chunks: Sequence[int] | None = None,
+    memory_cap: float | None = None,
+) -> Iterator[Outcome]:
+    """Yield the outcome of every shape, those with the fewest computations first.
+
+    `chunks` None takes the fewest that the schedule allows; `memory_cap` is that of `check`.
+    Raises `UsageError` for more than `MAX_SHAPES` shapes.
+    """
+    chunks = (schedule.min_chunks,) if chunks is None else chunks
+    num_shapes = len(pp) * len(chunks) * len(microbatches)
+    if num_shapes > MAX_SHAPES:
+        raise UsageError(f"{num_shapes} shapes are more than the {MAX_SHAPES} that are proved at once; narrow a range")
+    shapes = sorted(product(pp, chunks, microbatches), key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
+    return (_outcome(schedule, *shape, memory_cap) for shape in shapes)
+
+
+def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory_cap: float | None) -> Outcome:
+    try:
+        plan = compile(schedule, mesh=Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
+        if memory_cap is not None:
+            plan.check(memory_cap=memory_cap).raise_if_unsound()
+    except UsageError as refusal:
+        return Outcome(pp, chunks, microbatches, Status.REFUSED, str(refusal))
+    except UnsoundError as fault:
+        return Outcome(pp, chunks, microbatches, Status.UNSOUND, str(fault))
+    return Outcome(pp, chunks, microbatches, Status.SOUND)

@@ -1,0 +1,240 @@
+"""Whether every number in a plan names something that exists: the ground on which all other checks stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quintsched.ir import instructions as ins
+from quintsched.ir.columns import Columns, Flags
+from quintsched.ir.dataflow import peer_of
+from quintsched.ir.layout import TWINS, Zero
+from quintsched.ir.mesh import Mesh
+from quintsched.plan import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, Plan
+from quintsched.verify.collectives import communication_faults
+
+
+@dataclass(frozen=True)
+class Malformation:
+    """A number that names nothing: on `rank`, at `index` of its program (None: in the plan's head)."""
+
+    message: str
+    rank: int | None = None
+    index: int | None = None
+
+
+def malformations(plan: Plan) -> Iterator[Malformation]:
+    """Yield every malformation of a plan: sizes, routes, and each instruction's numbers."""
+    head = list(_head_faults(plan))
+    if head:
+        yield from (Malformation(fault) for fault in head)
+        return
+    columns = plan.columns
+    for row in np.flatnonzero(_suspicious(columns, plan)).tolist():
+        rank, index = columns.place(row)
+        instruction = plan.programs[rank][index]
+        fault = _instruction_fault(instruction, plan, rank)
+        if fault:
+            yield Malformation(f"rank {rank} instruction {index}, {instruction}: {fault}", rank, index)
+
+
+def _suspicious(columns: Columns, plan: Plan) -> Flags:
+    """Which rows need a closer look: all but the computations and messages whose numbers are plainly right."""
+    units = columns.are(ins.Compute, ins.Message)
+    stages, microbatches = len(plan.stage_to_pp), plan.schedule.num_units
+    fine = units & (columns.stage >= 0) & (columns.stage < stages) & (columns.unit >= 0) & (columns.unit < microbatches)
+    rows = np.flatnonzero(fine)
+    stage, unit = columns.stage[rows], columns.unit[rows]
+    holders = np.array(plan.stage_to_pp)
+    right = (holders[stage] == columns.rank[rows]) & plan.layout.visits_all()[stage, unit]
+    forward = columns.are(ins.SendAct, ins.RecvGrad)[rows]
+    other = np.where(forward, plan.layout.all_after(stage, unit), plan.layout.all_before(stage, unit))
+    peer_is_right = (other >= 0) & (columns.peer[rows] == holders[other]) & (columns.peer[rows] != columns.rank[rows])
+    fine[rows] = right & (peer_is_right | ~columns.are(ins.Message)[rows])
+    return ~fine
+
+
+def _head_faults(plan: Plan) -> Iterator[str]:
+    pp, stages = plan.mesh.pp, range(len(plan.stage_to_pp))
+    if len(plan.programs) != pp:
+        yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {pp} pipeline ranks"
+    for stage, rank in enumerate(plan.stage_to_pp):
+        if not 0 <= rank < pp:
+            yield f"stage {stage} is placed on pipeline rank {rank}, which is not among 0 to {pp - 1}"
+    for number, route in enumerate(plan.routes):
+        if not route.stages:
+            yield f"route {number} visits no stage"
+        if sorted(set(route.stages)) != sorted(route.stages) or not set(route.stages) <= set(stages):
+            yield f"route {number} must visit stages among 0 to {len(stages) - 1}, each once; it is {route.stages}"
+    unvisited = sorted({*stages}.difference(*(route.stages for route in plan.routes)))
+    if unvisited:
+        yield f"no route visits stage {unvisited[0]}"
+    routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
+    if routed != list(range(plan.schedule.num_units)):
+        yield f"the routes must hold each of the {plan.schedule.num_units} microbatches once"
+    if plan.stage_to_part is not None and len(plan.stage_to_part) != len(plan.stage_to_pp):
+        yield f"stage_to_part names {len(plan.stage_to_part)} stages, but there are {len(plan.stage_to_pp)}"
+    if plan.recompute:
+        yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
+    yield from tied_faults(plan)
+    yield from communication_faults(plan)
+    yield from zero_faults(plan.zero, plan.mesh, plan.mode)
+
+
+def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:
+    """Yield what is wrong with which stages of a plan are to be recomputed."""
+    if len(recompute) != num_stages:
+        yield f"recompute names {len(recompute)} stages, but there are {num_stages}"
+    for every in recompute:
+        if type(every) is not int or not 0 <= every <= MAX_RECOMPUTE:
+            yield (
+                f"recompute is {every!r}; give a whole number from 0 to {MAX_RECOMPUTE}: 0 keeps the activations of "
+                "a stage, 1 recomputes them, k those of every k-th block"
+            )
+    if any(recompute) and mode != "train":
+        yield "recompute: the plan only computes forward; there is nothing to recompute for"
+
+
+def tied_faults(plan: Plan) -> Iterator[str]:
+    """Yield what is wrong with the named weights that several stages of a plan hold."""
+    if plan.tied and plan.stage_to_part is not None:
+        yield "tied: stages have twins here, which hold all of their weights together; name no tied weights besides"
+    if len(plan.tied) > MAX_TIED:
+        yield f"tied: {len(plan.tied)} names are more than {MAX_TIED}"
+    visited = [{*route.stages} for route in plan.routes]
+    for name, stages in plan.tied.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200 or name == TWINS:
+            yield f"tied: {name!r} is not a name of 1 to 200 printable letters other than {TWINS!r}"
+        if len(stages) < 2 or any(type(stage) is not int for stage in stages) or sorted({*stages}) != [*stages]:
+            yield f"tied: {name!r} must name at least two stages, each once and in rising order; it names {stages}"
+        elif not any(stages_of_route.issuperset(stages) for stages_of_route in visited):
+            yield f"tied: no route visits all stages of {name!r}, {stages}; the plan has {len(plan.stage_to_pp)} stages"
+
+
+def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:
+    """Yield what is wrong with what replicas are to share out among them."""
+    if type(zero.stage) is not int or not 0 <= zero.stage <= 3:
+        yield (
+            f"zero is {zero.stage!r}; give 0 (nothing is shared out), 1 (the optimizer's state), 2 (gradients too) or "
+            "3 (weights too)"
+        )
+        return
+    if type(zero.every) is not int or not 1 <= zero.every <= MAX_ZERO_EVERY:
+        yield f"zero_every is {zero.every!r}; give a whole number of microbatches from 1 to {MAX_ZERO_EVERY}"
+    elif zero.every > 1 and not (zero.shares_gradients and mode == "train"):
+        yield f"zero_every is {zero.every}, but only ZeRO-2 and 3 reduce gradients before the last microbatch"
+    if zero.stage and not mesh.replica_axes:
+        yield f"ZeRO-{zero.stage} shares out over replicas; the mesh {mesh} has none (no dp, cp or ep above 1)"
+    if zero.stage in (1, 2) and mode != "train":
+        yield f"ZeRO-{zero.stage}: the plan only computes forward; there are no gradients and no optimizer to share out"
+
+
+def _instruction_fault(instruction: ins.Instruction, plan: Plan, rank: int) -> str | None:
+    for kind, fault_of in _FAULTS:
+        if isinstance(instruction, kind):
+            return fault_of(instruction, plan, rank)
+    return None
+
+
+def _stage_fault(stage: int, plan: Plan, rank: int) -> str | None:
+    if not 0 <= stage < len(plan.stage_to_pp):
+        return f"stage {stage} is out of range: the plan has the stages 0 to {len(plan.stage_to_pp) - 1}"
+    if plan.stage_to_pp[stage] != rank:
+        return f"stage {stage} is on rank {plan.stage_to_pp[stage]}, not on rank {rank}"
+    return None
+
+
+def _unit_fault(i: ins.Compute | ins.Message, plan: Plan, rank: int) -> str | None:
+    if fault := _stage_fault(i.stage, plan, rank):
+        return fault
+    if not 0 <= i.microbatch < plan.schedule.num_units:
+        return f"microbatch {i.microbatch} is out of range: there are {plan.schedule.num_units}"
+    if not plan.layout.visits(i.stage, i.microbatch):
+        return f"the route of microbatch {i.microbatch} does not visit stage {i.stage}"
+    return None
+
+
+def _message_fault(i: ins.Message, plan: Plan, rank: int) -> str | None:
+    if fault := _unit_fault(i, plan, rank):
+        return fault
+    expected = peer_of(i, plan.layout)
+    if i.peer == rank:
+        return f"its peer is rank {rank} itself; stages on one rank hand over in place, without a message"
+    if expected < 0:
+        return "the route begins or ends here: there is nobody to exchange this with"
+    if i.peer != expected:
+        return f"peer {i.peer} does not hold the neighbouring stage; rank {expected} does"
+    return None
+
+
+Bucketed = ins.AllReduceBucket | ins.ReduceScatterBucket | ins.AllGatherBucket
+
+
+def _bucket_fault(i: Bucketed, plan: Plan, rank: int) -> str | None:
+    if fault := _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan):
+        return fault
+    buckets = plan.layout.buckets
+    if i.bucket not in buckets:
+        return f"bucket {i.bucket} is out of range: a stage has {len(buckets)}"
+    if i.axes != buckets[i.bucket] or not i.axes:
+        return f"the axes must be those of the replicas, {buckets[i.bucket] or 'of which there are none'}"
+    if isinstance(i, ins.ReduceScatterBucket) and not 0 <= i.part < len(plan.layout.parts_of(i.stage)):
+        return f"part {i.part} is out of range: the gradients of the stage have {len(plan.layout.parts_of(i.stage))}"
+    return None
+
+
+def _params_fault(i: ins.GatherParams | ins.FreeParams, plan: Plan, rank: int) -> str | None:
+    return _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan)
+
+
+_ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
+    ins.AllReduceBucket: (0,),
+    ins.ReduceScatterBucket: (1, 2, 3),
+    ins.AllGatherBucket: (1, 2),
+    ins.GatherParams: (3,),
+    ins.FreeParams: (3,),
+}
+"""In plans of which ZeRO stages an instruction has its place."""
+
+
+def _zero_fault(i: ins.Instruction, plan: Plan) -> str | None:
+    if plan.zero.stage in _ZERO_STAGES[type(i)]:
+        return None
+    shared = (
+        "nothing" if plan.zero.stage == 0 else ", ".join(("optimizer state", "gradients", "weights")[: plan.zero.stage])
+    )
+    return f"it has no place in a plan of ZeRO stage {plan.zero.stage}, where replicas share out {shared}"
+
+
+def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
+    if len({*i.stages}) != len(i.stages):
+        return "a stage is named twice; it has one optimizer step"
+    faults = (_stage_fault(stage, plan, rank) for stage in i.stages)
+    return next(filter(None, faults), None)
+
+
+def _tied_fault(i: ins.SyncTied, plan: Plan, rank: int) -> str | None:
+    ties = [tie for tie in plan.layout.ties if tie.params == i.params]
+    if not ties:
+        return f"the plan ties no weight {i.params!r}"
+    if i.stages not in [tie.stages for tie in ties]:
+        return f"it must name all stages that hold {i.params!r}: {' or '.join(str(tie.stages) for tie in ties)}"
+    if rank not in plan.layout.ranks_of(i.stages):
+        return f"rank {rank} holds none of these stages"
+    return None
+
+
+_FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, Plan, int], str | None]], ...] = (
+    (ins.Compute, _unit_fault),
+    (ins.Message, _message_fault),
+    (ins.AllReduceBucket, _bucket_fault),
+    (ins.ReduceScatterBucket, _bucket_fault),
+    (ins.AllGatherBucket, _bucket_fault),
+    (ins.GatherParams, _params_fault),
+    (ins.FreeParams, _params_fault),
+    (ins.SyncTied, _tied_fault),
+    (ins.OptStep, _step_fault),
+)

@@ -1,0 +1,100 @@
+"""Recomputation: a forward that keeps no more than its input, and is run again before its backward.
+
+    Fwd         x ──▶ run without recording ──▶ y          kept: x, and the state of the random generator
+    Recompute   x ──▶ run again, recording  ──▶ (y)        the activations stand again
+    Bwd         ∂x ◀── through what was recorded ◀── ∂y
+
+The plan says when (`Recompute`), so that it can happen while the gradient is still on its way. To autograd the
+dropped piece is one function, whose backward runs the recorded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .run_backward import run_backward
+
+Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
+
+
+class Rerun:
+    """One piece of one forward that was dropped; `again` brings it back."""
+
+    def __init__(
+        self, run: Run, buffers: Callable[[], Iterable[Tensor]], given: tuple[Tensor, ...], extras: Mapping[str, Any]
+    ) -> None:
+        self._run = run
+        self._buffers = buffers
+        self._given: tuple[Tensor, ...] = given
+        self._extras = extras
+        self._generators = _generator_states(given[0].device)
+        self._outputs: tuple[Tensor, ...] = ()
+        self.has_auxiliary = False
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """Run it and return outputs and auxiliary loss in one row."""
+        outputs, auxiliary = self._run(self._given, self._extras)
+        self.has_auxiliary = auxiliary is not None
+        return outputs if auxiliary is None else (*outputs, auxiliary)
+
+    def again(self) -> None:
+        """Run it again with the same random numbers, recording for the backward; buffers count the first run only."""
+        device = self._given[0].device
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        self._given = tuple(t.detach().requires_grad_(t.requires_grad) for t in self._given)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+            _restore_generators(device, self._generators)
+            self._outputs = self.flat()
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
+
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of what was given; those of weights are added to where they belong."""
+        outputs, self._outputs = self._outputs, ()
+        given, self._given = self._given, ()
+        used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
+        run_backward([output for output, _ in used], [gradient for _, gradient in used])
+        return tuple(tensor.grad for tensor in given)
+
+
+def run_dropped(
+    run: Run,
+    buffers: Callable[[], Iterable[Tensor]],
+    given: tuple[Tensor, ...],
+    extras: Mapping[str, Any],
+    reruns: list[Rerun],
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Run without recording; what brings it back joins `reruns`. `buffers` are those that a run may change."""
+    rerun = Rerun(run, buffers, given, extras)
+    reruns.append(rerun)
+    anchor = torch.empty(0, requires_grad=True)  # a first stage's inputs need no gradient, but its weights do
+    outputs: tuple[Tensor, ...] = _Dropped.apply(rerun, anchor, *given)  # type: ignore[no-untyped-call]
+    return (outputs[:-1], outputs[-1]) if rerun.has_auxiliary else (outputs, None)
+
+
+def _generator_states(device: torch.device) -> tuple[Tensor, ...]:
+    return (torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()))
+
+
+def _restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rerun: Rerun, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.rerun = rerun
+        ctx.save_for_backward(*given)
+        return rerun.flat()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        rerun: Rerun = ctx.rerun  # type: ignore[attr-defined]
+        return (None, None, *rerun.backward(gradients))

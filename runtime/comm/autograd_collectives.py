@@ -1,0 +1,216 @@
+"""Collectives that autograd understands, in pairs that are each other's backward.
+
+    copy_to_group      identity      ◀─ backward ─▶  reduce_from_group  all-reduce
+    scatter_to_group   own slice     ◀─ backward ─▶  gather_from_group  all-gather
+    all_gather         all-gather    ◀─ backward ─▶  reduce_scatter     reduce-scatter
+    all_to_all         all-to-all    ◀─ backward ─▶  all_to_all         all-to-all
+    all_to_all_rows    rows of any number each way  ◀─ backward ─▶  the same, sent and received swapped
+
+The first two pairs stand at the border of a region where the members of a group share out the work on one tensor:
+outside, all members hold the same tensor and the same gradient. The third pair is for members that hold different
+pieces of a tensor, and different, partial gradients of the whole. The last two swap pieces, and are their own backward.
+
+No function changes its argument, and all members of the group must call it. In a group of one they return
+the argument. On meta tensors they work out shapes and do not communicate. Any order of
+derivatives works, since a backward is itself one of these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from quintsched.errors import MisfitError
+
+from .base import Group, Work
+
+Collective = Callable[[Tensor, Group, int], Tensor]
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x`; the backward sums the members' gradients. Any shape."""
+    return _apply(x, group, 0, forward=_view, backward=_reduce)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of the members' `x`; the backward passes the gradient on. Any shape."""
+    return _apply(x, group, 0, forward=_sum, backward=_copy)
+
+
+def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the members' `x` joined along `dim`; the backward takes the caller's slice of the gradient."""
+    return _apply(x, group, dim, forward=_join, backward=scatter_to_group)
+
+
+def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the caller's slice of `x` along `dim`; the backward joins the members' gradients.
+
+    Raises:
+        MisfitError: the group's size does not divide `x.shape[dim]`.
+    """
+    return _apply(x, group, dim, forward=_slice, backward=gather_from_group)
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the members' `x` joined along `dim`; the backward sums the gradients and takes the caller's slice."""
+    return _apply(x, group, dim, forward=_join, backward=reduce_scatter)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the caller's slice along `dim` of the sum of the members' `x`; the backward joins the gradients.
+
+    Raises:
+        MisfitError: the group's size does not divide `x.shape[dim]`.
+    """
+    return _apply(x, group, dim, forward=_sum_slice, backward=all_gather)
+
+
+def all_to_all(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the caller's slice along `dim` of each member's `x`, joined; the backward swaps gradients back.
+
+    Raises:
+        MisfitError: the group's size does not divide `x.shape[dim]`.
+    """
+    return _apply(x, group, dim, forward=_swap, backward=all_to_all)
+
+
+def all_to_all_rows(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Return the rows that each member has for the caller, in the order of members; the backward sends them back.
+
+    Args:
+        x: (rows, …), `sent[k]` of them for member k, in their order.
+        group: the members.
+        sent: rows for each member.
+        received: rows from each member, of which the result has as many together.
+
+    Raises:
+        MisfitError: `sent` are not the rows of `x`, or not what the others expect.
+    """
+
+    def backward(grad: Tensor, group: Group, _dim: int) -> Tensor:
+        return all_to_all_rows(grad, group, received, sent)
+
+    def forward(x: Tensor, group: Group, _dim: int) -> Tensor:
+        arrived = x.new_empty(sum(received), *x.shape[1:])
+        if not x.is_meta:
+            group.all_to_all(arrived, x.contiguous(), received, sent).wait()
+        return arrived
+
+    return _apply(x, group, 0, forward=forward, backward=backward)
+
+
+class _Collective(torch.autograd.Function):
+    """`forward` on the way there, `backward` on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, group: Group, dim: int, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.way_back = (backward, group, dim)  # type: ignore[attr-defined]
+        return forward(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        backward, group, dim = ctx.way_back  # type: ignore[attr-defined]
+        return backward(grad, group, dim), None, None, None, None
+
+
+def _apply(x: Tensor, group: Group, dim: int, *, forward: Collective, backward: Collective) -> Tensor:
+    return x if group.size == 1 else _communicate_aside(x, group, dim, forward, backward)
+
+
+def _communicate(x: Tensor, group: Group, dim: int, forward: Collective, backward: Collective) -> Tensor:
+    result: Tensor = _Collective.apply(x, group, dim, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+_communicate_aside: Callable[[Tensor, Group, int, Collective, Collective], Tensor] = torch.compiler.disable(
+    _communicate
+)
+"""Outside of compiled code, which cannot hold a collective of ours: it would break within the function."""
+
+
+class Coming:
+    """The result of a collective that has begun; what was given is kept until it is there."""
+
+    def __init__(self, result: Callable[[], Tensor], given: Tensor, works: Sequence[Work]) -> None:
+        self._result = result
+        self._given = given
+        self._works = works
+
+    def wait(self) -> Tensor:
+        """Return the result when it is there."""
+        for work in self._works:
+            work.wait()
+        return self._result()
+
+
+def begin_all_reduce(x: Tensor, group: Group) -> Coming:
+    """Begin to sum the members' `x`, in place where it is contiguous; no gradient flows through it."""
+    total = x.contiguous()
+    return Coming(lambda: total, total, () if x.is_meta else (group.all_reduce(total),))
+
+
+def begin_all_gather(x: Tensor, group: Group, dim: int) -> Coming:
+    """Begin to join the members' `x` along `dim`; no gradient flows through it."""
+    joined, given = x.new_empty(group.size, *x.shape), x.contiguous()
+    works = () if x.is_meta else (group.all_gather(joined.flatten(0, 1), given),)
+    return Coming(lambda: torch.cat(joined.unbind(), dim), given, works)
+
+
+def begin_reduce_scatter(x: Tensor, group: Group, dim: int) -> Coming:
+    """Begin to sum the members' `x`, of which the caller gets its slice along `dim`; no gradient flows through it."""
+    pieces = _stack(_pieces(x, group, dim))
+    total = torch.empty_like(pieces[0])
+    return Coming(lambda: total, pieces, () if x.is_meta else (group.reduce_scatter(total, pieces.flatten(0, 1)),))
+
+
+def _reduce(x: Tensor, group: Group, _dim: int) -> Tensor:
+    return reduce_from_group(x, group)
+
+
+def _copy(x: Tensor, group: Group, _dim: int) -> Tensor:
+    return copy_to_group(x, group)
+
+
+def _view(x: Tensor, _group: Group, _dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group, _dim: int) -> Tensor:
+    return begin_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+
+def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _pieces(x, group, dim)[group.index].clone(memory_format=torch.contiguous_format)
+
+
+def _join(x: Tensor, group: Group, dim: int) -> Tensor:
+    return begin_all_gather(x, group, dim).wait()
+
+
+def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    return begin_reduce_scatter(x, group, dim).wait()
+
+
+def _swap(x: Tensor, group: Group, dim: int) -> Tensor:
+    pieces = _stack(_pieces(x, group, dim))
+    swapped = torch.empty_like(pieces)
+    if not x.is_meta:
+        group.all_to_all(swapped, pieces).wait()
+    return torch.cat(swapped.unbind(), dim)
+
+
+def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Stack tensors, contiguous: torch itself keeps a layout with channels last if it takes theirs to be one."""
+    return torch.stack(tensors).contiguous()
+
+
+def _pieces(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:
+    """Cut `x` along `dim` into one piece per member."""
+    if x.shape[dim] % group.size:
+        raise MisfitError(f"cannot cut dimension {dim} of {tuple(x.shape)} into {group.size} equal pieces")
+    return x.chunk(group.size, dim)

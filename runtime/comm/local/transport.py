@@ -1,0 +1,199 @@
+"""All ranks in one process, a thread each: the transport for tests and debugging.
+
+    rank 0 ─ send ─▶ message k of (0, 1, tag) ◀─ recv ─ rank 1
+       └───▶ collective k of the group: the last one to come does the work ◀───┘
+
+What a send waits for, and whether tags matter, is up to the world's rules: "mailbox" is the most lenient, "nccl" is as
+strict as NCCL, so that what would hang or go wrong there does so here, and says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+from ..base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work
+from .rendezvous import Collective, Share
+from .world import Awaited, LocalWorld
+
+Result = TypeVar("Result")
+
+_COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
+
+
+class LocalTransport(Transport):
+    """One rank of a LocalWorld."""
+
+    name = "local"
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        super().__init__(rank, world.world_size, world.device)
+        self.profile = "channel" if world.rules == "nccl" else "tagged"
+        self._world = world
+        self._wire = world.wire
+        self._copies = world.rules != "nccl"
+        self._num_groups = 0
+
+    def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        call, self._num_groups = self._num_groups, self._num_groups + 1
+        self._world.agree(self.rank, call, list(partition))
+        ranks = next(ranks for ranks in partition if self.rank in ranks)
+        if len(ranks) == 1:
+            return SelfGroup(self.rank, self.device)
+        return LocalGroup(self._world, call, ranks, self.rank)
+
+    def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
+        """Channels appear when they are used."""
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        payload = tensor.clone() if self._copies else tensor
+        with self._world.lock:
+            message = self._wire.send(self.rank, peer, tag, payload)
+            self._world.wake(peer)
+        return DoneWork() if self._wire.is_buffered else _LocalWork(self._world, self.rank, message)
+
+    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        with self._world.lock:
+            message = self._wire.receive(peer, self.rank, tag, buffer)
+            self._world.wake(peer)
+        return _LocalWork(self._world, self.rank, message)
+
+    def abort(self, error: BaseException) -> None:
+        """Wake all ranks with a StallError that names this one."""
+        self._world.abort(self.rank, error)
+
+    def close(self) -> None:
+        """Tell those who wait for this rank that it has ended."""
+        self._world.close(self.rank)
+
+
+class LocalGroup(Group):
+    """A group of a LocalWorld; `call` tells apart the groups of the same ranks."""
+
+    def __init__(self, world: LocalWorld, call: int, ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(ranks, ranks.index(rank), world.device)
+        self._world = world
+        self._key = (call, ranks)
+        self._rank = rank
+        with world.lock:
+            world.meetings.enter(rank, self._key)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        collective = Collective("all_reduce", op, tensor)
+        return self._meet(collective, tensor, lambda brought: [reduce(_COMBINE[op], _tensors(brought))] * len(brought))
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        collective = Collective("all_gather", None, tensor)
+        return self._meet(collective, output, lambda brought: [torch.cat(_tensors(brought))] * len(brought))
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        collective = Collective("reduce_scatter", None, tensor)
+        return self._meet(collective, output, lambda brought: reduce(torch.add, _tensors(brought)).chunk(len(brought)))
+
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
+        equal = (tensor.shape[0] // self.size,) * self.size
+        collective = Collective("all_to_all", None, tensor, tuple(received or equal), tuple(sent or equal))
+        return self._meet(collective, output, _swap)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        collective = Collective("broadcast from member", source, tensor)
+        return self._meet(collective, tensor, lambda brought: [brought[source].tensor] * len(brought))
+
+    def _meet(self, collective: Collective, output: Tensor, share: Share) -> Work:
+        with self._world.lock:
+            meeting = self._world.meetings.join(self._rank, self._key, collective, output, share)
+            if meeting.arrival_s is not None:
+                for rank in self.ranks:
+                    self._world.wake(rank)
+        return _LocalWork(self._world, self._rank, meeting)
+
+
+def _tensors(brought: list[Collective]) -> list[Tensor]:
+    return [collective.tensor for collective in brought]
+
+
+def _swap(brought: list[Collective]) -> list[Tensor]:
+    """Return what each member gets: the parts that are meant for it.
+
+    Raises `MisfitError` where one member sends other rows than another one expects.
+    """
+    for source, sender in enumerate(brought):
+        for target, receiver in enumerate(brought):
+            if sender.sent[target] != receiver.received[source]:
+                raise MisfitError(
+                    f"all_to_all: member {source} sends {sender.sent[target]} rows to member {target}, which expects "
+                    f"{receiver.received[source]}"
+                )
+    parts = [collective.tensor.split(collective.sent) for collective in brought]
+    return [torch.cat(mine) for mine in zip(*parts, strict=True)]
+
+
+class _LocalWork:
+    """A rank's share in something that it can wait for."""
+
+    __slots__ = ("_awaited", "_rank", "_world")
+
+    def __init__(self, world: LocalWorld, rank: int, awaited: Awaited) -> None:
+        self._world = world
+        self._rank = rank
+        self._awaited: Awaited | None = awaited
+
+    def wait(self) -> None:
+        if self._awaited is not None:
+            self._world.wait_for(self._rank, self._awaited)
+            self._awaited = None
+
+
+def run_local(
+    world_size: int,
+    fn: Callable[[Transport], Result],
+    timeout_s: float = 60.0,
+    *,
+    rules: Rules = "mailbox",
+    wire_s: float = 0.0,
+) -> list[Result]:
+    """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
+
+    `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
+    wires. A message is under way for `wire_s`, and a directed channel carries one at a time.
+
+    If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
+    The threads take over the caller's grad mode; torch's global random generator is shared between them.
+    """
+    world = LocalWorld(world_size, timeout_s=timeout_s, rules=rules, wire_s=wire_s)
+    results: dict[int, Result] = {}
+    grad_enabled = torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        transport = LocalTransport(world, rank)
+        try:
+            with torch.set_grad_enabled(grad_enabled):
+                results[rank] = fn(transport)
+        except BaseException as error:
+            world.abort(rank, error)
+        transport.close()
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank{r}", daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    world.wait_for_end()
+    if world.failure is None:
+        return [results[rank] for rank in range(world_size)]
+    for thread in threads:
+        thread.join(timeout_s)
+    rank, error = world.failure
+    error.add_note(f"on rank {rank} of {world_size}")
+    raise error

@@ -1,0 +1,172 @@
+"""What the threads of one run share: the wires, the meetings, and who waits for what.
+
+As all waits happen under one lock, a deadlock is seen, not timed out: when every rank waits and nothing that
+is waited for can come, all of them get a StallError that lists who waits for what. A message under way will come,
+so whoever waits for one counts as busy. This takes for granted that a rank is one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import NoReturn, Protocol, get_args
+
+import torch
+
+from quintsched.errors import MisfitError, StallError, UsageError, suggest
+
+from ..base import Rules
+from .rendezvous import Meetings
+from .wire import Wire
+
+
+class Awaited(Protocol):
+    """What a rank can wait for: a message or a meeting. All is called with the world's lock held."""
+
+    @property
+    def arrival_s(self) -> float | None:
+        """The time of `time.perf_counter` at which it is there (0: it is), or None as long as others must act first."""
+
+    def finish(self) -> None:
+        """Hand over the result; called when the time has come, and allowed twice."""
+
+    def describe_to(self, rank: int) -> str:
+        """Say in words what `rank` waits for."""
+
+
+class LocalWorld:
+    """What the threads of one run share: the wires, the meetings, and who waits for what.
+
+    Args:
+        world_size: number of ranks.
+        device: where their tensors live.
+        timeout_s: longest that one wait may take, in seconds.
+        rules: what a wire does with a message.
+        wire_s: how long a message is under way, in seconds.
+
+    Raises:
+        UsageError: no such rules, or no such time.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 60.0,
+        *,
+        rules: Rules = "mailbox",
+        wire_s: float = 0.0,
+    ) -> None:
+        if rules not in get_args(Rules):
+            raise UsageError(f"unknown rules {rules!r}{suggest(rules, get_args(Rules))}")
+        if not (wire_s >= 0 and math.isfinite(wire_s)):
+            raise UsageError(f"a message cannot be under way for {wire_s!r} s")
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.timeout_s = timeout_s
+        self.rules: Rules = rules
+        self.failure: tuple[int, BaseException] | None = None
+        self.lock = threading.Lock()
+        self.wire = Wire(rules, wire_s)
+        self.meetings = Meetings(one_order=rules == "nccl")
+        self._partitions: dict[int, tuple[int, list[tuple[int, ...]]]] = {}
+        # A bell for each rank: who posts a message wakes one rank, not all of them.
+        self._bells = [threading.Condition(self.lock) for _ in range(world_size)]
+        self._end = threading.Condition(self.lock)
+        self._waits: dict[int, Awaited] = {}
+        self._closed: set[int] = set()
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """Wake all ranks with a StallError that names `rank`; the first failure stays."""
+        with self.lock:
+            self._fail(rank, error)
+
+    def close(self, rank: int) -> None:
+        """Note that `rank` will not send any more; those who wait for it are told."""
+        with self.lock:
+            self._closed.add(rank)
+            self._ring_all()
+
+    def wait_for_end(self) -> None:
+        """Return when all ranks have ended, or one failed."""
+        with self.lock:
+            self._end.wait_for(lambda: self.failure is not None or len(self._closed) == self.world_size)
+
+    def agree(self, rank: int, call: int, partition: list[tuple[int, ...]]) -> None:
+        """Check that the `call`-th partition is the same list on all ranks."""
+        with self.lock:
+            first, expected = self._partitions.setdefault(call, (rank, partition))
+        if partition != expected:
+            raise MisfitError(f"group {call}: rank {first} splits the world into {expected}, rank {rank} {partition}")
+
+    def wake(self, rank: int) -> None:
+        """With the lock held, let `rank` look again whether what it waits for has come."""
+        if rank in self._waits:
+            self._bells[rank].notify()
+
+    def wait_for(self, rank: int, awaited: Awaited) -> None:
+        """Return when `awaited` is there and finished.
+
+        Raises:
+            StallError: another rank failed, all ranks wait for each other, or the timeout is over.
+            MisfitError: what came does not fit.
+        """
+        with self.lock:
+            if awaited.arrival_s is None:
+                self._wait_until_under_way(rank, awaited)
+            if awaited.arrival_s:
+                self._sleep_until(awaited.arrival_s)
+            awaited.finish()
+
+    def _wait_until_under_way(self, rank: int, awaited: Awaited) -> None:
+        deadline_s = time.monotonic() + self.timeout_s
+        self._waits[rank] = awaited
+        try:
+            while awaited.arrival_s is None:
+                self._stop_if_hopeless(rank, awaited)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    self._stall(rank, f"rank {rank} waited {self.timeout_s:g} s for {awaited.describe_to(rank)}")
+                self._bells[rank].wait(left_s)
+        finally:
+            del self._waits[rank]
+
+    def _sleep_until(self, arrival_s: float) -> None:
+        """Let go of the lock until the time has come: what is under way cannot fail to come.
+
+        A plain sleep is a tenth of a millisecond late. Looking at the clock at its end would be better when the machine
+        is quiet, and worse when there are more ranks than cores.
+        """
+        left_s = arrival_s - time.perf_counter()
+        if left_s > 0:
+            self.lock.release()
+            try:
+                time.sleep(left_s)
+            finally:
+                self.lock.acquire()
+
+    def _stop_if_hopeless(self, rank: int, awaited: Awaited) -> None:
+        if self.failure:
+            culprit, error = self.failure
+            reason = f"rank {culprit} failed first: {type(error).__name__}: {error}"
+            raise StallError(f"rank {rank} stopped waiting for {awaited.describe_to(rank)}; {reason}") from error
+        all_idle = len(self._waits) + len(self._closed - self._waits.keys()) == self.world_size
+        if all_idle and all(other.arrival_s is None for other in self._waits.values()):
+            waits = [f"\n  rank {r} waits for {other.describe_to(r)}" for r, other in sorted(self._waits.items())]
+            ends = [f"\n  rank {r} has ended" for r in sorted(self._closed)]
+            self._stall(rank, "deadlock: nothing that is waited for can come" + "".join(waits + ends))
+
+    def _stall(self, rank: int, message: str) -> NoReturn:
+        error = StallError(message)
+        self._fail(rank, error)
+        raise error
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        self.failure = self.failure or (rank, error)
+        self._ring_all()
+
+    def _ring_all(self) -> None:
+        for bell in self._bells:
+            bell.notify_all()
+        self._end.notify_all()

@@ -1,0 +1,204 @@
+"""Collectives spelled out: a group whose sums go through the messages of the plan's mini-plans.
+
+    all_reduce(flat)     flat = [chunk 0 | chunk 1 | chunk 2]            views into the caller's tensor, no copies
+    rank 0, a ring of 3  recv chunk 1 from rank 2 into scratch, send chunk 2 to rank 1, wait for both, add, …
+
+`SpelledGroup` takes the place of the replicas' group where the plan's communication asks for it. A collective for which
+the plan has no mini-plan is the library's own, and so is everything but sums and gathers.
+
+Who drives the steps: on a wire whose waits block the host (gloo, in process) a collective waits for its turn, and the
+`wait` for it takes its steps, after those of all that were issued before it. So nothing is under way while a backward
+goes on, and all members have to wait in the same order. On CUDA the host issues all steps at once on a stream of the
+group's own, next to the computations. Either way the messages of a channel stand in one order on both of its ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quintsched.collectives import CollectivePlan, Communication
+from quintsched.collectives.program import Kind, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
+from quintsched.plan import Plan
+
+from . import Group, ReduceOp, Transport, Work
+
+SPELLED_TAG = 2
+"""The tag of all chunks: ring attention, whose messages may have the same ends, takes 0 and 1."""
+
+
+class SpelledGroup(Group):
+    """A group of more than one rank whose sums and gathers are carried out by a plan's mini-plans.
+
+    `group` is the library's own, of the same ranks; the mini-plans' channels are open (`spelled_channels`).
+    """
+
+    def __init__(self, group: Group, communication: Communication, transport: Transport) -> None:
+        super().__init__(group.ranks, group.index, group.device)
+        self._native = group
+        self._communication = communication
+        self._transport = transport
+        self._queue: deque[SpelledWork] = deque()
+        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        plan = self._choose("all_reduce", tensor) if op is ReduceOp.SUM else None
+        if plan is None:
+            return self._native._all_reduce(tensor, op)
+        return self._issue(partial(self._carry_out, plan, tensor.view(-1)), tensor)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        plan = self._choose("all_gather", output)
+        if plan is None:
+            return self._native._all_gather(output, tensor)
+        return self._issue(partial(self._gather, plan, output.view(-1), tensor.view(-1)), output, tensor)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        plan = self._choose("reduce_scatter", tensor)
+        if plan is None:
+            return self._native._reduce_scatter(output, tensor)
+        return self._issue(partial(self._scatter, plan, output.view(-1), tensor.view(-1)), output, tensor)
+
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
+        return self._native._all_to_all(output, tensor, received, sent)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._native._broadcast(tensor, source)
+
+    def _choose(self, kind: Kind, whole: Tensor) -> CollectivePlan | None:
+        return self._communication.choose(kind, self.size, whole.nbytes)
+
+    def _issue(self, steps: Callable[[], None], *tensors: Tensor) -> Work:
+        work = SpelledWork(self, steps, tensors)
+        self._queue.append(work)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self.drive(work)
+        return work
+
+    def drive(self, until: SpelledWork) -> None:
+        """Carry out all that was issued up to `until`; nothing where that has been done already."""
+        while until in self._queue:
+            work = self._queue.popleft()
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                work.carry_out()
+
+    def _gather(self, plan: CollectivePlan, whole: Tensor, part: Tensor) -> None:
+        whole.view(self.size, -1)[self.index].copy_(part)
+        self._carry_out(plan, whole)
+
+    def _scatter(self, plan: CollectivePlan, part: Tensor, whole: Tensor) -> None:
+        in_place = self.is_own_part(part, whole)
+        sums = whole if in_place else whole.clone()
+        self._carry_out(plan, sums)
+        if not in_place:
+            part.copy_(sums.view(self.size, -1)[self.index])
+
+    def _carry_out(self, plan: CollectivePlan, flat: Tensor) -> None:
+        """Take this rank's steps on the chunks of a flat tensor."""
+        chunks = cut_chunks(flat, plan.chunks)
+        scratch = torch.empty_like(max(chunks, key=Tensor.numel))
+        for step in plan.programs[self.index]:
+            self._take(step, chunks, scratch)
+
+    def _take(self, step: Step, chunks: Sequence[Tensor], scratch: Tensor) -> None:
+        """Post the receive, then the send, wait for both, and add what came; chunks without elements do not travel."""
+        match step:
+            case SendRecv():
+                arriving = self._receive(chunks[step.recv_chunk], step.source, step.reduce, scratch)
+                self._send(chunks[step.send_chunk], step.to)
+                arriving()
+            case SendChunk():
+                self._send(chunks[step.chunk], step.to)
+            case RecvChunk():
+                self._receive(chunks[step.chunk], step.source, step.reduce, scratch)()
+
+    def _send(self, chunk: Tensor, to: int) -> None:
+        if chunk.numel():
+            self._transport.send(chunk, self.ranks[to], SPELLED_TAG).wait()
+
+    def _receive(self, chunk: Tensor, source: int, reduce: bool, scratch: Tensor) -> Callable[[], None]:
+        """Post a receive; what is returned waits for it and adds it to the chunk."""
+        if not chunk.numel():
+            return _nothing
+        buffer = scratch[: chunk.numel()] if reduce else chunk
+        work = self._transport.recv(buffer, self.ranks[source], SPELLED_TAG)
+
+        def arrive() -> None:
+            work.wait()
+            if reduce:
+                chunk.add_(buffer)
+
+        return arrive
+
+
+class SpelledWork:
+    """A spelled-out collective that was issued; it keeps its tensors until it has been waited for."""
+
+    def __init__(self, group: SpelledGroup, steps: Callable[[], None], tensors: tuple[Tensor, ...]) -> None:
+        self._group = group
+        self._steps: Callable[[], None] | None = steps
+        self._tensors = tensors
+        self._done: torch.cuda.Event | None = None
+
+    def carry_out(self) -> None:
+        """Take all steps; on CUDA, issue them on the current stream."""
+        if self._steps is not None:
+            self._steps()
+        self._steps = None
+        if self._group.device.type == "cuda":
+            self._done = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> None:
+        """Take the steps that are left, of this and of all that was issued before; on CUDA let the stream wait."""
+        self._group.drive(self)
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        self._tensors = ()
+
+
+def _nothing() -> None:
+    """Wait for a chunk without elements."""
+
+
+def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:
+    """Return views of a flat tensor, chunk after chunk, whose sizes differ by 1 at most.
+
+    Where the elements divide by the number of ranks, and the chunks too, every rank's part is whole chunks.
+    """
+    bounds = [flat.numel() * chunk // chunks for chunk in range(chunks + 1)]
+    return [flat[first:end] for first, end in pairwise(bounds)]
+
+
+def spell_out(group: Group, communication: Communication, transport: Transport) -> Group:
+    """Return a group whose collectives go as the plan says; the group itself where that is native, or it is alone."""
+    return SpelledGroup(group, communication, transport) if communication.plans and group.size > 1 else group
+
+
+def spelled_channels(plan: Plan) -> list[tuple[int, int]]:
+    """Return the directed channels of all mini-plans, between the replicas of every part of the model."""
+    if not plan.communication.plans:
+        return []
+    lines = {*plan.mesh.groups(*REPLICA_AXES), *plan.mesh.groups(*EXPERT_REPLICA_AXES)}
+    return sorted(
+        {
+            (line[source], line[target])
+            for line in lines
+            for mini in plan.communication.plans.values()
+            if mini.size == len(line)
+            for source, target in _channels(mini)
+        }
+    )
+
+
+def _channels(mini: CollectivePlan) -> Iterable[tuple[int, int]]:
+    return {(message.sent.rank, message.received.rank) for message in mini.messages}

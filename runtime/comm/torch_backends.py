@@ -1,0 +1,358 @@
+"""Gloo and NCCL, through torch.distributed.
+
+    gloo             messages: one process group for all of them, matched by tag      collectives: a process group each
+    gloo, as nccl    the same without tags: a directed channel is first in, first out
+    nccl             messages: one process group (communicator, stream) per channel   collectives: a process group each
+
+Process groups are made with plain `new_group`, called by every rank for every group, members or not. That costs a
+rank that is no member 8 µs and no message, and the groups get the same names everywhere. The option
+`use_local_synchronization` must not be used here: it derives the name from the number of groups that the rank has
+made so far (up to torch 2.13, see pytorch#189073), so rank 1 of a pipeline 0-1-2, already in a channel with rank 0,
+would wait for rank 2 under another name for ever.
+
+NCCL makes a communicator at the first operation on a process group, blocking its caller. So each group does one
+operation as soon as it is made, in the order that all ranks share; nothing is made later, in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quintsched.errors import MisfitError, StallError, UsageError, suggest
+
+from .base import Group, ReduceOp, Rules, SelfGroup, Transport, Work, describe
+from .failures import Blame, raise_stall, run_bounded, stall_errors
+
+_REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
+_CLOSE_TIMEOUT_S = 10.0
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+"""The hardware queues of a GPU: the most that CUDA takes."""
+
+
+def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
+    """Join the other ranks, with the addresses that torchrun put into the environment.
+
+    Args:
+        backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one).
+        timeout_s: the longest that one wait may take, in seconds.
+        rules: the backend's own if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
+
+    Raises:
+        UsageError: not started by torchrun, no such backend, or rules that it cannot follow.
+        MisfitError: nccl with fewer devices than local ranks.
+        StallError: the others did not come.
+    """
+    transports: dict[str, dict[Rules, type[_TorchTransport]]] = {
+        "gloo": {"rendezvous": GlooTransport, "nccl": FifoGlooTransport},
+        "nccl": {"nccl": NcclTransport},
+    }
+    if backend not in transports:
+        raise UsageError(f"unknown transport {backend!r}{suggest(backend, transports)}")
+    by_rules = transports[backend]
+    own: Rules = next(iter(by_rules))
+    transport = by_rules.get(own if rules is None else rules)
+    if transport is None:
+        raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
+    device = _cuda_device() if backend == "nccl" else torch.device("cpu")
+    timeout = timedelta(seconds=timeout_s)
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        _require_torchrun()
+        with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
+            dist.init_process_group(backend, timeout=timeout)
+    return transport(device, timeout, owns_world)
+
+
+def as_group(group: Group | dist.ProcessGroup) -> Group:
+    """Return `group` as a Group; a ProcessGroup (of a DeviceMesh, say) is wrapped."""
+    if isinstance(group, Group):
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    on_cuda = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return TorchGroup(group, ranks, device, Blame()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
+
+
+class TorchGroup(Group):
+    """Collectives over a torch ProcessGroup."""
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, blame: Blame
+    ) -> None:
+        super().__init__(ranks, dist.get_rank(process_group), device)
+        self.process_group: dist.ProcessGroup | None = process_group
+        self._blame = blame
+
+    def release(self) -> None:
+        """Let go of the process group: gloo's connections close with the last reference."""
+        self.process_group = None
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
+        return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        # torch 2.13 deprecates the old name and has the new one only since.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if tensor.device.type == "cpu" and self.is_own_part(output, tensor):
+            # gloo sums a copy of all of it, in half as much time again as its own all-reduce takes in place.
+            return self._all_reduce(tensor, ReduceOp.SUM)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
+
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> Work:
+        splits = None if received is None else list(received), None if sent is None else list(sent)
+        return self._issue(partial(dist.all_to_all_single, output, tensor, *splits), "all_to_all", tensor, output)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        issue = partial(dist.broadcast, tensor, self.ranks[source])
+        return self._issue(issue, f"broadcast from rank {self.ranks[source]}", tensor, tensor)
+
+    def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
+        name = partial(self._name, kind, tensor)
+        try:
+            work = issue(group=self.process_group, async_op=True)
+        except RuntimeError as error:
+            raise_stall(error, name(), self._blame)
+        return _TorchWork(work, output, name, self._blame)
+
+    def _name(self, kind: str, tensor: Tensor) -> str:
+        return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
+
+
+class _TorchWork:
+    """A torch Work that keeps its tensors until waited for, and whose errors are ours.
+
+    `name` says in words what is under way. It is called when something failed: a message is a matter of
+    microseconds, and so would be the words.
+    """
+
+    __slots__ = ("_blame", "_name", "_tensor", "_work")
+
+    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], blame: Blame) -> None:
+        self._work = work
+        self._tensor: Tensor | None = tensor
+        self._name: Callable[[], str] | None = name
+        self._blame = blame
+
+    def wait(self) -> None:
+        if self._work is None or self._name is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise_stall(error, self._name(), self._blame)
+        self._work = self._tensor = self._name = None
+
+
+class _TorchTransport(Transport):
+    """What gloo and NCCL share: making groups, blaming and hanging up."""
+
+    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), device)
+        self._timeout = timeout
+        self._owns_world = owns_world
+        self._blame = Blame()
+        self._process_groups: list[dist.ProcessGroup] = []
+        self._groups: list[TorchGroup] = []
+        self._is_open = True
+
+    def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Make the process group of `ranks`; None on ranks that are not among them."""
+        with stall_errors(f"rank {self.rank} connecting with ranks {list(ranks)}", self._blame):
+            made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=self.name)
+        if self.rank not in ranks:
+            return None
+        self._process_groups.append(made)
+        return made
+
+    def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        mine: Group = SelfGroup(self.rank, self.device)
+        for ranks in partition:
+            process_group = self._new_process_group(ranks) if len(ranks) > 1 else None
+            if process_group is not None:
+                mine = TorchGroup(process_group, ranks, self.device, self._blame)
+                self._groups.append(mine)
+        self._warm_up(mine)
+        return mine
+
+    @abstractmethod
+    def _warm_up(self, group: Group) -> None: ...
+
+    def _issue(self, post: Callable[..., dist.Work], tensor: Tensor, group_rank: int, peer: int, tag: int) -> Work:
+        """Post as torch's isend and irecv do, less looking up that `peer` is `group_rank` in its process group."""
+        name = partial(self._name, post.__name__, tensor, peer, tag)
+        try:
+            work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
+        except RuntimeError as error:
+            raise_stall(error, name(), self._blame)
+        return _TorchWork(work, tensor, name, self._blame)
+
+    def _name(self, verb: str, tensor: Tensor, peer: int, tag: int) -> str:
+        doing = "sending to" if verb == "send" else "receiving from"
+        return f"rank {self.rank} {doing} rank {peer}: {describe(tensor)}, tag {tag}"
+
+    def abort(self, error: BaseException) -> None:
+        """Leave word of who failed, then hang up, which wakes the others."""
+        if not isinstance(error, StallError):
+            self._blame.accuse(self.rank, error)
+        self._hang_up(dist.distributed_c10d._abort_process_group if self.name == "nccl" else dist.destroy_process_group)
+
+    def close(self) -> None:
+        """Destroy the process groups; does not wait for peers longer than a few seconds."""
+        self._hang_up(dist.destroy_process_group)
+
+    def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
+        if self._is_open:
+            self._is_open = False
+            for group in self._groups:
+                group.release()
+            doomed, self._process_groups = self._process_groups, []
+            run_bounded(lambda: _destroy_all([None] if self._owns_world else doomed[::-1], destroy), _CLOSE_TIMEOUT_S)
+
+
+class GlooTransport(_TorchTransport):
+    """Tensors on the CPU over TCP; messages are matched by tag, so receives may be posted ahead of time."""
+
+    name = "gloo"
+    profile = "tagged"
+
+    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
+        super().__init__(device, timeout, owns_world)
+        self._messages: dist.ProcessGroup | None = None
+
+    def _warm_up(self, group: Group) -> None:
+        """Gloo connects when a group is made."""
+
+    def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
+        """Messages share the process group of a group of all ranks, if there is one: each has threads of its own."""
+        if channels and self._messages is None:
+            everyone = tuple(range(self.world_size))
+            shared = next((group.process_group for group in self._groups if group.ranks == everyone), None)
+            self._messages = shared or self._new_process_group(everyone)
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        assert self._messages is not None
+        return self._issue(self._messages.send, tensor, peer, peer, tag)
+
+    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        assert self._messages is not None
+        return self._issue(self._messages.recv, buffer, peer, peer, tag)
+
+    def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
+        self._messages = None
+        super()._hang_up(destroy)
+
+
+class FifoGlooTransport(GlooTransport):
+    """Gloo by NCCL's rules, to find out without a GPU what owes its success to tags.
+
+    Gloo's send is a rendezvous at any size, and messages with the same tag are first in, first out. With one tag for
+    all, a directed pair of ranks is a channel as NCCL has it: the k-th send meets the k-th receive, whatever they are.
+    """
+
+    profile = "channel"
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return super()._send(tensor, peer, 0)
+
+    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        return super()._recv(buffer, peer, 0)
+
+
+class NcclTransport(_TorchTransport):
+    """Tensors on CUDA devices; a communicator and a stream per directed channel, first in, first out.
+
+    The stream is the process group's own: it waits for what the caller's current stream was given up to the call, so
+    that a message goes when its tensor is ready, whatever is computed next; and a wait makes the current stream wait
+    for the message. A stream of ours on top would cost two more events per message and change nothing. The Work
+    keeps its tensor until then, for the allocator would give freed memory to the next tensor of the current stream.
+
+    A wait only holds up the current stream, so a dead peer shows at a later synchronisation, or in torch's watchdog
+    after the timeout; torchrun ends the others when one rank exits with an error.
+    """
+
+    name = "nccl"
+    profile = "channel"
+
+    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
+        super().__init__(device, timeout, owns_world)
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def _warm_up(self, group: Group) -> None:
+        group.all_reduce(torch.zeros(1, device=self.device)).wait()
+        torch.cuda.synchronize(self.device)
+
+    def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
+        self._require_queues(sum(self.rank in channel for channel in channels))
+        for source, destination in channels:
+            link = self._new_process_group(sorted((source, destination)))
+            if link is not None:
+                self._links[source, destination] = link
+                token = torch.zeros(1, device=self.device)
+                move = self._send if self.rank == source else self._recv
+                move(token, destination if self.rank == source else source, 0).wait()
+                torch.cuda.synchronize(self.device)
+
+    def _require_queues(self, num_channels: int) -> None:
+        """Raise `MisfitError` where streams would share a hardware queue, and wait for each other as no proof knows."""
+        queues, streams = int(os.environ.get(_QUEUES, MOST_QUEUES)), 1 + len(self._groups) + num_channels
+        if queues < min(streams, MOST_QUEUES):
+            raise MisfitError(
+                f"{_QUEUES}={queues}, but rank {self.rank} has {streams} streams, which would wait behind each other; "
+                f"leave it unset, or set it to {MOST_QUEUES}"
+            )
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self._issue(self._links[self.rank, peer].send, tensor, int(peer > self.rank), peer, tag)
+
+    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        return self._issue(self._links[peer, self.rank].recv, buffer, int(peer > self.rank), peer, tag)
+
+    def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
+        self._links.clear()
+        super()._hang_up(destroy)
+
+
+def _require_torchrun() -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
+
+
+def _cuda_device() -> torch.device:
+    """Make the device that LOCAL_RANK names the current one."""
+    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if num_devices == 0:
+        raise MisfitError("transport nccl wants a CUDA device and there is none; choose gloo")
+    if local_rank >= num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise MisfitError(
+            f"local rank {local_rank} wants a device of its own and there are {num_devices}; start fewer ranks per "
+            "node (or, from NCCL 2.30 on, let ranks share a device with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+        )
+    os.environ.setdefault(_QUEUES, str(MOST_QUEUES))  # read when the device is first used
+    device = torch.device("cuda", local_rank % num_devices)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _destroy_all(
+    process_groups: Sequence[dist.ProcessGroup | None], destroy: Callable[[dist.ProcessGroup | None], None]
+) -> None:
+    for process_group in process_groups:
+        destroy(process_group)

@@ -1,0 +1,171 @@
+"""Counting the bytes that autograd saves for backwards: the measured side of the simulator's peak activations.
+
+Every tensor that a graph saves passes the saved-tensor hooks; it counts from then on until the graph lets go of it.
+Bytes are counted by storage, once however many tensors share it. Weights and buffers do not count: they stand anyway.
+What a `BwdInput` leaves for its `BwdWeight` counts as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from quintsched.errors import MisfitError
+from quintsched.ir.dataflow import Kind, Value
+from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
+from quintsched.simulate.costs import Costs
+
+from ..blocks.dtensor import is_sharded
+from ..comm import Group, ReduceOp
+from ..stage.build import Stage
+from ..stage.microbatches import Batch
+from .rank_state import Machine
+
+Call = Callable[[], None]
+
+
+class _Held:
+    """A saved tensor, counted as long as this lives. It holds no part of the graph: that would keep itself alive."""
+
+    __slots__ = ("count", "tensor")
+
+    def __init__(self, tensor: Tensor, count: SavedBytes) -> None:
+        self.tensor = tensor.detach()
+        self.count = count
+        count.add(self.tensor)
+
+    def __del__(self) -> None:
+        self.count.remove(self.tensor)
+
+
+class SavedBytes:
+    """What stands on one rank, in bytes, while a step runs in this context.
+
+    Attributes:
+        peak: the most that stood at once.
+    """
+
+    def __init__(self, machine: Machine, stages: Mapping[int, Stage], batch: Batch) -> None:
+        if any(is_sharded(stage) for stage in stages.values()):
+            raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
+        self._machine = machine
+        self._program = machine.plan.programs[machine.pp_rank]
+        weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
+        if machine.weights is not None:  # parameters look into these, or, while they do not stand, somewhere else
+            weights = [t for t in weights if not t.requires_grad] + machine.weights.whole_tensors()
+        extras = (t for unit in batch.extras for t in unit.values())
+        self._standing = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
+        self._references: Counter[int] = Counter()
+        self._products: dict[tuple[int, int], list[_Held]] = {}
+        self._bytes = 0
+        self.peak = 0
+        self._changes: dict[tuple[type[Instruction], int], list[tuple[int, int]]] = defaultdict(list)
+        self._hooks = saved_tensors_hooks(lambda tensor: _Held(tensor, self), lambda held: held.tensor)
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that is held."""
+        storage = tensor.untyped_storage()
+        if _identity(storage) in self._standing:
+            return
+        self._references[_identity(storage)] += 1
+        if self._references[_identity(storage)] == 1:
+            self._bytes += storage.nbytes()
+            self.peak = max(self.peak, self._bytes)
+
+    def remove(self, tensor: Tensor) -> None:
+        """Count a tensor no longer."""
+        storage = tensor.untyped_storage()
+        if _identity(storage) in self._standing:
+            return
+        self._references[_identity(storage)] -= 1
+        if not self._references[_identity(storage)]:
+            self._bytes -= storage.nbytes()
+
+    def wrap(self, index: int, call: Call) -> Call:
+        """Return `call` so that what changes by it counts for its instruction."""
+        instruction = self._program[index]
+        if not isinstance(instruction, Compute):
+            return call
+        changes = self._changes[type(instruction), instruction.stage]
+        count_products = self._products_of(instruction)
+
+        def counted() -> None:
+            before = self._bytes
+            call()
+            count_products()
+            changes.append((instruction.microbatch, self._bytes - before))
+
+        return counted
+
+    def _products_of(self, instruction: Compute) -> Call:
+        """Return what counts the products that one half of a backward leaves and the other takes away."""
+        machine, products, key = self._machine, self._products, (instruction.stage, instruction.microbatch)
+        pending = next((v for v in machine.flow(instruction).produces if v.kind is Kind.PENDING), None)
+
+        def leave(value: Value) -> None:
+            products[key] = [_Held(tensor, self) for tensor in machine.pending[value].tensors()]
+
+        def take() -> None:
+            del products[key]
+
+        if pending is not None:
+            return partial(leave, pending)
+        return take if isinstance(instruction, BwdWeight) else _nothing
+
+    def costs(self, group: Group, device: torch.device) -> Costs:
+        """Return what a unit of each stage holds, in bytes, for `Plan.simulate`; every rank of the group calls this.
+
+        Keys and values count for the first slice of a microbatch, which makes room for all.
+        """
+        table = torch.zeros(4, len(self._machine.plan.stage_to_pp), dtype=torch.float64, device=device)
+        for stage in {stage for _, stage in self._changes}:
+            table[:, stage] = torch.tensor(self._of_stage(stage), dtype=torch.float64)
+        group.all_reduce(table, ReduceOp.MAX).wait()
+        activation, after_input, checkpointed, keys = (tuple(row) for row in table.tolist())
+        return Costs(
+            unit="byte",
+            activation=activation,
+            activation_after_input=after_input,
+            activation_checkpointed=checkpointed,
+            keys=keys,
+        )
+
+    def _of_stage(self, stage: int) -> tuple[float, float, float, float]:
+        slices = self._machine.plan.schedule.slices
+        first, later = self._typical(Fwd, stage, 0), self._typical(Fwd, stage, slices - 1)
+        again = self._typical(Recompute, stage, slices - 1)
+        keys = first - later
+        whole = later + again
+        return whole, whole + self._typical(BwdInput, stage, slices - 1), later if again else 0.0, keys
+
+    def _typical(self, kind: type[Instruction], stage: int, number: int) -> float:
+        """Return what instructions of a kind change on slice `number` of each microbatch: the median."""
+        slices = self._machine.plan.schedule.slices
+        found = [change for unit, change in self._changes.get((kind, stage), ()) if unit % slices == number]
+        return float(median(found)) if found else 0.0
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    """Return what tells storages apart; the memory of weights that come and go is not always in one place."""
+    identity: int = storage._cdata
+    return identity
+
+
+def _nothing() -> None:
+    """Most instructions leave no products."""

@@ -1,0 +1,199 @@
+"""The recorder of one rank: when each instruction of a step began and ended, and how long it waited.
+
+    recorder = Recorder(plan, rank, device, steps=range(2, 10))
+    calls = [recorder.wrap(index, call) for index, call in …]        bound once, beside the unwrapped calls
+    recorder.begin_step(step)
+    for call in calls if recorder.active else unwrapped: call()
+    recorder.end_step()
+    recorder.save(directory)
+
+While a step runs, only stamps are kept; they become seconds when the trace is saved. On a CPU a stamp is the host's
+time. On a GPU, where the host runs ahead, it is an event on the current stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quintsched.formats.trace_json import RankTrace, digest_of
+from quintsched.ir.instructions import Recv
+from quintsched.plan import Plan
+from quintsched.simulate.simulator import Times
+
+Call = Callable[[], None]
+Stamp = Any
+"""A moment as a clock notes it: only the clock that gave it can read it."""
+
+STEPS = range(2, 10)
+"""The steps that are recorded unless others are asked for: the first ones still warm up."""
+
+
+class TraceClock(Protocol):
+    """Notes moments cheaply, and tells later when they were."""
+
+    def set(self) -> None:
+        """Set it to the time of day, before the first moment that it notes."""
+
+    def now(self) -> Stamp:
+        """Note this moment."""
+
+    def wall_s(self, stamp: Stamp) -> float:
+        """Return the time of day of a moment, in seconds: the clock that all ranks share."""
+
+
+class HostClock:
+    """The host's clock."""
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter
+        self._offset_s = 0.0
+
+    def set(self) -> None:
+        """Set it to the time of day."""
+        self._offset_s = time.time() - time.perf_counter()
+
+    def wall_s(self, stamp: float) -> float:
+        """Return the time of day of a moment."""
+        return stamp + self._offset_s
+
+
+class EventClock:
+    """The clock of a GPU: events on the current stream, against one whose time of day is known."""
+
+    def __init__(self) -> None:
+        self._base: torch.cuda.Event | None = None
+        self._base_s = 0.0
+
+    def set(self) -> None:
+        """Set it to the time of day; waits for the GPU, once."""
+        self._base = self.now()
+        self._base.synchronize()
+        self._base_s = time.time()
+
+    def now(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wall_s(self, stamp: torch.cuda.Event) -> float:
+        """Return the time of day of a moment; waits until it has come."""
+        assert self._base is not None
+        stamp.synchronize()
+        return float(self._base_s + self._base.elapsed_time(stamp) / 1000)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The stamps of one step, by instruction; waits are (instruction, since, until)."""
+
+    number: int
+    start: list[Stamp | None]
+    end: list[Stamp | None]
+    waits: list[tuple[int, Stamp, Stamp]]
+
+
+class Recorder:
+    """Records the steps it is asked for, no more; `active` says whether the step that runs is one of them."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, steps: Collection[int] = STEPS) -> None:
+        self.active = False
+        self._plan, self._rank = plan, rank
+        self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+        self._program = plan.programs[self._pp_rank]
+        self._steps = frozenset(steps)
+        self._clock: TraceClock = EventClock() if device.type == "cuda" else HostClock()
+        self.now = self._clock.now
+        self._number = -1
+        self._start: list[Stamp | None] = [None] * len(self._program)
+        self._end: list[Stamp | None] = [None] * len(self._program)
+        self._waits: list[tuple[int, Stamp, Stamp]] = []
+        self._wrapped: set[int] = set()
+        self._recorded: list[_Step] = []
+
+    def wrap(self, index: int, call: Call) -> Call:
+        """Return `call` so that it is recorded as instruction `index`.
+
+        An instruction of several calls lasts from the beginning of the one that is wrapped first to the end of the
+        one that runs last.
+        """
+        start, end, now = self._start, self._end, self.now
+        if index in self._wrapped:
+
+            def continued() -> None:
+                call()
+                end[index] = now()
+
+            return continued
+        self._wrapped.add(index)
+
+        def timed() -> None:
+            start[index] = now()
+            call()
+            end[index] = now()
+
+        return timed
+
+    def mark(self, index: int, *, start: Stamp | None = None, end: Stamp | None = None) -> None:
+        """Say when an instruction began or ended (stamps of `now`), where that is not the span of its calls.
+
+        So a receive ends when its taker has it, which is in the call of another instruction.
+        """
+        if start is not None:
+            self._start[index] = start
+        if end is not None:
+            self._end[index] = end
+
+    def add_wait(self, index: int, since: Stamp, until: Stamp) -> None:
+        """Say that an instruction waited for another rank, from one stamp of `now` to another.
+
+        Who waits for a message adds the wait to itself and to the receive.
+        """
+        self._waits.append((index, since, until))
+
+    def begin_step(self, step: int) -> None:
+        """Start a step; it is recorded if it is one of those asked for."""
+        self.active = step in self._steps
+        if self.active:
+            self._number = step
+            self._start[:] = self._end[:] = [None] * len(self._program)
+            self._waits.clear()
+            if not self._recorded:
+                self._clock.set()
+
+    def end_step(self) -> None:
+        """End the step, and put away what was recorded of it."""
+        if self.active:
+            self._recorded.append(_Step(self._number, list(self._start), list(self._end), list(self._waits)))
+            self.active = False
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's trace into a directory, if any step was recorded; raises `UsageError` if it cannot."""
+        if not self._recorded:
+            return
+        spans = [self._read(step) for step in self._recorded]
+        start, end, wait = (np.stack(times) for times in zip(*spans, strict=True))
+        steps = tuple(step.number for step in self._recorded)
+        RankTrace(digest_of(self._plan), self._rank, self._pp_rank, steps, start, end, wait).save(directory)
+
+    def _read(self, step: _Step) -> tuple[Times, Times, Times]:
+        """Turn stamps into seconds; what had no call stands, without length, where the one before it ended."""
+        wall_s = self._clock.wall_s
+        start, end, wait = np.zeros((3, len(self._program)))
+        stamps = (stamp for stamp in step.start if stamp is not None)
+        at = min(map(wall_s, stamps), default=0.0)
+        for index, (began, ended) in enumerate(zip(step.start, step.end, strict=True)):
+            start[index] = at if began is None else wall_s(began)
+            end[index] = start[index] if ended is None else max(wall_s(ended), start[index])
+            if not isinstance(self._program[index], Recv):
+                at = end[index]
+        for index, since, until in step.waits:
+            wait[index] += wall_s(until) - wall_s(since)
+        return start, end, np.minimum(wait, end - start)

@@ -1,0 +1,136 @@
+"""Run a job: `torchrun --nproc-per-node N -m quintsched.runtime [plan.json] --config job.yaml`.
+
+All ranks run this. What is wrong before the ranks are connected is wrong on all of them: rank 0 says it on one line,
+and every rank ends with its exit code. Afterwards the rank that fails first says so at once; those that only lost
+it wait a little, so that its error is what the user sees first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from quintsched.errors import QuintschedError, StallError
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+    from ..comm import Transport
+    from ..job.config import JobConfig
+
+ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime", description=__doc__)
+    parser.add_argument("plan", nargs="?", help="a plan file; it wins over the job's parallel section")
+    parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
+    parser.add_argument("--trace", metavar="DIR", help="write down there when each instruction of some steps ran")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank, or all ranks of a `local` job; returns the exit code."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        job, plan = prepare(arguments)
+    except QuintschedError as error:
+        from .exit_together import leave_together
+
+        return leave_together(error, rank)
+    try:
+        run(job, plan, resume=arguments.resume)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return explain(error, rank)
+    return 0
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
+    """Read the job and its plan, and see that the world is of the plan's size; torch is not needed for that."""
+    from ..job.jobfile import load_job
+    from .to_plan import plan_of
+
+    traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
+    job = load_job(arguments.config, [*arguments.set, *traced])
+    plan = plan_of(job, arguments.plan)
+    if job.runtime.transport != "local":
+        plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    return job, plan
+
+
+def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
+    """Train the job on the transport it names."""
+    from ..comm import run_local
+    from ..comm.connection import connect_for
+
+    if job.runtime.transport == "local":
+        rules = job.runtime.rules or "mailbox"
+        run_local(
+            plan.mesh.size, lambda transport: train(job, plan, transport, resume), job.runtime.timeout_s, rules=rules
+        )
+        return
+    transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
+    try:
+        train(job, plan, transport, resume)
+    except BaseException as error:
+        transport.abort(error)
+        raise
+    transport.close()
+
+
+def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool) -> None:
+    """Train as one rank; rank 0 reports."""
+    from ..train.reporter import Reporter
+    from ..train.trainer import Trainer
+
+    speaks = transport.rank == 0
+    say = _say if speaks else _say_nothing
+    watched = speaks and sys.stderr.isatty()
+    reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
+    reporter.say(plan.title)
+    Trainer(job, plan, transport, reporter).fit(resume=resume)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _say_nothing(line: str) -> None:
+    """Say nothing: another rank speaks."""
+
+
+def explain(error: Exception, rank: int) -> int:
+    """Write an error to standard error, with the place where it happened, and return its exit code.
+
+    Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
+    lost a peer, waits before it speaks.
+    """
+    if "RANK" in os.environ and isinstance(error, QuintschedError):
+        time.sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
+    notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
+    known = isinstance(error, QuintschedError)
+    headline = str(error) if known else f"{type(error).__name__}: {error}"
+    trace = "" if known else "".join(traceback.format_exception(error))
+    whose = f"rank {rank}: " if "RANK" in os.environ else ""  # else all ranks are here, and a note says which
+    sys.stderr.write(f"error: {whose}{headline}{notes}\n{trace}")
+    return error.exit_code if isinstance(error, QuintschedError) else 1
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: threads of a broken transport must not keep it alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

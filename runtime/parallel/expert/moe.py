@@ -1,0 +1,243 @@
+"""Mixtures of experts, shared out over ep: each rank holds some experts, and tokens travel to theirs and back.
+
+                  rank 0: experts 0 1     rank 1: experts 2 3
+    assignments   0 0 1  2 3              0 1  2 2 3           by expert; a token has k of them
+    all-to-all    0 0 1 │ 0 1             2 3 │ 2 2 3          what came from rank 0 │ from rank 1
+    each expert   0 0 0 │ 1 1             2 2 2 │ 3 3          runs once, on all rows that are for it
+    all-to-all    0 0 1  2 3              0 1  2 2 3           back; weighed, and added up in the order of a token's k
+
+No assignment is dropped (Gale et al. 2022, "MegaBlocks"), unless a capacity is set (Fedus et al. 2021, "Switch
+Transformers"). Every expert runs in every forward, on no rows where none came: then its weights have gradients, which
+are zero, on all ranks at the same point. An expert that all tokens pass besides (`shared`) is that of Dai et al. 2024,
+"DeepSeekMoE".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError, UsageError
+
+from ...autograd.deferred_weight_grads import linear
+from ...comm import Group, SelfGroup, as_group
+from ...comm.autograd_collectives import all_to_all_rows
+from .router import Routing, balance_loss, route, z_loss
+from .tensor_boundary import Door
+
+Rows = list[list[int]]
+"""How many rows, per rank of ep and expert of the rank that they lie on."""
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of which each token uses some parts: (…, D) → (…, D), and an auxiliary loss.
+
+    The loss is summed over tokens, 0-dimensional, to be added to the summed loss of the batch; None in evaluation, and
+    where both coefficients are 0.
+
+    Args:
+        hidden: width of a token, D.
+        experts: how many there are, E.
+        make: builds one expert, (rows, D) → (rows, D).
+        top_k: how many experts a token uses.
+        renormalise: whether the weights of a token's experts add up to 1.
+        capacity_factor: an expert takes no more than ceil(factor · T · k / E) of the assignments of a rank's T tokens,
+            first come, first served; the rest is dropped. None: no limit.
+        balance: coefficient of the balancing loss.
+        z: coefficient of the router's z-loss.
+        shared: what every token passes besides.
+
+    Attributes:
+        expert_tokens: (E,), int64: how often each expert was chosen here, by tokens of training forwards; what was
+            dropped then counts too.
+
+    Raises `UsageError` for a `top_k` or a factor that cannot be.
+    """
+
+    expert_tokens: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        make: Callable[[], nn.Module],
+        *,
+        top_k: int = 2,
+        renormalise: bool = False,
+        capacity_factor: float | None = None,
+        balance: float = 0.0,
+        z: float = 0.0,
+        shared: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise UsageError(f"a token cannot use top_k={top_k} of {experts} experts")
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise UsageError(f"capacity_factor is {capacity_factor:g}; it must be above 0, or None for no limit")
+        self.num_experts, self.top_k, self.renormalise = experts, top_k, renormalise
+        self.capacity_factor, self.balance, self.z = capacity_factor, balance, z
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleDict({str(number): make() for number in range(experts)})
+        self.shared = shared
+        self.register_buffer("expert_tokens", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.group: Group = SelfGroup(0, torch.device("cpu"))
+        self._context: Group = self.group
+        self._door = Door(self.group, cut=False, shares=False)
+        self._uncompiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+
+    def share_out(self, group: Group, context: Group) -> None:
+        """Keep this rank's share of the experts, under their numbers; `context` are the ranks of one sequence.
+
+        Raises `MisfitError` where the experts do not divide.
+        """
+        if self.num_experts % group.size:
+            choices = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
+            raise MisfitError(f"ep={group.size} does not divide {self.num_experts} experts; choose ep from {choices}")
+        here = self.num_experts // group.size
+        mine = range(group.index * here, (group.index + 1) * here)
+        self.experts = nn.ModuleDict({str(number): self.experts[str(number)] for number in mine})
+        self.group, self._context = group, context
+
+    def open_door(self, door: Door) -> None:
+        """Let tokens come and go as tensor parallelism wants it."""
+        self._door = door
+
+    def leave_uncompiled(self) -> None:
+        """Keep what depends on data out of torch.compile, where the module is part of something compiled."""
+        self._uncompiled = torch.compiler.disable(self._pass_through_experts)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Let every token pass its experts; all ranks of ep, and of cp, call this."""
+        run = self._shapes_only if tokens.is_meta else self._uncompiled or self._pass_through_experts
+        seen, taken = self._door.enter(tokens)
+        mixed, auxiliary = run(seen.flatten(0, -2), taken.flatten(0, -2))
+        output = self._door.leave(mixed.view_as(seen))
+        if self.shared is not None:
+            output = output + self.shared(tokens)
+        return output, auxiliary
+
+    def _shapes_only(self, seen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Do without the routing: where tokens go, only data can tell."""
+        self._logits(seen)
+        made: Tensor = next(iter(self.experts.values()))(taken)
+        return made, taken.new_zeros(()) if self.training and (self.balance or self.z) else None
+
+    def _pass_through_experts(self, seen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Route by what all ranks of tp see, (T, D); the experts take the same tokens."""
+        routing = route(self._logits(seen), self.top_k, renormalise=self.renormalise)
+        if self.training:
+            self.expert_tokens += routing.counts
+        return self._mix(taken, routing), self._auxiliary(routing) if self.training else None
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """(T, D) to (T, E), in float32 at least."""
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        logits: Tensor = linear(tokens.to(wide), self.router.weight.to(wide))
+        return logits
+
+    def _auxiliary(self, routing: Routing) -> Tensor | None:
+        parts = [self.balance * balance_loss(routing, self._context)] if self.balance else []
+        parts += [self.z * z_loss(routing)] if self.z else []
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def _mix(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return what each token's experts make of it, weighed: (T, D). The only door to the experts, and from them."""
+        limit = self._capacity(len(tokens))
+        counts = routing.counts if limit is None else routing.counts.clamp(max=limit)
+        order = _order(routing, limit)
+        sent, received = _exchange(counts, self.group)
+        to_others, from_others = [sum(rows) for rows in sent], [sum(rows) for rows in received]
+        assigned = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
+        kept = order[: sum(to_others)]
+        arrived = all_to_all_rows(assigned.index_select(0, kept), self.group, to_others, from_others)
+        returned = all_to_all_rows(self._run(arrived, received), self.group, from_others, to_others)
+        placed = torch.zeros_like(assigned).index_copy(0, kept, returned)
+        weights = self._door.weights(routing.weights).to(tokens.dtype)
+        weighed: Tensor = placed.unflatten(0, (-1, self.top_k)) * weights.unsqueeze(-1)
+        return weighed.sum(1)
+
+    def _capacity(self, tokens: int) -> int | None:
+        """The most assignments that an expert takes from this rank."""
+        factor = self.capacity_factor
+        return None if factor is None else ceil(factor * tokens * self.top_k / self.num_experts)
+
+    def _run(self, rows: Tensor, received: Rows) -> Tensor:
+        """Run each expert here on its rows, which come rank by rank and there expert by expert; return them so."""
+        num_here = len(self.experts)
+        pieces = rows.split([count for counts in received for count in counts])
+        made = [
+            expert(torch.cat(pieces[place::num_here])).split([counts[place] for counts in received])
+            for place, expert in enumerate(self.experts.values())
+        ]
+        return torch.cat([made[place][source] for source in range(self.group.size) for place in range(num_here)])
+
+    def touched_parameters(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """Yield the experts' parameters and what share of them a token touches."""
+        for parameter in self.experts.parameters():
+            yield parameter, self.top_k / self.num_experts
+
+    def extra_repr(self) -> str:
+        """Describe the layer with its full count of experts."""
+        return f"experts={self.num_experts}, top_k={self.top_k}, ep={self.group.size}"
+
+
+def _order(routing: Routing, limit: int | None) -> Tensor:
+    """Return the assignments (of T · k, a token's side by side) by expert, each in order; those beyond `limit` last."""
+    experts, order = routing.experts.flatten().sort(stable=True)
+    if limit is None:
+        return order
+    first = routing.counts.cumsum(0) - routing.counts
+    is_late = torch.arange(len(order), device=order.device) - first[experts] >= limit
+    return order[is_late.to(torch.uint8).sort(stable=True).indices]
+
+
+def _exchange(counts: Tensor, group: Group) -> tuple[Rows, Rows]:
+    """Return the rows that go to each rank's experts, and those that come from each to the experts here.
+
+    `counts` (E,) are those that go. This is where the host waits for the routing.
+    """
+    arriving = torch.empty_like(counts)
+    group.all_to_all(arriving, counts).wait()
+    sent, received = torch.stack((counts, arriving)).unflatten(1, (group.size, -1)).tolist()
+    return sent, received
+
+
+def apply_expert_parallel(
+    module: nn.Module, group: Group | dist.ProcessGroup, context: Group | dist.ProcessGroup | None = None
+) -> nn.Module:
+    """Share out the experts of every `MoE` in `module` over `group`, in place, and return it.
+
+    Args:
+        module: the full module, with the same parameters on all ranks; before tensor parallelism cuts it.
+        group: the ranks of ep.
+        context: the ranks that hold parts of the same sequences; None: sequences are whole.
+
+    Raises `MisfitError` where the experts of a layer do not divide.
+    """
+    experts = as_group(group)
+    sequences = SelfGroup(0, experts.device) if context is None else as_group(context)
+    for layer in mixtures(module).values():
+        layer.share_out(experts, sequences)
+    return module
+
+
+def expert_weights(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that differ between the ranks of ep, and have gradients of their own on each."""
+    shared_out = (layer for layer in mixtures(module).values() if layer.group.size > 1)
+    return {parameter for layer in shared_out for parameter in layer.experts.parameters()}
+
+
+def leave_uncompiled(modules: Mapping[int, nn.Module]) -> None:
+    """Keep the routing of all stages out of torch.compile."""
+    for module in modules.values():
+        for layer in mixtures(module).values():
+            layer.leave_uncompiled()
+
+
+def mixtures(module: nn.Module) -> dict[str, MoE]:
+    """Return every mixture of experts in `module` by its name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, MoE)}

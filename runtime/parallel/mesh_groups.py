@@ -1,0 +1,134 @@
+"""The process groups of a mesh, made up front in one fixed order on all ranks.
+
+mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forward: tensor parallelism
+                            replicas   (0 4) (1 5) (2 6) (3 7)   gradient buckets
+                            context    (0) … (7)                 inside a forward: parts of a sequence, over cp
+                            pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of what travels
+                            metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all but tp
+                            experts    (0) … (7)                 inside a forward: shares of the experts, over ep
+                            model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model, all experts
+                            holders    (0 1 4 5) (2 3 6 7)       all that hold the same stages
+                            world      (0 … 7)                   agreement, checkpoints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from quintsched.ir.instructions import Message, Send
+from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES, Mesh
+from quintsched.plan import Plan
+
+from ..blocks.dtensor import comes_summed, counts_here
+from ..comm import Group, Transport
+from ..comm.message_collectives import spell_out, spelled_channels
+from .context.ring_attention import ring_channels
+from .tensor.shard import shard_of
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that hold the same weights; `first` is the index of the one whose stage comes first."""
+
+    group: Group
+    first: int
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The groups that one rank is in; see the module for who is in which."""
+
+    tensor: Group
+    context: Group
+    experts: Group
+    replicas: Group
+    expert_replicas: Group
+    """Those of this rank's experts: `replicas`, without ep."""
+    pipeline: Group
+    metrics: Group
+    model: Group
+    holders: Group
+    world: Group
+    sharing: Mapping[tuple[int, ...], Sharing]
+    """Per set of stages on several ranks that share weights: the ranks that hold one of them, in each replica."""
+
+    def counts(self, parameter: nn.Parameter, *, is_expert: bool = False) -> bool:
+        """Whether this rank counts a parameter in the global norm: of copies along tp or ep, one does.
+
+        `is_expert` says that the ranks along ep hold different ones.
+        """
+        if isinstance(parameter, DTensor) and comes_summed(parameter):
+            return counts_here(parameter) and self.tensor.index == 0
+        is_first = is_expert or self.experts.index == 0
+        if isinstance(parameter, DTensor):
+            return is_first and counts_here(parameter)
+        return is_first and (shard_of(parameter) is not None or self.tensor.index == 0)
+
+
+def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
+    """Make all groups of a plan in one order; every rank calls this at the same point.
+
+    Groups of the same ranks are one: their collectives stand in program order. Only the replicas, and those of experts,
+    have theirs to themselves, since gradients are launched ahead of their place; and where the plan spells out their
+    collectives, these go through messages.
+    """
+    mesh, made = plan.mesh, {}
+
+    def group(*axes: str) -> Group:
+        partition = tuple(mesh.groups(*axes))
+        if partition not in made:
+            made[partition] = transport.make_group(partition)
+        return made[partition]
+
+    def replicas_over(axes: tuple[str, ...]) -> Group:
+        return spell_out(transport.make_group(mesh.groups(*axes)), plan.communication, transport)
+
+    tensor, context, replicas = group("tp"), group("cp"), replicas_over(REPLICA_AXES)
+    experts, expert_replicas = group("ep"), replicas
+    if mesh.axis_size("ep") > 1:
+        expert_replicas = replicas_over(EXPERT_REPLICA_AXES)
+    pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp", "ep")
+    holding, world = group("tp", *REPLICA_AXES), group("pp", "tp", *REPLICA_AXES)
+    layout, sharing = plan.layout, {}
+    twins = {layout.twins(stage) for stage in range(len(plan.stage_to_pp))} - {()}
+    for stages in sorted(twins | set(plan.tied.values())):
+        holders = sorted({plan.stage_to_pp[stage] for stage in stages})
+        if len(holders) > 1:
+            together = transport.make_group(_sharing_partition(mesh, holders))
+            sharing[stages] = Sharing(together, holders.index(plan.stage_to_pp[stages[0]]))
+    return MeshGroups(
+        tensor, context, experts, replicas, expert_replicas, pipeline, metrics, model, holding, world, sharing
+    )
+
+
+def _sharing_partition(mesh: Mesh, holders: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks at these pp coordinates, together in each replica; all others are alone."""
+    partition: list[tuple[int, ...]] = []
+    for line in mesh.groups("pp"):
+        partition.append(tuple(sorted(line[k] for k in holders)))
+        partition += [(rank,) for k, rank in enumerate(line) if k not in holders]
+    return partition
+
+
+def open_channels(plans: Iterable[Plan], transport: Transport, *, ring: bool) -> None:
+    """Open every directed channel that the plans use, for all replicas, in ascending order; and of rings over cp.
+
+    Those of spelled-out collectives are among them.
+    """
+    plans = [*plans]
+    used = {
+        (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
+        for plan in plans
+        for rank, program in enumerate(plan.programs)
+        for message in program
+        if isinstance(message, Message)
+    }
+    mesh = plans[0].mesh
+    pipelines = [(line[source], line[target]) for line in mesh.groups("pp") for source, target in used]
+    rings = [channel for line in mesh.groups("cp") for channel in ring_channels(line)] if ring else []
+    spelled = [channel for plan in plans for channel in spelled_channels(plan)]
+    transport.open_channels(sorted(pipelines + rings + spelled))

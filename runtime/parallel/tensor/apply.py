@@ -1,0 +1,182 @@
+"""Tensor parallelism: a module cut over the ranks of a group, in one line.
+
+    x ─▶ column ─▶ activation or attention ─▶ row ─▶ sum over the ranks ─▶ y
+         └────── each rank has its share ──────┘
+
+A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, Shoeybi et al. 2019,
+section 3). Outside of such a pair all ranks hold the same tensors and the same gradients.
+
+Every parameter that is cut knows how (`shard_of`), also after a copy, a cast, a move off the meta device or the loading
+of a state dict; every other parameter is the same on all ranks, which is checked when a module is converted and at
+its first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import torch.distributed as dist
+from torch import nn
+
+from quintsched.errors import MisfitError
+
+from ...comm import Group, as_group
+from ..dropout import KeyedDropout
+from ..expert.moe import mixtures
+from ..expert.tensor_boundary import Door
+from .column_linear import Entry
+from .consistency import require_same, watch_gradient
+from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
+from .region import Region
+from .rules import HEAD_COUNTS, Cut, Split, find_cuts, require_pairs
+from .shard import Shard, gather_full, shard_of, take_shard
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "Shard",
+    "VocabParallelEmbedding",
+    "apply_tensor_parallel",
+    "gather_full",
+    "shard_of",
+    "take_shard",
+]
+
+Way = tuple[Entry, Exit]
+
+
+def apply_tensor_parallel(
+    module: nn.Module,
+    group: Group | dist.ProcessGroup,
+    rules: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
+    sequence_parallel: bool = False,
+    cut_logits: bool = False,
+) -> nn.Module:
+    """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
+
+    By default the column/row pairs of attention blocks and MLPs are found by name (see split_rules); all else stays
+    replicated, which is correct, just not split. An attention module's own count of heads (`num_heads`, …) becomes that
+    of this rank; one that keeps it elsewhere must take it from the width of its projections.
+
+    Args:
+        module: the full module, with the same parameters on all ranks; may be on the meta device.
+        group: all its members must call this.
+        rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate"; the
+            first that matches wins over the defaults.
+        path: where the module stands in the model; rules see names below it.
+        sequence_parallel: between its pairs, the module is given this rank's share of the tokens (samples, tokens, …)
+            and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
+        cut_logits: a linear layer cut by "vocabulary" gives the outputs of this rank's ids (see `losses`); otherwise it
+            gives whole ones, as a column alone does.
+
+    Raises:
+        UsageError: a rule says something else.
+        MisfitError: heads or sizes that the group's size does not divide, a rule for what cannot be cut, or
+            parameters that differ between the ranks.
+    """
+    group = as_group(group)
+    cuts = find_cuts(module, rules or {}, group.size, path)
+    if group.size == 1:
+        return module
+    if sequence_parallel:
+        require_pairs(module, cuts, path)
+    require_same(dict(module.named_parameters()), group)
+    doors = _doors(module, cuts)
+    ways = _ways(module, cuts, doors, sequence_parallel)
+    made = {id(cut): _cut_layer(cut, group, ways[id(cut.layer)], cut_logits) for cut in cuts}
+    for cut in cuts:
+        if cut.parent is None:
+            return made[id(cut)]
+        setattr(cut.parent, cut.name, made[id(cut)])
+    parents = {cut.parent for cut in cuts if cut.is_paired}
+    for parent in (part for part in module.modules() if part in parents):  # those within others after them
+        _share_heads(parent, group.size)
+        _share_region(parent, [made[id(cut)] for cut in cuts if cut.is_paired and cut.parent is parent], group)
+    for layer in mixtures(module).values():
+        layer.open_door(Door(group, cut=layer in doors, shares=sequence_parallel))
+    for dropout in module.modules() if sequence_parallel else ():
+        if isinstance(dropout, KeyedDropout):
+            dropout.sequence = group
+    if not sequence_parallel:
+        _watch_replicated(module, cuts, group)
+    return module
+
+
+def _doors(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
+    """Return the mixtures of which every expert is cut in all its parts: they copy and sum for all of them at once."""
+    cut = {id(weight) for cut in cuts if cut.is_paired for weight in _cut_weights(cut)}
+    return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
+
+
+def _ways(module: nn.Module, cuts: Sequence[Cut], doors: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
+    """Return how tokens enter and leave each layer that is cut; experts are given whole ones."""
+    alone: Way = ("copy", "sum")
+    shared: Way = ("gather", "scatter") if sequence_parallel else alone
+    ways = {id(cut.layer): shared if cut.is_paired else alone for cut in cuts}
+    for mixture in mixtures(module).values():
+        of_experts: Way = ("none", "none") if mixture in doors else alone
+        ways |= {id(layer): of_experts for layer in mixture.experts.modules()}
+    return ways
+
+
+def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> None:
+    """Raise `MisfitError` for a mixture whose experts are not all cut alike: what they give is added up alike."""
+    for name, mixture in mixtures(module).items():
+        found = {}
+        for number, expert in mixture.experts.items():
+            names = {id(layer): part for part, layer in expert.named_modules()}
+            found[number] = {(names[id(cut.layer)], cut.split) for cut in cuts if id(cut.layer) in names}
+        odd = next((number for number, how in found.items() if how != found["0"]), None)
+        if odd is not None:
+            where = f"{path}.{name}" if name else path
+            raise MisfitError(f"rules cut experts 0 and {odd} of {where!r} differently over tp; cut all of them alike")
+
+
+def _cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
+    """Yield the parameters of which each rank has a part."""
+    return (p for name, p in cut.layer.named_parameters() if cut.split is not Split.ROW or name != "bias")
+
+
+def _share_heads(parent: nn.Module, size: int) -> None:
+    for name in HEAD_COUNTS:
+        count = getattr(parent, name, None)
+        if isinstance(count, int):
+            setattr(parent, name, count // size)
+
+
+def _share_region(parent: nn.Module, pairs: Sequence[nn.Module], group: Group) -> None:
+    """Let columns and rows, and what drops out between them, at whatever depth, know of each other."""
+    region = Region(group, sum(isinstance(layer, ColumnParallelLinear) for layer in pairs))
+    dropouts = (layer for layer in parent.modules() if isinstance(layer, KeyedDropout))
+    for layer in (*pairs, *dropouts):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
+            layer.region = region
+
+
+def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
+    entry, leaving = way
+    match cut.split, cut.layer:
+        case Split.COLUMN | Split.VOCABULARY, nn.Linear() as linear:
+            gathers = not cut_logits if cut.split is Split.VOCABULARY else not cut.is_paired
+            return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
+        case Split.ROW, nn.Linear() as linear:
+            return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
+        case Split.VOCABULARY, nn.Embedding() as embedding:
+            return VocabParallelEmbedding.from_embedding(embedding, group)
+    raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
+
+
+def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group) -> None:
+    """Have those parameters checked that might sit between a column and its row, on a tensor that is cut."""
+    parents = {id(cut.parent) for cut in cuts if cut.is_paired}
+    suspects = {
+        param: f"{path}.{name}" if path else name
+        for path, parent in module.named_modules()
+        if id(parent) in parents
+        for name, param in parent.named_parameters()
+        if shard_of(param) is None and param.requires_grad
+    }
+    for param, name in suspects.items():
+        watch_gradient(param, name, group)

@@ -1,0 +1,120 @@
+"""How tokens enter a column layer, and the product there, with communication behind computation.
+
+    entry     forward                                 backward
+    copy      the input is on all ranks               the ranks' gradients are summed (all-reduce)
+    gather    joined from the ranks' tokens           summed, each rank gets those of its tokens (reduce-scatter)
+    none      as copy: somebody else does it          partial gradients go on
+
+In the backward of one column the gradient of the input is on its way to the other ranks while that of the weight is
+computed, and gathered tokens are not kept: they are gathered once more, while the gradient of the input is computed
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
+
+    time ─▶   gather x ·········                  ▷ collective  · under way
+              g W ────────  reduce ·············
+                            gᵀ x ─────────  wait
+
+Several columns of one module that take the same tokens (queries, keys and values apart) let them enter once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ...autograd.deferred_weight_grads import bias_gradient, defer, linear, weight_gradient
+from ...comm import Group
+from ...comm.autograd_collectives import (
+    all_gather,
+    begin_all_gather,
+    begin_all_reduce,
+    begin_reduce_scatter,
+    copy_to_group,
+)
+from .region import Region
+
+Entry = Literal["copy", "gather", "none"]
+"""How the input of a column layer comes from the ranks around; see the module."""
+
+TOKENS = 1
+"""The dimension along which tokens are shared out: (samples, tokens, …)."""
+
+
+def column_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None = None
+) -> Tensor:
+    """Return `x` times this rank's columns: (…, in) to (…, out / size), of all ranks' tokens where they are gathered.
+
+    `region` is that of the column and others beside it, if there are any.
+    """
+    return _aside(x, weight, bias, group, entry, region)
+
+
+def _column_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None
+) -> Tensor:
+    if region is not None and region.columns > 1:
+        return linear(region.enter(x, partial(_enter, group, entry)), weight, bias)
+    if group.size == 1 or entry == "none" or not _is_plain(x, weight):
+        return linear(_enter(group, entry, x), weight, bias)
+    product: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
+    return product
+
+
+_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, Region | None], Tensor] = torch.compiler.disable(
+    _column_product
+)
+"""Outside of compiled code: a rank that compiles and one that does not have to issue the same collectives."""
+
+
+def _enter(group: Group, entry: Entry, x: Tensor) -> Tensor:
+    match entry:
+        case "copy":
+            return copy_to_group(x, group)
+        case "gather":
+            return all_gather(x, group, TOKENS)
+        case "none":
+            return x
+
+
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether an ordinary backward of the first order follows, on tensors as they are."""
+    is_recorded = torch.is_grad_enabled() and weight.requires_grad and not x.is_meta
+    is_bare = not _is_any_autocast_enabled() and not _are_functorch_transforms_active()
+    return is_recorded and is_bare and x.dtype is weight.dtype
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, entry: Entry
+    ) -> Tensor:
+        ctx.bias, ctx.group, ctx.gathers = bias, group, entry == "gather"
+        ctx.save_for_backward(x, weight)
+        whole = begin_all_gather(x, group, TOKENS).wait() if ctx.gathers else x
+        return functional.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        coming = begin_all_gather(x, ctx.group, TOKENS) if ctx.gathers and needs_weight else None
+        going = None
+        if needs_x:
+            of_x = gradient.matmul(weight)
+            going = begin_reduce_scatter(of_x, ctx.group, TOKENS) if ctx.gathers else begin_all_reduce(of_x, ctx.group)
+        of_weight = of_bias = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if needs_weight:
+            given = (x if coming is None else coming.wait()).reshape(-1, x.shape[-1])
+            of_weight = None if defer(weight, weight_gradient, (rows, given)) else weight_gradient(rows, given)
+        if needs_bias:
+            of_bias = None if defer(ctx.bias, bias_gradient, (rows,)) else bias_gradient(rows)
+        return None if going is None else going.wait(), of_weight, of_bias, None, None

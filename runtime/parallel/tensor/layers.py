@@ -1,0 +1,306 @@
+"""Linear layers and an embedding that are cut over the ranks of a group.
+
+           ┌ W_0 ┐                    column: each rank computes some of the output features
+    x ───▶ │ ... │ ───▶ [y_0 | y_1]   row:    each rank takes some of the input features, and the
+           └ W_n ┘                            partial results are summed; the bias is added after that
+
+Built from sizes, a layer draws the full weight and keeps its slice, so that ranks that are seeded alike hold the
+slices of one and the same full layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError
+
+from ...autograd.deferred_weight_grads import embedding, linear
+from ...comm import Group
+from ...comm.autograd_collectives import gather_from_group, reduce_from_group, reduce_scatter, scatter_to_group
+from .column_linear import TOKENS, Entry, column_product
+from .consistency import require_same
+from .region import Region
+from .shard import Shard, mark_shard, take_shard
+
+Exit = Literal["sum", "scatter", "none"]
+"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its share of the tokens; or
+as it is, one of the summands, where somebody else adds them up."""
+
+Sharded = TypeVar("Sharded", bound="ShardedModule")
+
+
+class ShardedModule(nn.Module):
+    """A module some of whose parameters are cut over `group`; it sees to it that they always know how."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self._shards: dict[str, Shard] = {}
+
+    def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: int = 1) -> None:
+        """Register `full` under `name`: this rank's slice along `dim`, or all of it where `dim` is None."""
+        if full is None:
+            self.register_parameter(name, None)
+            return
+        if dim is not None:
+            self._shards[name] = Shard(dim, parts, self.group.index, self.group.size)
+        mine = take_shard(full, self._shards[name]) if dim is not None else full.detach().clone()
+        self.register_parameter(name, nn.Parameter(mine, requires_grad=full.requires_grad))
+        self._mark()
+
+    def _mark(self) -> None:
+        for name, shard in self._shards.items():
+            mark_shard(self.get_parameter(name), shard)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _apply(self: Sharded, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sharded:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._mark()
+
+
+class ColumnParallelLinear(ShardedModule):
+    """A linear layer that computes this rank's share of the output features: (…, in) to (…, out / size).
+
+    Args:
+        in_features: full width of the input.
+        out_features: full width of the output.
+        group: the ranks that share it.
+        bias: whether there is one; it is cut like the output.
+        parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its share of every one.
+        gather_output: give back the full output (…, out) on all ranks.
+        entry: how the input comes from the ranks around (see `column_product`).
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        MisfitError: `parts` × size does not divide `out_features`.
+    """
+
+    deferrable = ("weight", "bias")
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        parts: int = 1,
+        gather_output: bool = False,
+        entry: Entry = "copy",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.parts = parts
+        self.gather_output = gather_output
+        self.entry: Entry = entry
+        self.region: Region | None = None
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: Group, *, parts: int = 1, gather_output: bool = False, entry: Entry = "copy"
+    ) -> ColumnParallelLinear:
+        """Take this rank's slice of `linear`."""
+        sizes = (linear.in_features, linear.out_features)
+        has = linear.bias is not None
+        layer = cls(*sizes, group, bias=has, parts=parts, gather_output=gather_output, entry=entry, device="meta")
+        layer._take(linear)
+        return layer.train(linear.training)
+
+    def _take(self, full: nn.Linear) -> None:
+        self._adopt("weight", full.weight, 0, self.parts)
+        self._adopt("bias", full.bias, 0, self.parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, in) to (…, out / size), or (…, out) with `gather_output`."""
+        if self.region is not None:
+            self.region.is_open = True
+        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.region)
+        if not self.gather_output:
+            return y
+        return gather_from_group(y.view(*y.shape[:-1], self.parts, -1), self.group, -1).flatten(-2)
+
+    def extra_repr(self) -> str:
+        """Describe the layer as nn.Linear does, with full sizes."""
+        cut = f"parts={self.parts}, gather_output={self.gather_output}, tp={self.group.size}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {cut}"
+
+
+class RowParallelLinear(ShardedModule):
+    """A linear layer that takes this rank's share of the input features: (…, in / size) to (…, out).
+
+    Args:
+        in_features: full width of the input.
+        out_features: full width of the output.
+        group: the ranks that share it.
+        bias: whether there is one; it is replicated, and added once, after the sum over the ranks.
+        input_is_parallel: the input is this rank's share already, as a column layer leaves it; otherwise it is full.
+        exit: what becomes of the partial results.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        MisfitError: the size does not divide `in_features`, the ranks come with different biases, or there is a bias
+            that would be added once per rank.
+    """
+
+    deferrable = ("weight",)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        exit: Exit = "sum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.input_is_parallel = input_is_parallel
+        self.exit: Exit = exit
+        self.region: Region | None = None
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: Group, *, input_is_parallel: bool = True, exit: Exit = "sum"
+    ) -> RowParallelLinear:
+        """Take this rank's slice of `linear`."""
+        sizes = (linear.in_features, linear.out_features)
+        has = linear.bias is not None
+        layer = cls(*sizes, group, bias=has, input_is_parallel=input_is_parallel, exit=exit, device="meta")
+        layer._take(linear)
+        return layer.train(linear.training)
+
+    def _take(self, full: nn.Linear) -> None:
+        self._adopt("weight", full.weight, 1)
+        if full.bias is not None and self.exit == "none":
+            raise MisfitError("a row layer whose results are added up later cannot have a bias: it would count often")
+        self._adopt("bias", full.bias, None)
+        require_same({"bias": self.bias} if self.bias is not None else {}, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, in / size), or (…, in) without `input_is_parallel`, to (…, out), of this rank's tokens if scattered.
+
+        Raises:
+            MisfitError: the input has another width.
+        """
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, self.group, -1)
+        if x.shape[-1] != self.weight.shape[1]:
+            raise MisfitError(
+                f"a row-parallel layer over {self.group.size} ranks takes {self.weight.shape[1]} of {self.in_features} "
+                f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
+            )
+        y = self._leave(linear(x, self.weight))
+        if self.region is not None:
+            self.region.leave()
+        return y if self.bias is None else y + self.bias
+
+    def _leave(self, partial: Tensor) -> Tensor:
+        match self.exit:
+            case "sum":
+                return reduce_from_group(partial, self.group)
+            case "scatter":
+                return reduce_scatter(partial, self.group, TOKENS)
+            case "none":
+                return partial
+
+    def extra_repr(self) -> str:
+        """Describe the layer as nn.Linear does, with full sizes."""
+        cut = f"input_is_parallel={self.input_is_parallel}, tp={self.group.size}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {cut}"
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """An embedding of which each rank holds the rows of some ids: (…) integers to (…, embedding_dim).
+
+    Args:
+        num_embeddings: full number of ids.
+        embedding_dim: width of the output.
+        group: the ranks that share it.
+        padding_idx: an id whose row gets no gradient.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        MisfitError: the size does not divide `num_embeddings`.
+    """
+
+    deferrable = ("weight",)
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: Group,
+        *,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = full.padding_idx
+        self._adopt("weight", full.weight, 0)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, group: Group) -> VocabParallelEmbedding:
+        """Take this rank's rows of `embedding`."""
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise MisfitError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut; replicate it")
+        sizes = (embedding.num_embeddings, embedding.embedding_dim)
+        layer = cls(*sizes, group, padding_idx=embedding.padding_idx, device="meta")
+        layer._adopt("weight", embedding.weight, 0)
+        return layer.train(embedding.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids (…) to rows (…, embedding_dim).
+
+        Raises:
+            IndexError: an id out of range, on every rank (on CUDA: a device-side assertion, as with nn.Embedding).
+        """
+        num_local = self.weight.shape[0]
+        local = ids - self.group.index * num_local
+        is_elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ((local < 0) | (local >= num_local))
+        # Ids that are nobody's stay out of range here too, so that the lookup itself refuses them.
+        rows = embedding(local.masked_fill(is_elsewhere, 0), self.weight, self._local_padding())
+        return reduce_from_group(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
+
+    def _local_padding(self) -> int | None:
+        num_local = self.weight.shape[0]
+        if self.padding_idx is None or self.padding_idx // num_local != self.group.index:
+            return None
+        return self.padding_idx % num_local
+
+    def extra_repr(self) -> str:
+        """Describe the layer as nn.Embedding does, with full sizes."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.group.size}"

@@ -1,0 +1,73 @@
+"""What tensor parallelism does to the blocks of a model on one rank, settled before any block is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ...blocks.dtensor import is_sharded
+from ...comm import Group
+from .apply import apply_tensor_parallel, require_like_experts
+from .rules import Cut, Split, find_cuts
+from .sequence import SequenceParallel, partial_weights
+
+
+class TensorCuts:
+    """How the blocks of a model are cut over tp.
+
+    Args:
+        outlines: the blocks before anything is cut (see `blocks.outlines`).
+        group: the ranks of tp.
+        rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
+        sequence_parallel: whether tokens are shared out between pairs.
+        cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
+    """
+
+    def __init__(
+        self,
+        outlines: Sequence[nn.Module],
+        group: Group,
+        rules: Mapping[str, str],
+        *,
+        sequence_parallel: bool,
+        cut_logits: bool,
+    ) -> None:
+        self._group, self._rules = group, rules
+        cuts = [self._cuts_of(number, block) for number, block in enumerate(outlines)]
+        for number, block in enumerate(outlines):
+            require_like_experts(block, cuts[number], str(number))
+        has_pairs = [any(cut.is_paired for cut in of_block) for of_block in cuts]
+        self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
+        heads = [cut for cut in cuts[-1] if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
+        self._logits_are_cut = bool(heads) and cut_logits
+        self._last = len(cuts) - 1
+
+    def _cuts_of(self, number: int, outline: nn.Module) -> list[Cut]:
+        """Return which layers of a block are cut; what PyTorch has sharded already is left alone."""
+        is_whole = self._group.size > 1 and not is_sharded(outline)
+        return find_cuts(outline, self._rules, self._group.size, str(number)) if is_whole else []
+
+    def apply(self, number: int, block: nn.Module) -> nn.Module:
+        """Cut block `number`, unless PyTorch has; every rank of tp calls this."""
+        if is_sharded(block):
+            return block
+        return apply_tensor_parallel(
+            block,
+            self._group,
+            self._rules,
+            path=str(number),
+            sequence_parallel=self.tokens.inside(number),
+            cut_logits=self._logits_are_cut and number == self._last,
+        )
+
+    def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:
+        """Return the weights of cut blocks whose gradients are in parts on the ranks of tp."""
+        inside = [partial_weights(block) for number, block in blocks.items() if self.tokens.inside(number)]
+        return frozenset().union(*inside)
+
+    def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss or a metric that knows over which ranks the logits it gets are cut, if they are."""
+        return partial(function, vocabulary=self._group) if self._logits_are_cut else function

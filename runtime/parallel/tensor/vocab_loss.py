@@ -1,0 +1,77 @@
+"""Cross entropy of logits that are cut over the vocabulary: no rank ever has them whole.
+
+    rank 0   logits of ids 0 … V/n-1    ─┐   per token: the largest, the sum of exponentials, the target's logit,
+    rank 1   logits of ids V/n … 2V/n-1 ─┤              each put together by an all-reduce of one number
+    …                                   ─┘
+
+    loss = log Σ exp(z - max) - (z_target - max)           gradient here: softmax of the ids here - 1 at the target
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...comm import Group, ReduceOp
+
+
+def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Group) -> Tensor:
+    """Return each token's cross entropy, the same on all ranks of the group: (tokens,), zero where ignored.
+
+    Args:
+        logits: this rank's ids (tokens, V / size), of ids that follow those of the rank before.
+        targets: int64 (tokens,), ids of the whole vocabulary.
+        ignored: the target of a token that does not count.
+        group: the ranks over which the vocabulary is cut; all of them call this.
+
+    Raises:
+        RuntimeError: a target that is no id, on every rank (on CUDA: a device-side assertion).
+    """
+    losses: Tensor = _CutCrossEntropy.apply(logits, targets, ignored, group)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def cut_argmax(logits: Tensor, group: Group) -> Tensor:
+    """Return the id with the largest logit, the first of them, on all ranks: (…, V / size) to int64 (…)."""
+    best, local = logits.max(-1)
+    highest = _over(best.clone(), group, ReduceOp.MAX)
+    here = local + group.index * logits.shape[-1]
+    none = torch.full_like(here, logits.shape[-1] * group.size)
+    return _over(torch.where(best == highest, here, none), group, ReduceOp.MIN)
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, group: Group) -> Tensor:
+        count = logits.shape[-1]
+        highest = _over(logits.amax(-1), group, ReduceOp.MAX)
+        exponentials = (logits - highest[:, None]).exp_()
+        counts = targets != ignored
+        local = targets - group.index * count
+        is_here = (local >= 0) & (local < count) & counts
+        # Targets that are nobody's stay out of range here too, so that the lookup itself refuses them.
+        is_elsewhere = ~is_here & (targets >= 0) & (targets < count * group.size)
+        places = local.masked_fill(is_elsewhere | ~counts, 0)[:, None]
+        of_target = (logits.gather(1, places)[:, 0] - highest).where(is_here, 0)
+        sums = _over(torch.stack((exponentials.sum(-1), of_target)), group, ReduceOp.SUM)
+        ctx.save_for_backward(exponentials.div_(sums[0, :, None]), places, is_here, counts)
+        return (sums[0].log() - sums[1]).where(counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, places, is_here, counts = ctx.saved_tensors
+        of_logits = softmax * gradient.where(counts, 0)[:, None]
+        of_target = -gradient.where(is_here, 0)[:, None]
+        return of_logits.scatter_add_(1, places, of_target), None, None, None
+
+
+def _over(tensor: Tensor, group: Group, op: ReduceOp) -> Tensor:
+    """Return the tensor combined over the ranks; the one given is taken for that."""
+    group.all_reduce(tensor, op).wait()
+    return tensor

@@ -1,0 +1,96 @@
+"""What the runtime can run of all the plans that are sound: said before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.plan import Plan
+from quintsched.verify.soundness import require_runnable as require_free
+
+from .blocks.blocks import Blocks, some_take
+from .comm import Transport
+from .parallel.dropout import KeyedDropout
+from .parallel.expert.moe import mixtures
+from .stage.build import Stage
+
+
+def require_runnable(plan: Plan, transport: Transport) -> None:
+    """Raise `UsageError`, `MisfitError` or `UnsoundError` for a plan that this transport cannot run."""
+    plan.mesh.require_world_size(transport.world_size)
+    if plan.mesh.axis_size("cp") > 1 and plan.schedule.slices > 1:
+        raise UsageError(
+            f"mesh {plan.mesh} shares out each sequence over cp, and {plan.schedule.name} cuts it into "
+            f"{plan.schedule.slices} slices; a run does one or the other"
+        )
+    require_free(plan, transport.profile)
+    layout = plan.layout
+    for route in plan.routes:
+        parts = [layout.part_of(stage) for stage in route.stages]
+        if parts != list(range(1 + max(map(layout.part_of, range(len(plan.stage_to_pp)))))):
+            raise MisfitError(
+                f"a route visits the pieces of the model in the order {parts}; to be run, each route must visit all of "
+                "them in the model's order"
+            )
+    for stage in range(len(plan.stage_to_pp)):
+        twins = layout.twins(stage)
+        if len({plan.stage_to_pp[twin] for twin in twins}) < len(twins):
+            raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
+
+
+def require_long_sight(plan: Plan, blocks: Blocks) -> None:
+    """Raise `MisfitError` where sequences are cut and no block can look beyond its piece."""
+    pieces = {
+        "past": (f"{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices", plan.schedule.slices),
+        "context": (f"mesh {plan.mesh} shares out sequences over cp", plan.mesh.axis_size("cp")),
+    }
+    for name, (what, count) in pieces.items():
+        if count > 1 and not some_take(name, blocks):
+            raise MisfitError(
+                f"{what}, but no block takes `{name}` in its forward: an attention would see only its own piece"
+            )
+
+
+def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where several ranks would each draw masks of their own (see `dropout`), and in experts."""
+    for stage in stages.values():
+        for number, block in stage.blocks.items():
+            _refuse_dropouts_of_experts(number, block)
+            if plan.mesh.size == 1:
+                continue
+            for name, module in block.named_modules():
+                if _draws(module):
+                    raise MisfitError(
+                        f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
+                        f"would not agree over mesh {plan.mesh}; use nn.Dropout, or set its probability to 0"
+                    )
+
+
+def _refuse_dropouts_of_experts(number: str, block: nn.Module) -> None:
+    for name, mixture in mixtures(block).items():
+        if any(isinstance(module, KeyedDropout) and module.p > 0 for module in mixture.experts.modules()):
+            raise MisfitError(
+                f"block {number} has a dropout within the experts of {name or 'itself'!r}, whose rows are no samples, "
+                "so that no mask belongs to them; drop out before or behind the mixture"
+            )
+
+
+def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where a stage has too few blocks for every k-th of them to be recomputed."""
+    for number, stage in stages.items():
+        every = plan.layout.recompute_every(number)
+        if every > len(stage.blocks):
+            raise MisfitError(
+                f"one of {every} blocks of stage {number} is to be recomputed, but it has {len(stage.blocks)}; "
+                f"set recompute to {len(stage.blocks)} at most, or to 1 for the whole stage"
+            )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module takes masks from torch's global generator."""
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, _DropoutNd) and module.p > 0 and not isinstance(module, KeyedDropout)

@@ -1,0 +1,128 @@
+"""The stages of one rank: cut from the blocks, built one block at a time, split over ep (experts) and tp.
+
+blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's share
+stages  [  0  ][  1  ][ 2 ][ 3 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError
+from quintsched.ir.layout import Layout
+
+from ..blocks.blocks import Block, Blocks, build_block
+from ..blocks.dtensor import groups_of_copies, local_of, prepare_sharded
+from ..comm import Group
+from ..parallel.dropout import Masks, key_dropouts
+from ..parallel.expert.moe import apply_expert_parallel, mixtures
+from ..parallel.mesh_groups import MeshGroups
+from ..parallel.tensor.model_cuts import TensorCuts
+from ..parallel.tensor.shard import shard_of
+from .balance import partition
+
+BlockBuilder = Callable[[Block, int], nn.Module]
+
+
+class Stage(nn.Module):
+    """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it.
+
+    `partial` are the weights whose gradients are in parts on the ranks of tp (see `sequence_parallel`).
+    """
+
+    def __init__(
+        self, index: int, blocks: Mapping[int, nn.Module], partial: frozenset[nn.Parameter] = frozenset()
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.partial = partial
+        self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight"."""
+        return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def cut(costs: Sequence[float], layout: Layout) -> list[range]:
+    """Return each stage's blocks: contiguous, with the exact minimum of the slowest stage."""
+    stages = range(len(layout.stage_to_pp))
+    parts = partition(costs, 1 + max(map(layout.part_of, stages)))
+    return [parts[layout.part_of(stage)] for stage in stages]
+
+
+def build_stages(
+    blocks: Blocks,
+    cuts: Sequence[range],
+    layout: Layout,
+    pp_rank: int,
+    groups: MeshGroups,
+    tensor: TensorCuts,
+    *,
+    seed: int,
+    masks: Masks,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[int, Stage]:
+    """Build the stages of `pp_rank`; at no time does it hold more than one full block.
+
+    All ranks that hold a block start from the same weights: those of the first of them. Dropouts draw by `masks`.
+    """
+
+    def build(number: int, stage: int) -> nn.Module:
+        module = build_block(blocks[number], number, seed, dtype).to(device)
+        prepare_sharded(module, number, groups)
+        for held in (*module.parameters(), *module.buffers()):
+            for group in groups_of_copies(held, groups):
+                _same_everywhere(local_of(held), group)
+            if layout.twins(stage) in groups.sharing:
+                _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
+        key_dropouts(module, number, masks)
+        apply_expert_parallel(module, groups.experts, groups.context)
+        return tensor.apply(number, module)
+
+    def made(stage: int) -> Stage:
+        built = {number: build(number, stage) for number in cuts[stage]}
+        return Stage(stage, built, tensor.partial(built))
+
+    return {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
+
+
+def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> None:
+    """Raise `MisfitError` for modules that cannot be cut into stages, and by tp and ep, each by itself.
+
+    These are modules that were cut before, and a weight that modules of several stages hold, or several modules that
+    are cut: each stage trains what it holds, so the copies would part silently.
+    """
+    _require_whole(blocks)
+    homes: dict[int, tuple[int, int]] = {}
+    for stage, numbers in enumerate(dict.fromkeys(cuts)):
+        for number in numbers:
+            block = blocks[number]
+            for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+                first_stage, first = homes.setdefault(id(parameter), (stage, number))
+                if first != number and (first_stage != stage or tensor.size > 1):
+                    raise MisfitError(
+                        f"blocks {first} and {number} share the weight {name!r}; a weight may be shared by blocks of "
+                        f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage})"
+                    )
+
+
+def _require_whole(blocks: Blocks) -> None:
+    """Raise `MisfitError` for a module that was cut before, in place, as by another engine: it would be cut again."""
+    for number, block in enumerate(blocks):
+        if not isinstance(block, nn.Module):
+            continue
+        if any(shard_of(parameter) is not None for parameter in block.parameters()):
+            raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")
+        if any(layer.group.size > 1 for layer in mixtures(block).values()):
+            raise MisfitError(f"the experts of block {number} are shared out over ep already; give each engine all")
+
+
+def _same_everywhere(tensor: Tensor, group: Group) -> None:
+    if group.size > 1:
+        sent = tensor.detach().contiguous()
+        group.broadcast(sent, 0).wait()
+        tensor.data.copy_(sent)

@@ -1,0 +1,134 @@
+"""Running a stage forward: its blocks one after the other, whole or in pieces that are recomputed later.
+
+stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one chain, everything is kept
+                         recompute 1    ( 0 1 2 3 4 5 )                    one chain, only its input is kept
+                         recompute 3    [ 0 1 ] ( 2 ) [ 3 4 ] ( 5 )        every third block is run again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd.recompute import Rerun, run_dropped
+from ..blocks.blocks import Parcel, accepted_extras, split_result
+from ..parallel.dropout import KeyedDropout, Masks
+
+Extras = Mapping[str, Any]
+Outputs = tuple[Tensor, ...]
+"""The activation, then what rides along, in the order of the parcel's names."""
+
+
+Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
+
+UNIT = "the unit"
+"""Under this key a unit's extras say which one it is (a `dropout.Unit`), where masks are drawn; blocks never see it."""
+
+
+class Chain:
+    """Some consecutive blocks; `arriving` and `leaving` name what rides along into and out of them."""
+
+    def __init__(self, blocks: Sequence[nn.Module], arriving: Sequence[str], leaving: Sequence[str]) -> None:
+        self._blocks = [(block, accepted_extras(block)) for block in blocks]
+        self._arriving = tuple(arriving)
+        self._leaving = tuple(leaving)
+
+    def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+        """Return what leaves the last block, and the sum of the auxiliary losses (None where no block has one)."""
+        activation = given[0]
+        beside = {**extras, **dict(zip(self._arriving, given[1:], strict=True))} if self._arriving else extras
+        total: Tensor | None = None
+        for block, accepts in self._blocks:
+            if beside:
+                result = block(activation, **{name: extra for name, extra in beside.items() if accepts(name)})
+            else:
+                result = block(activation)
+            if isinstance(result, Tensor):
+                activation = result
+                continue
+            activation, fresh, auxiliary = split_result(result)
+            beside = {**beside, **fresh} if fresh else beside
+            if auxiliary is not None:
+                total = auxiliary if total is None else total + auxiliary
+        return ((activation, *[beside[name] for name in self._leaving]) if self._leaving else (activation,)), total
+
+
+class StageForward:
+    """One stage, ready to be run on a microbatch.
+
+    Args:
+        blocks: the stage's blocks by number.
+        parcels: what every block of the model leaves for the next.
+        recompute: every how manieth block is recomputed; 1: the stage as a whole, 0: none.
+        compiled: whether torch.compile compiles each chain.
+        around: number, block → the block with what stands before and behind it.
+        masks: what the blocks' dropouts draw by.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, nn.Module],
+        parcels: Sequence[Parcel],
+        *,
+        masks: Masks,
+        recompute: int = 0,
+        compiled: bool = False,
+        around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
+    ) -> None:
+        numbers = list(blocks)
+        self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
+        """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
+
+        def segment(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
+            arriving = parcels[some[0] - 1].names if some[0] else ()
+            modules = [module for number in some for module in around(number, blocks[number])]
+            made = Chain(modules, arriving, parcels[some[-1]].names)
+            run = torch.compile(made, dynamic=False) if compiled else made
+            return partial(_run_keyed, masks, run) if self.drops else run, partial(
+                _buffers, modules
+            ) if dropped else None
+
+        self._segments = [segment(some, dropped) for some, dropped in _cut(numbers, recompute)]
+        self.whole = self._segments[0][0] if len(self._segments) == 1 and not recompute else None
+        """What runs the stage, where nothing of it is recomputed."""
+
+    def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
+        """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""
+        total: Tensor | None = None
+        for chain, buffers in self._segments:
+            if buffers and torch.is_grad_enabled():
+                given, auxiliary = run_dropped(chain, buffers, given, extras, reruns)
+            else:
+                given, auxiliary = chain(given, extras)
+            if auxiliary is not None:
+                total = auxiliary if total is None else total + auxiliary
+        return given, total
+
+
+def _run_keyed(masks: Masks, run: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+    """Run with the masks of the unit, also when it is run again."""
+    unit = extras.get(UNIT)
+    if unit is None:
+        return run(given, extras)
+    with masks.of(unit):
+        return run(given, {name: extra for name, extra in extras.items() if name != UNIT})
+
+
+def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
+    return (buffer for module in modules for buffer in module.buffers())
+
+
+def _cut(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
+    """Cut a stage's blocks into pieces that are kept and pieces that are dropped."""
+    if every <= 1:
+        return [(list(numbers), every == 1)]
+    places = range(len(numbers))
+    starts = sorted({0} | {p for p in places if p % every == every - 1} | {p for p in places if p % every == 0})
+    return [
+        (list(numbers[start:stop]), start % every == every - 1) for start, stop in pairwise([*starts, len(numbers)])
+    ]

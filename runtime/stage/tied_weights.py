@@ -1,0 +1,157 @@
+"""Weights that several stages hold as one: an embedding and the head that reads it out, say.
+
+    stage 0    0.tokens.weight ─┐
+                                ├─ "embedding": start alike, gradients are added up (`SyncTied`), step alike
+    stage 3    5.head.weight  ──┘
+
+Each stage keeps a copy. The plan says which stages a name ties (`compile(…, tied={"embedding": (0, 3)})`), the engine
+is told which weights those are (`Engine(…, tied={"embedding": ("0.tokens.weight", "5.head.weight")})`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from quintsched.errors import MisfitError
+from quintsched.plan import Plan
+
+from ..parallel.mesh_groups import MeshGroups
+from .build import Stage
+
+
+class TiedWeights:
+    """The tied weights of one rank.
+
+    Args:
+        plan: says which stages each name ties.
+        names: full names of the weights that each name ties, "<block>.<name in the block>".
+        cuts: the blocks of each stage.
+        stages: this rank's stages.
+        groups: the groups of the mesh.
+
+    Raises:
+        MisfitError: plan and weights do not tie the same, or the copies are not alike.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        names: Mapping[str, Sequence[str]],
+        cuts: Sequence[range],
+        stages: Mapping[int, Stage],
+        groups: MeshGroups,
+    ) -> None:
+        self.names = dict(names)
+        for name, weights in names.items():
+            if len(set(weights)) < 2:
+                raise MisfitError(f"tied weight {name!r} names {len(set(weights))} weights; name at least two")
+        homes = {name: stages_of(weights, cuts) for name, weights in names.items()}
+        if homes and plan.stage_to_part is not None:
+            raise MisfitError(
+                f"the model ties weights ({', '.join(homes)}), which a bidirectional schedule cannot: its twins "
+                "already add up all they hold; take another schedule, or untie them"
+            )
+        across = {name: held for name, held in homes.items() if len(held) > 1}
+        planned = {name: tuple(held) for name, held in plan.tied.items()}
+        if across != planned:
+            _refuse(across, planned)
+        self._own = {name: list(_join(weights, stages)) for name, weights in names.items()}
+        for name in across:
+            if any(isinstance(parameter, DTensor) for parameter in self._own[name]):
+                raise MisfitError(f"tied weight {name!r} is a DTensor; stages tie weights that PyTorch has not sharded")
+        self.parameters = {parameter for name in across for parameter in self._own[name]}
+        self._uncounted = {
+            parameter
+            for name, held in across.items()
+            for number, parameter in enumerate(self._own[name])
+            if number or held[0] not in stages
+        }
+        for name, held in sorted(across.items()):
+            self._start_alike(name, held, groups)
+
+    def own(self, name: str) -> list[nn.Parameter]:
+        """Return this rank's copies."""
+        return self._own[name]
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter in the global norm: of the copies of a tied one, the first does."""
+        return parameter not in self._uncounted
+
+    @torch.no_grad()
+    def _start_alike(self, name: str, home: tuple[int, ...], groups: MeshGroups) -> None:
+        own = self._own[name]
+        if not own:
+            return
+        for other in own[1:]:
+            if other.shape != own[0].shape:
+                raise MisfitError(f"tied weight {name!r}: {tuple(own[0].shape)} and {tuple(other.shape)} do not fit")
+            other.copy_(own[0])
+        sharing = groups.sharing.get(home)
+        if sharing is not None:
+            sizes = torch.tensor(own[0].shape, dtype=torch.int64, device=own[0].device)
+            firsts = sizes.clone()
+            sharing.group.broadcast(firsts, sharing.first).wait()
+            if not torch.equal(sizes, firsts):
+                raise MisfitError(
+                    f"tied weight {name!r}: {tuple(own[0].shape)} here, {tuple(firsts.tolist())} elsewhere"
+                )
+            start = own[0].detach().clone()
+            sharing.group.broadcast(start, sharing.first).wait()
+            for parameter in own:
+                parameter.copy_(start)
+
+
+def _join(weights: Sequence[str], stages: Mapping[int, Stage]) -> Iterator[nn.Parameter]:
+    """Let the weights that lie on one stage be one parameter, and yield it; stages in rising order."""
+    for stage in sorted(stages):
+        here = [weight for weight in weights if weight.partition(".")[0] in stages[stage].blocks]
+        named = stages[stage].named_weights()  # a weight that was joined goes by the name that comes first in the stage
+        for weight in here:
+            if weight not in named:
+                raise MisfitError(f"tied weight {weight!r}: its block has no trained weight of that name")
+        for other in here[1:]:
+            first, second = named[here[0]], named[other]
+            if first.shape != second.shape:
+                raise MisfitError(
+                    f"tied weights {here[0]!r} and {other!r}: {tuple(first.shape)} and {tuple(second.shape)} do not fit"
+                )
+            if len({weight in stages[stage].partial for weight in (first, second)}) > 1:
+                raise MisfitError(
+                    f"tied weights {here[0]!r} and {other!r} lie on stage {stage}, and sequence parallelism gives but "
+                    "one of them all tokens; run without sequence_parallel, or untie them"
+                )
+            owner, _, name = f"blocks.{other}".rpartition(".")
+            setattr(stages[stage].get_submodule(owner), name, first)
+        if here:
+            yield named[here[0]]
+
+
+def stages_of(weights: Sequence[str], cuts: Sequence[range]) -> tuple[int, ...]:
+    """Return the stages that hold these weights, in rising order; raises `MisfitError` for an unknown block."""
+    found = set()
+    for weight in weights:
+        holders = [stage for stage, blocks in enumerate(cuts) if _block(weight) in blocks]
+        if not holders:
+            raise MisfitError(
+                f"tied weight {weight!r}: names begin with the number of a block, 0 to {cuts[-1].stop - 1}"
+            )
+        found.update(holders)
+    return tuple(sorted(found))
+
+
+def _block(weight: str) -> int:
+    number = weight.partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def _refuse(homes: Mapping[str, tuple[int, ...]], planned: Mapping[str, tuple[int, ...]]) -> NoReturn:
+    wanted = " ".join(f"--tied {name}={','.join(map(str, stages))}" for name, stages in sorted(homes.items()))
+    raise MisfitError(
+        f"the plan ties {dict(planned) or 'nothing'}, the model's tied weights lie on stages {dict(homes) or 'none'}; "
+        f"compile the plan with {wanted or 'no --tied'}"
+    )

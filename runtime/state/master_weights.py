@@ -1,0 +1,74 @@
+"""Mixed precision: blocks compute in bf16 or fp16, the optimizer works on float32 masters of their weights.
+
+    weight (bf16) ──▶ forward, backward ──▶ gradient (bf16) ──added to──▶ sum (float32)
+       ▲                                                                      │
+       └──────────── rounded ◀── master (float32) ◀── optimizer step ◀────────┘
+
+Weights of 32 bits or more are their own masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..blocks.dtensor import local_of
+from ..parallel.tensor.shard import mark_shard, shard_of
+from ..stage.build import Stage
+
+
+class Masters:
+    """The weights that the optimizer of one rank works on."""
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._of: dict[nn.Parameter, nn.Parameter | None] = {}
+        self._pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for stage in stages.values():
+            weights = list(stage.named_weights().values())
+            low = [p for p in weights if is_low(p.dtype)]
+            high = [_master(parameter) for parameter in low]
+            self._of.update({p: nn.Parameter(local_of(p)) for p in weights if isinstance(p, DTensor)})
+            self._of.update(zip(low, high, strict=True))
+            self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local part.
+
+        Where replicas share out what they step, it is the segment that this rank steps, and None where it has none.
+        """
+        return self._of.get(parameter, parameter)
+
+    def load(self, parameter: nn.Parameter, found: Tensor) -> None:
+        """Let the master of a parameter be these numbers; `publish` tells the weights."""
+        master = self.of(parameter)
+        if master is not None:
+            master.copy_(found)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all masters that are not themselves weights."""
+        return sum(master.nbytes for _, high in self._pairs.values() for master in high)
+
+    @torch.no_grad()
+    def publish(self, stages: Sequence[int]) -> None:
+        """Round the masters of these stages into the weights that blocks compute with."""
+        for stage in stages:
+            low, high = self._pairs[stage]
+            if low:
+                torch._foreach_copy_(low, high)
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether a type is too short to add up in."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    master = nn.Parameter(local_of(parameter).detach().to(torch.float32))
+    shard = shard_of(parameter)
+    if shard is not None:
+        mark_shard(master, shard)
+    return master

@@ -1,0 +1,60 @@
+"""Losses and metrics as sums over the real samples, with their weight.
+
+Means of means go wrong as soon as a batch is padded or shared out unevenly, so nothing here divides: the engine
+adds up sums and weights over microbatches and ranks, and divides once.
+
+A loss or a metric with a parameter `vocabulary` can do with logits that are cut: where the model's last layer is cut
+over the vocabulary by tensor parallelism, the engine gives it the logits of this rank's ids and the group of the ranks.
+If any of them has none, the logits are put together first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..comm import Group
+from ..data import IGNORED_TARGET
+from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> tuple[Tensor, Tensor]:
+    """Return the cross entropies of the real samples added up, and how many those are; both are 0-dimensional.
+
+    `logits` (…, K), `targets` int64 (…), where IGNORED_TARGET marks padding. At least float32, also for bf16 logits.
+    With `vocabulary`, `logits` (…, K / size) are those of this rank's classes.
+    """
+    logits = logits.to(_at_least_float32(logits))
+    rows, wanted = logits.flatten(0, -2), targets.flatten()
+    if vocabulary is None:
+        losses = F.cross_entropy(rows, wanted, ignore_index=IGNORED_TARGET, reduction="sum")
+    else:
+        losses = cut_cross_entropy(rows, wanted, IGNORED_TARGET, vocabulary).sum()
+    return losses, (targets != IGNORED_TARGET).sum().to(logits.dtype)
+
+
+def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> Tensor:
+    """Return how many of the real samples are predicted right: 0-dimensional, at least float32.
+
+    `logits` (…, K), `targets` int64 (…); no prediction equals IGNORED_TARGET, so padding never counts. With
+    `vocabulary`, `logits` (…, K / size) are those of this rank's classes.
+    """
+    predicted = logits.argmax(-1) if vocabulary is None else cut_argmax(logits, vocabulary)
+    return (predicted == targets).sum().to(_at_least_float32(logits))
+
+
+def takes_vocabulary(function: Callable[..., object]) -> bool:
+    """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
+    try:
+        return "vocabulary" in inspect.signature(function).parameters
+    except ValueError:
+        return False
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    """Return the type to add up in: bf16 cannot count beyond 256."""
+    return torch.promote_types(tensor.dtype, torch.float32)

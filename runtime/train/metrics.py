@@ -1,0 +1,65 @@
+"""Adding up what steps give, without waiting for it before it is needed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from torch import Tensor
+
+from ..interpreter.step_result import StepResult
+
+UNDER_WAY = 4
+"""How many of the latest results may still be on their way."""
+
+
+class Sums:
+    """Sums of results over batches; they stay tensors until they are read.
+
+    The latest results are not looked at yet: looking waits until the ranks have shared them.
+    """
+
+    def __init__(self, start: dict[str, float]) -> None:
+        self._start = start
+        self._sums: dict[str, Tensor] = {}
+        self._latest: deque[StepResult] = deque()
+
+    def add(self, result: StepResult) -> None:
+        """Add a batch's sums."""
+        self._latest.append(result)
+        if len(self._latest) > UNDER_WAY:
+            self._add_oldest()
+
+    def _add_oldest(self) -> None:
+        for name, value in self._latest.popleft().sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def read(self) -> dict[str, float]:
+        """Return the sums as numbers."""
+        while self._latest:
+            self._add_oldest()
+        return {name: self._start.get(name, 0.0) + value.item() for name, value in self._sums.items()}
+
+
+class Window:
+    """The last `every` steps: their sums and how long they took."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps, self._began, self._sums = 0, time.perf_counter(), Sums({})
+
+    def add(self, result: StepResult) -> bool:
+        """Add a step; whether the window is full."""
+        self._sums.add(result)
+        self._steps += 1
+        return self._steps == self.every
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Return (seconds, sums) and begin anew."""
+        sums = self._sums.read()
+        seconds = time.perf_counter() - self._began
+        self._restart()
+        return seconds, sums

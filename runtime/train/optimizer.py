@@ -1,0 +1,78 @@
+"""Optimizers and learning-rate schedules of a job file: torch's own optimizers, and factors as a pure function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..job.config import LearningRateConfig, OptimizerConfig
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    params: Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]],
+    undecayed: Collection[str] = (),
+) -> Optimizer:
+    """Return torch's optimizer over `params`, plain or named, updating all of them in few kernels (`foreach`).
+
+    Weight decay spares the named parameters in `undecayed`.
+    """
+    groups = _decay_groups(params, undecayed)
+    match config.name:
+        case "sgd":
+            return torch.optim.SGD(
+                groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, foreach=True
+            )
+        case "adam":
+            return torch.optim.Adam(
+                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+            )
+        case "adamw":
+            return torch.optim.AdamW(
+                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+            )
+
+
+def _decay_groups(
+    params: Iterable[nn.Parameter] | Iterable[tuple[str, Tensor]], undecayed: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters with and without weight decay, as torch takes them; none is empty."""
+    given = list(params)
+    spared = [param for param in given if isinstance(param, tuple) and param[0] in undecayed]
+    others = [param for param in given if not isinstance(param, tuple) or param[0] not in undecayed]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: int) -> float:
+    """Return what the learning rate is multiplied with in `step` (from 0) of `total_steps`.
+
+    It rises over `warmup_steps`, reaching 1 in the last of them, and then stays, or falls to `min_factor`, which the
+    step after the last one would have:
+
+        1 ┤   ╭──╮            cosine; linear falls in a straight line
+          │  ╱    ╲
+          │ ╱      ╲__ min_factor
+          └─┴──┴──────┴▶ step
+            warmup    total_steps
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    progress = min(1.0, (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps))
+    return schedule.min_factor + (1 - schedule.min_factor) * _shape(schedule, progress)
+
+
+def _shape(schedule: LearningRateConfig, progress: float) -> float:
+    """Return the height, from 1 to 0, of a schedule after the share `progress` of its way down."""
+    match schedule.name:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,57 @@
+"""Which steps of a run are traced, and when the trace is written: as soon as the last of them is over.
+
+A run that ends sooner, since training stopped early, writes what it has. Steps are counted from where the run began.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quintsched.errors import MisfitError, UsageError
+
+from ..engine import Engine
+from ..job.config import RuntimeConfig
+
+
+def traced_steps(runtime: RuntimeConfig) -> range | None:
+    """Return the steps that a run traces, counted from 0; None: no trace is wanted."""
+    return range(runtime.trace_first, runtime.trace_first + runtime.trace_steps) if runtime.trace is not None else None
+
+
+class TracedSteps:
+    """Counts a run's steps, of which there are to be `num_steps`, and writes its trace.
+
+    Raises:
+        UsageError: the directory cannot be made.
+        MisfitError: the run ends before the first step that is to be traced.
+    """
+
+    def __init__(self, runtime: RuntimeConfig, num_steps: int) -> None:
+        self._directory = None if runtime.trace is None else Path(runtime.trace)
+        self._left = runtime.trace_first + runtime.trace_steps
+        if self._directory is None:
+            return
+        if runtime.trace_first >= num_steps:
+            raise MisfitError(
+                f"runtime.trace_first is {runtime.trace_first}, but this run ends after {num_steps} steps: nothing "
+                "would be traced; set it to an earlier step, counted from 0"
+            )
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"runtime.trace: cannot make {self._directory}: {error.strerror or error}") from None
+
+    def count(self, engine: Engine) -> None:
+        """Note that a step is over; after the last one that is traced, write the trace."""
+        self._left -= 1
+        if self._left == 0:
+            self._save(engine)
+
+    def finish(self, engine: Engine) -> None:
+        """Note that there will be no more steps."""
+        if self._left > 0:
+            self._save(engine)
+
+    def _save(self, engine: Engine) -> None:
+        if self._directory is not None:
+            engine.save_trace(self._directory)

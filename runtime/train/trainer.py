@@ -1,0 +1,354 @@
+"""The training loop, written out: epochs, validation, learning rate, early stopping, checkpoints, log.
+
+    for each epoch:   for each batch:  set the learning rate ─▶ engine.step ─▶ add up ─▶ log, checkpoint
+                      validate ─▶ log ─▶ stop early?
+
+Every rank runs the same loop and knows the same figures; rank 0 writes them down.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from quintsched.errors import InputError, MisfitError
+from quintsched.formats.strictjson import describe_faults
+from quintsched.plan import Plan
+
+from ..blocks.blocks import Blocks, estimate_costs, measure_costs, undecayed_weights
+from ..checkpoint.checkpoints import Checkpoints, remembered
+from ..comm import Group, Transport
+from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
+from ..engine import Engine
+from ..interpreter.step_result import StepResult
+from ..job.config import JobConfig
+from ..models import build_model, tied_weights
+from ..parallel.expert.load import expert_figures
+from .losses import correct_sum, cross_entropy_sum
+from .metrics import Sums, Window
+from .optimizer import build_optimizer, learning_rate_factor
+from .reporter import Record, Reporter
+from .trace_window import TracedSteps, traced_steps
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def _nan_for_null(value: object) -> object:
+    """JSON has no NaN: a sum that was not finite comes back from a checkpoint as null."""
+    return math.nan if value is None else value
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid"))
+class Progress:
+    """Where a training stands; all that a checkpoint needs besides the engine's state."""
+
+    epoch_batches: int
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    best: float | None = None
+    epochs_without_gain: int = 0
+    stopped: bool = False
+    totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
+    history: list[Record] = field(default_factory=list)
+
+
+_PROGRESS = TypeAdapter(Progress)
+
+
+class Trainer:
+    """Trains a job's model on its data with a plan.
+
+    Args:
+        job: the job file.
+        plan: the plan; `job.plan_of` makes it from the job.
+        transport: this rank's transport (`connect_for`).
+        reporter: where figures go; None: nowhere.
+
+    Raises what loading the data, building the model and the engine raise.
+    """
+
+    def __init__(self, job: JobConfig, plan: Plan, transport: Transport, reporter: Reporter | None = None) -> None:
+        self.job = job
+        self.plan = plan
+        self._reporter = reporter or Reporter(None, lambda _: None)
+        dataset = load_dataset(job.data) if _needs_data(plan, transport.rank) else None
+        self._train_split = dataset.train if dataset else None
+        self._validation_split = dataset.validation if dataset else None
+        sizes = _tell_sizes(dataset, plan, transport)
+        blocks, tied, optimizer = build_model(job.model, sizes.spec), tied_weights(job.model), job.train.optimizer
+        undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
+        self.engine = Engine(
+            plan,
+            blocks,
+            cross_entropy_sum,
+            lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
+            metrics={"accuracy": correct_sum},
+            clip=job.train.clip,
+            block_costs=self._block_costs(blocks, sizes.spec, transport),
+            bucket_mb=job.parallel.bucket_mb,
+            dtype=DTYPES[job.runtime.precision],
+            context=job.parallel.context,
+            rules=job.parallel.rules,
+            sequence_parallel=job.parallel.sequence_parallel,
+            tied=tied,
+            compiled=job.runtime.compile,
+            trace_steps=traced_steps(job.runtime),
+            seed=job.train.seed,
+            transport=transport,
+        )
+        self._train_batches = BatchSampler(
+            num_samples=sizes.num_train, batch_size=job.train.batch_size, seed=job.train.seed
+        )
+        self._validation_batches = BatchSampler(
+            num_samples=sizes.num_validation, batch_size=job.train.batch_size, seed=job.train.seed, shuffle=False
+        )
+        self._checkpoints = (
+            Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
+        )
+        self.progress = Progress(self._train_batches.num_batches)
+
+    def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float]:
+        """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all."""
+        if self.job.parallel.balance == "estimated":
+            return estimate_costs(blocks)
+        costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
+        if transport.rank == 0:
+            example = self._example(spec).to(transport.device)
+            measured = self._remembered_costs(lambda: measure_costs(blocks, example))
+            costs += torch.tensor(measured, device=transport.device)
+        _world(self.plan, transport).broadcast(costs, 0).wait()
+        return [float(cost) for cost in costs.tolist()]
+
+    def _example(self, spec: DataSpec) -> Tensor:
+        """Return inputs like those of a microbatch: the first samples, or zeros where this rank reads none."""
+        samples = max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)
+        dtype = DTYPES[self.job.runtime.precision]
+        if self._train_split is None:
+            return torch.zeros(samples, *spec.input_shape, dtype=dtype)
+        inputs, _ = gather_batch(self._train_split, np.arange(samples) % len(self._train_split))
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
+
+    def _remembered_costs(self, measure: Callable[[], list[float]]) -> list[float]:
+        """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""
+        if self.job.checkpoint.dir is None:
+            return measure()
+        return remembered(Path(self.job.checkpoint.dir) / "block_costs.json", measure)
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of all epochs."""
+        return self.job.train.epochs * self._train_batches.num_batches
+
+    def fit(self, *, resume: bool = False) -> list[Record]:
+        """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
+        with self._reporter as reporter:
+            if not (resume and self._resume()) and self.job.model.pretrained is not None:
+                self.engine.load_pretrained(self.job.model.pretrained)
+            reporter.record(
+                {
+                    "event": "start",
+                    "plan": self.plan.title,
+                    "step": self.progress.step,
+                    "deferred_share": self.engine.deferred_share,
+                }
+            )
+            if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+                self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
+        return self.progress.history
+
+    def _train(self, traced: TracedSteps) -> None:
+        while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+            self._train_epoch(traced)
+        traced.finish(self.engine)
+
+    def _train_epoch(self, traced: TracedSteps) -> None:
+        progress, reporter = self.progress, self._reporter
+        name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
+        reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
+        window = Window(self.job.log.every)
+        self.engine.clock.read_s()  # what validation computed is none of the window's
+        began, first_batch = time.perf_counter(), progress.batch
+        totals = Sums(progress.totals)
+        for result in self._steps(traced):
+            totals.add(result)
+            reporter.advance()
+            if window.add(result):
+                reporter.record(self._step_record(window, result))
+            if self._is_due() and progress.batch < self._train_batches.num_batches:  # else: after the validation
+                progress.totals = totals.read()
+                self._save()
+        steps = progress.batch - first_batch
+        seconds = time.perf_counter() - began
+        progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
+        self._end_epoch(totals.read(), steps, seconds)
+
+    def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
+        """Yield the result of each batch that is left of the epoch."""
+        progress = self.progress
+        for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
+            self._set_learning_rate()
+            result = self.engine.step(*self._share(self._train_split, indices))
+            traced.count(self.engine)
+            progress.step += 1
+            progress.batch += 1
+            yield result
+
+    def _share(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return this replica's share of a batch; nothing on a rank that needs none."""
+        if split is None:
+            return None, None
+        engine = self.engine
+        share = len(indices) // engine.num_replicas
+        return gather_batch(split, indices[engine.replica * share : (engine.replica + 1) * share])
+
+    def _set_learning_rate(self) -> None:
+        train = self.job.train
+        rate = train.optimizer.lr * learning_rate_factor(train.lr_schedule, self.progress.step, self.total_steps)
+        for optimizer in self.engine.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def _step_record(self, window: Window, result: StepResult) -> Record:
+        """Return the figures of the last steps; collective, for the bubble and the experts."""
+        seconds, sums = window.take()
+        busy = self.engine.busy_share(seconds)
+        norm = result.grad_norm
+        return {
+            "event": "step",
+            "step": self.progress.step,
+            "epoch": self.progress.epoch + 1,
+            "loss": sums["loss"] / sums["weight"] if sums["weight"] else math.nan,
+            "accuracy": sums["accuracy"] / sums["weight"] if sums["weight"] else math.nan,
+            "grad_norm": math.nan if norm is None else norm.item(),
+            "skipped": result.skipped,
+            "step_s": seconds / window.every,
+            "samples_per_s": window.every * self.job.train.batch_size / seconds,
+            "bubble": 1 - busy,
+            **expert_figures(self.engine.expert_tokens()),
+        }
+
+    def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:
+        """Validate, write the epoch down, decide whether to go on, and save."""
+        progress = self.progress
+        validation = self.validate()
+        record: Record = {
+            "event": "epoch",
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "loss": totals["loss"] / totals["weight"],
+            "accuracy": totals["accuracy"] / totals["weight"],
+            "validation_loss": validation["loss"],
+            "validation_accuracy": validation["accuracy"],
+            "samples_per_s": steps * self.job.train.batch_size / seconds,
+            "step_s": seconds / max(steps, 1),
+        }
+        progress.history.append(record)
+        self._reporter.record(record)
+        self._reporter.say(
+            f"epoch {progress.epoch}/{self.job.train.epochs}  loss {record['loss']:.4f}  accuracy "
+            f"{record['accuracy']:.2%}  validation loss {validation['loss']:.4f}  accuracy "
+            f"{validation['accuracy']:.2%}  {record['samples_per_s']:.0f} samples/s"
+        )
+        self._watch_for_gain(validation["loss"])
+        if self._is_due() or progress.stopped or progress.epoch == self.job.train.epochs:
+            self._save()
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint is due after this step, or at this end of an epoch."""
+        every, progress = self.job.checkpoint.every, self.progress
+        return progress.step % every == 0 if every else progress.batch == 0
+
+    def validate(self) -> dict[str, float]:
+        """Return loss and accuracy over the whole validation split, the same on every rank."""
+        totals = Sums({})
+        for indices in self._validation_batches.batches(0):
+            totals.add(self.engine.evaluate(*self._share(self._validation_split, indices)))
+        sums = totals.read()
+        return {name: sums[name] / sums["weight"] for name in ("loss", "accuracy")}
+
+    def _watch_for_gain(self, loss: float) -> None:
+        """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
+        progress, patience = self.progress, self.job.train.patience
+        if math.isfinite(loss) and (progress.best is None or loss < progress.best):
+            progress.best, progress.epochs_without_gain = loss, 0
+        else:
+            progress.epochs_without_gain += 1
+        wants_stop = patience is not None and progress.epochs_without_gain >= patience
+        if patience is not None and self.engine.everyone.first_says(int(wants_stop)):
+            progress.stopped = True
+            self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
+
+    def _save(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress))
+
+    def _resume(self) -> bool:
+        """Go on from the latest checkpoint, if there is one; rank 0 says which that is. Return whether there was."""
+        latest = self._checkpoints.latest() if self._checkpoints is not None else None
+        step = self.engine.everyone.first_says(-1 if latest is None else latest)
+        if step < 0 or self._checkpoints is None:
+            self._reporter.say("no checkpoint to resume from: starting at the beginning")
+            return False
+        saved, where = self._checkpoints.load(self.engine, step), self._checkpoints.directory
+        try:
+            progress = _PROGRESS.validate_python(saved)
+        except ValidationError as error:
+            raise InputError(f"{where}: the checkpoint's progress: {describe_faults(error)}") from error
+        if progress.epoch_batches != self.progress.epoch_batches:
+            raise MisfitError(
+                f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
+                f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
+            )
+        self.progress = progress
+        self._reporter.say(f"resumed after step {step}")
+        return True
+
+
+def _needs_data(plan: Plan, rank: int) -> bool:
+    """Whether a rank holds a first or last stage, and so reads the data."""
+    held = plan.layout.stages_of(plan.mesh.coordinates(rank).get("pp", 0))
+    return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
+
+
+def _world(plan: Plan, transport: Transport) -> Group:
+    return transport.make_group([tuple(range(plan.mesh.size))])
+
+
+def _tell(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
+    """Send up to 15 numbers from the first rank that reads data to all others."""
+    source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
+    told = torch.zeros(16, dtype=torch.int64)
+    if numbers is not None:
+        told[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+    told = told.to(transport.device)
+    _world(plan, transport).broadcast(told, source).wait()
+    count, *values = told.tolist()
+    return [int(value) for value in values[:count]]
+
+
+@dataclass(frozen=True)
+class _DataSizes:
+    """What every rank must know of the data, also those that do not read it."""
+
+    spec: DataSpec
+    num_train: int
+    num_validation: int
+
+
+def _tell_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
+    mine = None
+    if dataset is not None:
+        mine = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
+    num_train, num_validation, num_classes, *shape = _tell(mine, plan, transport)
+    return _DataSizes(DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation)

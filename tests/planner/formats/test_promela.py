@@ -1,0 +1,156 @@
+"""SPIN against the checker: they judge the same plans, and the same mutants of plans, and never disagree."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import quintsched as qs
+from quintsched.formats.promela import to_promela
+from quintsched.graph.plan_events import PROFILES
+from quintsched.ir.instructions import SendAct
+from quintsched.plan import Plan
+from quintsched.verify.diagnostics import Point
+from quintsched.verify.soundness import Verdict
+from tests.planner.verify.mutants import mutant, small_plans, with_program
+
+MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
+needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")
+
+SMALL = [plan for plan in small_plans() if plan.num_instructions <= 60]
+TINY = [plan for plan in SMALL if plan.num_instructions <= 32]
+
+
+def errors(model: str, folder: Path) -> int:
+    """Return how many errors SPIN finds in all interleavings of a model: 0, or 1, where it stops."""
+    (folder / "plan.pml").write_text(model)
+    _run(folder, "spin", "-a", "plan.pml")
+    _run(folder, "gcc", "-O0", "-w", "-DSAFETY", "-DVECTORSZ=8192", "-o", "pan", "pan.c")
+    report = _run(folder, "./pan", "-w18", "-m200000", "-n")
+    assert "Search not completed" not in report or "errors: 1" in report, report
+    return int(report.split("errors: ")[1].split()[0])
+
+
+def _run(folder: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert not any(bad in said for bad in ("syntax error", "max search depth too small", "out of memory")), said
+    return said
+
+
+def expected_errors(verdict: Verdict, profile: str) -> bool:
+    """Under `blocking` SPIN judges all points; under the others whether the queues come to their end."""
+    if profile == "blocking":
+        return not verdict.sound
+    return not verdict.profiles.get(profile, False)
+
+
+def assert_spin_agrees(plan: Plan, profile: str, folder: Path) -> bool:
+    wrong = expected_errors(plan.check(profile=profile), profile)
+    assert bool(errors(to_promela(plan, profile=profile), folder)) == wrong, (profile, plan.check().explain())
+    return wrong
+
+
+@needs_spin
+@pytest.mark.processes
+@pytest.mark.parametrize("profile", PROFILES)
+def test_spin_accepts_a_plan_under_every_profile(profile, tmp_path):
+    assert not assert_spin_agrees(qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2), profile, tmp_path)
+
+
+@needs_spin
+@pytest.mark.slow
+@pytest.mark.parametrize("seed_plan", SMALL, ids=lambda plan: f"{plan.title}, {plan.schedule.slices} slices")
+def test_spin_accepts_what_is_compiled(seed_plan, tmp_path):
+    for profile in PROFILES if seed_plan in TINY else ("blocking", "single-stream"):
+        assert not assert_spin_agrees(seed_plan, profile, tmp_path)
+
+
+@needs_spin
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_spin_and_checker_agree_on_mutants(seed, tmp_path):
+    """40 each under blocking rendezvous, on all points of soundness: 400 adjudicated by SPIN."""
+    random = Random(seed)
+    verdicts = [assert_spin_agrees(mutant(random.choice(SMALL), random), "blocking", tmp_path) for _ in range(40)]
+    assert any(verdicts)
+
+
+@needs_spin
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "blocking"])
+def test_spin_and_checker_agree_on_mutants_under_other_profiles(profile, tmp_path):
+    """30 each, of those whose channels and collectives the checker could pair: 120 more."""
+    random, seen = Random(PROFILES[profile].stands_for), []
+    while len(seen) < 30:
+        plan = mutant(random.choice(TINY), random)
+        if plan.check().profiles:
+            seen.append(assert_spin_agrees(plan, profile, tmp_path))
+    assert not all(seen)
+
+
+@needs_spin
+@pytest.mark.slow
+def test_buffers_free_what_rendezvous_blocks(careless, tmp_path):
+    """Receive just before use and send just after deadlocks under rendezvous, not where a channel holds a message."""
+    plan = careless(qs.compile("1f1b", mesh="pp=3", microbatches=3))
+    assert errors(to_promela(plan), tmp_path)
+    assert not errors(to_promela(plan, buffer=1), tmp_path)
+    for profile in PROFILES:
+        assert_spin_agrees(plan, profile, tmp_path)
+
+
+@needs_spin
+@pytest.mark.processes
+def test_spin_finds_crossing_sends(tmp_path):
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
+    program = list(plan.programs[0])
+    first, second = (index for index, i in enumerate(program) if isinstance(i, SendAct))
+    program[first], program[second] = program[second], program[first]
+    crossed = with_program(plan, 0, program)
+    assert Point.CHANNELS in {finding.point for finding in crossed.check().findings}
+    assert errors(to_promela(crossed, buffer=4), tmp_path)
+    assert assert_spin_agrees(crossed, "channel", tmp_path)
+
+
+def test_the_model_reads_like_the_plan():
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+    text = to_promela(plan)
+    assert text.startswith(
+        "/* 1f1b on dp=2,pp=2, 2 microbatches\n   transport profile blocking, every message a rendezv"
+    )
+    for rank, program in enumerate(plan.programs):
+        body = text.split(f"active proctype rank_{rank}() {{")[1].split("\n}")[0]
+        comments = [
+            line.split("/* ")[1].split(" */")[0].split(maxsplit=1) for line in body.splitlines() if "/*" in line
+        ]
+        assert comments == [[str(index), str(i)] for index, i in enumerate(program)]
+    assert "chan c0_1 = [0] of { int };" in text
+    assert "chan c0_1 = [3] of { int };" in to_promela(plan, buffer=3)
+    assert "proctype rank_0_wire_0_1()" in to_promela(plan, profile="channel")
+    assert "proctype network()" in to_promela(plan, profile="tagged")
+
+
+def test_a_title_stays_in_its_comment():
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    evil = qs.Plan(**{**vars_of(plan), "schedule": type(plan.schedule)("*/\n#include <x>\n/*", 1)})
+    assert to_promela(evil).splitlines()[0] == "/* * / #include <x> /* on pp=1, 1 microbatches"
+
+
+def vars_of(plan: Plan) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+
+
+def test_what_cannot_be_modelled():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=1)
+    with pytest.raises(qs.UsageError, match="cannot hold -1 messages"):
+        to_promela(plan, buffer=-1)
+    with pytest.raises(qs.UsageError, match="did you mean 'channel'"):
+        to_promela(plan, profile="chanel")
+    with pytest.raises(qs.UsageError, match="SPIN runs 255 at most"):
+        to_promela(qs.compile("gpipe", mesh="pp=255", microbatches=1))
+    with pytest.raises(qs.UnsoundError, match="there are 1 programs"):
+        to_promela(qs.Plan(**{**vars_of(plan), "programs": plan.programs[:1]}))

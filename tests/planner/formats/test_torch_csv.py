@@ -1,0 +1,356 @@
+"""PyTorch's schedule files: read strictly, proved, written, and both ways round."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.formats import torch_csv
+from quintsched.graph.plan_events import PROFILES
+from quintsched.ir.instructions import AllReduceBucket, Bwd, Fwd, Message, OptStep
+from quintsched.ir.layout import Route
+from quintsched.schedules import all_schedules
+
+PUBLISHED = Path(__file__).parents[2] / "data" / "torch_csv"
+SCHEDULES = all_schedules()
+"""Ours; other tests add their own later."""
+
+OLDER_ALPHABET = ("titan_4-rank_bf3319a", "titan_8-rank_bf3319a", "titan_zb_283f3ae")
+FREE_FROM = {
+    "titan_example_interleaved_2rank_4mb_comms": "channel",
+    "titan_interleaved1f1b_8ranks_16mb_comms": "pair-stream",
+}
+"""The strictest profile under which a published file is free of deadlock; the others are free under all."""
+
+CROSSES = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+
+
+def published(name: str) -> str:
+    return (PUBLISHED / f"{name}.csv").read_text()
+
+
+def sound_files() -> list[str]:
+    return sorted(path.stem for path in PUBLISHED.glob("*.csv") if path.stem not in OLDER_ALPHABET)
+
+
+def refusal(text: str, **options) -> str:
+    with pytest.raises(qs.InputError) as caught:
+        torch_csv.loads(text, **options)
+    return str(caught.value)
+
+
+def test_all_published_files_are_here():
+    assert len(sound_files()) == 8
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("name", sound_files())
+def test_published_files_are_sound_under_the_profiles_their_readme_names(name, profile):
+    order = list(PROFILES)
+    text = published(name)
+    if order.index(profile) >= order.index(FREE_FROM.get(name, "blocking")):
+        assert torch_csv.loads(text, profile=profile).verdict.sound
+    else:
+        message = refusal(text, profile=profile)
+        assert f"deadlock: under the transport profile {profile!r}" in message
+        assert "in the file:\n  line " in message
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("titan_4-rank_bf3319a", "line 1, cell 14 (rank 0, step 13): 4W0 is half of a backward, but 4B0 in line 1, "),
+        ("titan_8-rank_bf3319a", "line 1, cell 12 (rank 0, step 11): 0W0 is half of a backward, but 0B0 in line 1, "),
+        ("titan_zb_283f3ae", "line 1, cell 10 (rank 0, step 9): 7W0 is half of a backward, but 7B0 in line 1, cell 9 "),
+    ],
+)
+def test_files_of_the_older_alphabet_are_refused_with_the_place(name, place):
+    message = refusal(published(name))
+    assert message.startswith(place)
+    assert "older alphabet" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "microbatches"),
+    [
+        ("titan_2-rank_9920276", (0, 1, 0, 1), 8),
+        ("titan_8-rank_9920276", (0, 1, 2, 3, 4, 5, 6, 7), 10),
+        ("dualpipev_4rank_10mb", (0, 1, 2, 3, 3, 2, 1, 0), 10),
+        ("zb1p_2rank_2stagep_comms", (0, 1, 0, 1), 8),
+    ],
+)
+def test_the_placement_is_read_off_who_computes_what(name, placement, microbatches):
+    plan = torch_csv.loads(published(name), name=name).plan
+    assert (plan.stage_to_pp, plan.schedule.microbatches) == (placement, microbatches)
+    assert plan.title.startswith(f"{name} on pp={len(set(placement))}, {microbatches} microbatches")
+
+
+def test_any_placement_will_do():
+    order = ["0F0,1F0,3F0,3B0,1B0,0B0", "2F0,2B0"]
+    plan = torch_csv.loads("\n".join(order)).plan
+    assert plan.stage_to_pp == (0, 0, 1, 0)
+    assert plan.check(profile="blocking").sound
+
+
+def test_the_order_of_messages_in_a_file_with_communication_is_kept():
+    text = published("titan_example_interleaved_2rank_4mb_comms")
+    imported = torch_csv.loads(text)
+    assert without("REDUCE_GRAD", torch_csv.dumps(imported.plan)) == without("SHARD", text)
+    assert imported.notes == (
+        "left out 6 UNSHARD and RESHARD, the first in line 1, cell 1 (rank 0, step 0): in this plan a stage keeps its "
+        "full weights",
+    )
+
+
+def without(word: str, text: str) -> list[list[str]]:
+    return [[cell for cell in line.split(",") if word not in cell] for line in text.splitlines()]
+
+
+def test_an_overlap_is_its_two_parts_in_order():
+    plan = torch_csv.loads(published("dualpipev_4rank_10mb")).plan
+    computed = [str(i) for i in plan.programs[0] if isinstance(i, Fwd | Bwd)]
+    at = computed.index("Fwd(stage=0, microbatch=7)")
+    assert computed[at + 1] == "Bwd(stage=7, microbatch=3)"
+
+
+def test_empty_cells_blanks_and_both_line_ends_are_read():
+    plan = torch_csv.loads("0F0,0B0\n1F0,1B0\n").plan
+    for text in ("0F0,,,,0B0\r\n,1F0,1B0,\r\n", " 0F0 ,\t0B0\n1F0, 1B0", "0F0,0B0\n( 1F0 ; 1B0 )OVERLAP_F_B"):
+        assert torch_csv.loads(text).plan == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0F0x,0B0",
+            "line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'; write a stage, one",
+        ),
+        ("0F0,2BW0", "line 1, cell 2 (rank 0, step 1): '2BW0' is no action; torch reads it as '2B'"),
+        ("0F0,0B0\n1F0,,-1B0", "line 2, cell 3 (rank 1, step 2): '-1B0' is no action; write"),
+        ("0F00,0B0", "'0F00' is no action; write a stage"),
+        ("00F0,0B0", "'00F0' is no action; write a stage"),
+        ("0F٣,0B0", "'0F٣' is no action; write a stage"),
+        ("0f0,0B0", "'0f0' is no action"),
+        ("\ufeff0F0,0B0", "line 1, cell 1"),
+        ('"0F0",0B0', "'\"0F0\"' is no action"),
+        ("0F0;0B0", "'0F0;0B0' is no action; torch reads it as '0F0'"),
+        ("0F0\r0B0", "'0F0\\r0B0' is no action"),
+        ("0F999999999,0B0", "'0F999999999' is no action"),
+        ("0F" + "9" * 9999, "999999999…' is no action"),
+        ("0F,0B0", "line 1, cell 1 (rank 0, step 0): 0F lacks its microbatch"),
+        ("0F0,0SEND_F", "0SEND_F lacks its microbatch"),
+        ("0F0,0B0,0REDUCE_GRAD0", "line 1, cell 3 (rank 0, step 2): 0REDUCE_GRAD0 is about a whole stage"),
+        ("(0F0;0W0)OVERLAP_F_B", "'(0F0;0W0)OVERLAP_F_B' overlaps other things than a forward and a backward"),
+        ("(0F0;0F1)OVERLAP_F_B", "overlaps other things"),
+        ("(0F0;0B0x)OVERLAP_F_B", "'0B0x' is no action"),
+        ("(0F0;0B0)", "'(0F0;0B0)' is no action"),
+        ("(0F0;0F1;0B0)OVERLAP_F_B", "is no action"),
+        ("(0F0;)OVERLAP_F_B", "line 1, cell 1 (rank 0, step 0): '' is no action"),
+        ("", "line 1 (rank 0) computes nothing"),
+        ("0F0,0B0\n\n1F0,1B0", "line 2 (rank 1) computes nothing; each line is a pipeline rank with a stage"),
+        ("0F0,0B0\n,,\n", "line 2 (rank 1) computes nothing"),
+        ("0F0,0F0,0B0", "line 1, cell 2 (rank 0, step 1): 0F0 stands already in line 1, cell 1 (rank 0, step 0)"),
+        ("0F0,0B0\n1F0,0B0", "line 2, cell 2 (rank 1, step 1): 0B0 stands already in line 1, cell 2"),
+        (
+            "0F0,0B0\n1F0,1B0,0I1",
+            "line 2, cell 3 (rank 1, step 2): 0I1 is of stage 0, which rank 0 computes: see 0F0 in",
+        ),
+        ("0F0,0B0,3SEND_F0", "3SEND_F0 is of stage 3, which no rank computes"),
+        (
+            "0F0,0B0\n2F0,2B0",
+            "line 2, cell 2 (rank 1, step 1): 2B0 is there, but nothing of stage 1; they are numbered",
+        ),
+        ("0F0,0F9,0B0,0B9", "line 1, cell 2 (rank 0, step 1): 0F9 is there, but nothing of microbatch 1"),
+        ("0F9999999,0B9999999", "0F9999999 is there, but nothing of microbatch 0"),
+        (
+            "\n".join([",".join(f"0F{m}" for m in range(99)), *(f"{s}B0" for s in range(1, 99))]),
+            "197 actions, too few for",
+        ),
+        ("0F0,0F1,0I0,0W1,0W0,0I1", "line 1, cell 4 (rank 0, step 3): 0W1 comes without 0I1 before it"),
+        ("0F0,0W0,0I0", "line 1, cell 2 (rank 0, step 1): 0W0 comes without 0I0 before it"),
+        ("0B0,0F0", "line 1, cell 1 (rank 0, step 0): 0B0 comes without 0F0 before it"),
+        ("0F0,0I1", "line 1, cell 2 (rank 0, step 1): 0I1 comes without 0F1 before it"),
+        (
+            "0F0,0I0,0W0,0F1,0B1,0W1",
+            "line 1, cell 6 (rank 0, step 5): 0W1 is half of a backward, but 0B1 in line 1, cell",
+        ),
+    ],
+)
+def test_faults_of_the_file_are_said_with_their_place(text, message):
+    assert message in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "cell"),
+    [
+        (
+            ("1RECV_F0,1F0", "1F0,1RECV_F0"),
+            "needs the output of stage 0, microbatch 0",
+            "line 2, cell 1 (rank 1, step 0): 1F0",
+        ),
+        (
+            ("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0"),
+            "channel 0→1, message 0",
+            "line 2, cell 1 (rank 1, step 0): 1RECV_F0",
+        ),
+        ((",0RECV_B0,0B0,0RECV_B1", ",0RECV_B1,0B0,0RECV_B0"), "channel 1→0, message 0", "line 1, cell 5"),
+        ((",1SEND_B1", ""), "1 sends but 2 receives", "line 1, cell 7"),
+        (("1SEND_B1", "1SEND_F1"), "the route begins or ends here", "line 2, cell 8 (rank 1, step 7): 1SEND_F1"),
+        (("1SEND_B1", "1SEND_B2"), "microbatch 2 is out of range", "line 2, cell 8 (rank 1, step 7): 1SEND_B2"),
+        ((",1B1", ""), "complete: rank 1 runs Bwd(stage=1, microbatch=1) 0 times", "line 2, cell 7"),
+        (("0SEND_F0,", "0RECV_B0,0SEND_F0,"), "stands already", None),
+    ],
+)
+def test_faults_that_torch_accepts_are_refused_with_their_place(change, message, cell):
+    assert torch_csv.loads(CROSSES).verdict.sound
+    assert change[0] in CROSSES
+    said = refusal(CROSSES.replace(*change))
+    assert message in said
+    assert cell is None or cell in said
+
+
+def test_a_backward_twice_and_another_never():
+    assert "cell 4 (rank 0, step 3): 0B0 stands already" in refusal("0F0,0F1,0B0,0B0")
+    assert "Bwd(stage=0, microbatch=1) 0 times instead of once" in refusal("0F0,0F1,0B0")
+
+
+def test_an_order_that_cannot_run():
+    message = refusal("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0")
+    assert "deadlock: the order of computation itself cannot run" in message
+    assert "rank 1 is stuck at 0 Fwd(stage=1, microbatch=1)" in message
+
+
+def test_reductions_stand_where_the_file_says():
+    text = "0F0,2F0,2B0,2REDUCE_GRAD,0B0,0REDUCE_GRAD\n1F0,1B0\n"
+    assert "line 2, cell 2 (rank 1, step 1): 1B0 is the last backward of stage 1, but no 1REDUCE_GRAD" in refusal(text)
+    early = CROSSES.replace("1B1,1SEND_B1", "1REDUCE_GRAD,1B1,1SEND_B1").replace("0B1\n", "0B1,0REDUCE_GRAD\n")
+    assert "line 2, cell 7 (rank 1, step 6): 1REDUCE_GRAD comes before 1B1 in line 2, cell 8" in refusal(early)
+    placed = CROSSES.replace("1B1,1SEND_B1", "1B1,1REDUCE_GRAD,1SEND_B1").replace("0B1\n", "0B1,0REDUCE_GRAD\n")
+    for mesh in (None, "pp=2"):
+        assert not reductions(torch_csv.loads(placed, mesh=mesh).plan)
+    plan = torch_csv.loads(placed, mesh="dp=2,pp=2,cp=2").plan
+    assert reductions(plan) == [AllReduceBucket(0, 0, ("dp", "cp")), AllReduceBucket(1, 0, ("dp", "cp"))]
+    assert [type(i) for i in plan.programs[1][-5:-3]] == [AllReduceBucket, type(plan.programs[1][-4])]
+    assert isinstance(plan.programs[1][-4], Message)
+    experts = torch_csv.loads(placed, mesh="dp=2,pp=2,ep=2").plan
+    assert [(i.bucket, i.axes) for i in reductions(experts)] == [(0, ("dp", "ep")), (1, ("dp",))] * 2
+    ours = torch_csv.loads(CROSSES, mesh="dp=2,pp=2").plan
+    assert len(reductions(ours)) == 2, "where the file says nothing, our pass places them"
+    bare = torch_csv.loads("0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD", mesh="dp=2,pp=2").plan
+    assert bare == torch_csv.loads("0F0,0B0\n1F0,1B0", mesh="dp=2,pp=2").plan
+
+
+def reductions(plan: qs.Plan) -> list[AllReduceBucket]:
+    return [i for program in plan.programs for i in program if isinstance(i, AllReduceBucket)]
+
+
+def test_a_mesh_that_does_not_fit():
+    with pytest.raises(qs.UsageError, match="the mesh dp=2,pp=4 has 4 pipeline ranks, but the file has 2 lines"):
+        torch_csv.loads(CROSSES, mesh="dp=2,pp=4")
+    with pytest.raises(qs.UsageError, match="unknown transport profile"):
+        torch_csv.loads(CROSSES, profile="chanel")
+
+
+def test_what_is_written():
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+    assert torch_csv.dumps(plan, compute_only=True) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert torch_csv.dumps(plan) == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
+        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD\n"
+    )
+    alone = qs.compile("zb-h1", mesh="pp=1", microbatches=2)
+    assert torch_csv.dumps(alone) == "0F0,0I0,0W0,0F1,0I1,0W1,0REDUCE_GRAD\n"
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> qs.Plan:
+    schedule = draw(st.sampled_from([found for found in SCHEDULES if found.mode == "train"]))
+    pp = draw(st.integers(1, 5))
+    microbatches = draw(st.integers(1, 4).map(lambda k: k * pp) | st.integers(1, 12))
+    chunks = draw(st.integers(schedule.min_chunks, min(schedule.max_chunks, 3)))
+    mesh = draw(st.sampled_from([f"pp={pp}", f"dp=2,pp={pp}", f"tp=2,pp={pp},cp=2"]))
+    try:
+        return qs.compile(schedule, mesh=mesh, microbatches=microbatches, chunks=chunks)
+    except qs.UsageError:
+        assume(False)
+        raise
+
+
+@given(plans())
+def test_a_plan_comes_back_as_it_went(plan):
+    if len(plan.routes) > 1:
+        with pytest.raises(qs.UsageError, match="its microbatches go both ways"):
+            torch_csv.dumps(plan)
+        return
+    text = torch_csv.dumps(plan)
+    back = torch_csv.loads(text, mesh=plan.mesh, profile="blocking")
+    assert back.notes == ()
+    assert replace(back.plan, schedule=plan.schedule) == plan
+    assert torch_csv.dumps(back.plan) == text
+    bare = torch_csv.dumps(plan, compute_only=True)
+    again = torch_csv.loads(bare, mesh=plan.mesh, profile="blocking").plan
+    assert torch_csv.dumps(again, compute_only=True) == bare
+    assert replace(again, schedule=plan.schedule) == plan
+
+
+def test_every_schedule_is_written_at_some_shape():
+    for schedule in SCHEDULES:
+        plan = qs.compile(schedule, mesh="pp=4", microbatches=8)
+        if plan.mode == "train" and len(plan.routes) == 1:
+            assert torch_csv.dumps(plan)
+
+
+def own(order) -> qs.Schedule:
+    return qs.Schedule(name="own", order=order, summary="", bubble="", memory="")
+
+
+def backwards_first_to_last(rank, shape):
+    for m in reversed(range(shape.microbatches)):
+        yield Fwd(rank, m)
+    for m in range(shape.microbatches):
+        yield Bwd(rank, m)
+
+
+def test_what_torch_cannot_express_is_refused():
+    def refused(plan: qs.Plan) -> str:
+        with pytest.raises(qs.UsageError, match="torch's pipeline runtime cannot run this plan: ") as caught:
+            torch_csv.dumps(plan)
+        return str(caught.value)
+
+    assert "only computes forward" in refused(qs.compile("inference", mesh="pp=2", microbatches=2))
+    late = qs.compile(own(backwards_first_to_last), mesh="pp=2", microbatches=2)
+    assert "its last stage computes the microbatches in the order [1, 0]" in refused(late)
+    one = qs.compile("gpipe", mesh="pp=1", microbatches=1)
+    idle = replace(one, mesh=qs.Mesh(pp=2), programs=(one.programs[0], (*one.programs[0][-3:-1], OptStep(()))))
+    assert "rank 1 holds no stage" in refused(idle)
+    two = torch_csv.loads("0F0,1F0,1B0,0B0").plan
+    swapped = [replace(i, stage=1 - i.stage) if isinstance(i, Fwd | Bwd) else i for i in two.programs[0]]
+    other = replace(two, routes=(Route((1, 0), (0,)),), programs=(tuple(swapped),))
+    assert "its route is (1, 0); torch's goes through the stages in rising order" in refused(other)
+
+
+def test_slices_and_twins_are_refused():
+    for schedule in SCHEDULES:
+        slices = 2 if schedule.max_slices > 1 else 1
+        if slices == 1 and not schedule.bidirectional:
+            continue
+        plan = qs.compile(schedule, mesh="pp=4", microbatches=8, slices=slices)
+        with pytest.raises(qs.UsageError, match=r"cuts microbatches into 2 slices|go both ways"):
+            torch_csv.dumps(plan)
+
+
+def test_a_plan_that_is_not_sound_is_not_written():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    with pytest.raises(qs.UnsoundError, match="not sound: 1f1b"):
+        torch_csv.dumps(replace(plan, programs=(plan.programs[0][1:], plan.programs[1])))
+
+
+@given(st.text(alphabet="0123FIBWSENDRCV_OLAP();,\n x", max_size=40))
+def test_whatever_the_text_nothing_but_our_errors_is_raised(text):
+    with suppress(qs.InputError):
+        torch_csv.loads(text)

@@ -1,0 +1,129 @@
+"""The mesh: ranks and coordinates, groups, and global peers."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.ir.instructions import Message
+from quintsched.ir.mesh import AXES, MAX_RANKS
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> qs.Mesh:
+    axes = draw(st.permutations(AXES))[: draw(st.integers(0, 5))]
+    return qs.Mesh(**{axis: draw(st.integers(1, 3)) for axis in axes})
+
+
+@given(mesh=meshes())
+def test_rank_and_coordinates_are_one_to_one(mesh):
+    seen = [tuple(mesh.coordinates(rank).items()) for rank in range(mesh.size)]
+    assert len(set(seen)) == mesh.size
+    assert seen == sorted(seen), "row-major: the last axis runs fastest"
+    for rank, where in enumerate(seen):
+        assert mesh.rank(dict(where)) == rank
+        assert [name for name, _ in where] == [name for name, _ in mesh.axes]
+        assert all(0 <= at < mesh.axis_size(name) for name, at in where)
+
+
+@given(mesh=meshes(), data=st.data())
+def test_groups_are_disjoint_and_cover_the_mesh(mesh, data):
+    axes = data.draw(st.lists(st.sampled_from(AXES), unique=True))
+    groups = mesh.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    assert groups == sorted(groups)
+    for group in groups:
+        assert list(group) == sorted(group)
+        outside = {tuple((k, v) for k, v in mesh.coordinates(rank).items() if k not in axes) for rank in group}
+        assert len(outside) == 1, "the members differ along the axes only"
+
+
+def test_the_picture_of_the_docstring():
+    mesh = qs.Mesh(dp=2, pp=2, tp=2)
+    assert mesh.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert mesh.groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.groups("dp", "tp") == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert str(mesh) == "dp=2,pp=2,tp=2"
+
+
+@given(mesh=meshes())
+def test_text_round_trip(mesh):
+    if mesh.axes:
+        assert qs.Mesh.parse(str(mesh)) == mesh
+    assert qs.Mesh.parse(dict(mesh.axes)) == mesh
+    assert {"dp", "cp", "ep"}.issuperset(mesh.replica_axes)
+    assert all(mesh.axis_size(axis) > 1 for axis in mesh.replica_axes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp=2", "unknown axis 'ddp'; did you mean 'dp'"),
+        ("dp=0", "axis dp has size 0"),
+        ("dp=-1", "cannot read 'dp=-1'"),
+        ("dp=x", "cannot read 'dp=x'"),
+        ("dp", "cannot read 'dp'"),
+        ("dp=2,dp=2", "axis dp is given twice"),
+        ("dp=2 pp=2", "cannot read"),
+        ("dp=16777217", "more ranks than"),
+        ("dp=16777216,pp=2", "more ranks than"),
+        ("dp=" + "9" * 5000, "cannot read"),
+        ("dp=²", "cannot read"),
+    ],
+)
+def test_what_is_no_mesh(text, message):
+    with pytest.raises(qs.UsageError, match=r"^mesh: ") as caught:
+        qs.Mesh.parse(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", 10**5000], ids=lambda size: type(size).__name__)
+def test_sizes_that_are_none(size):
+    with pytest.raises(qs.UsageError, match=r"^mesh: "):
+        qs.Mesh(dp=size)
+
+
+def test_the_largest_mesh():
+    assert qs.Mesh(dp=MAX_RANKS).coordinates(MAX_RANKS - 1) == {"dp": MAX_RANKS - 1}
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_the_mesh(rank):
+    with pytest.raises(qs.UsageError, match="its ranks are 0 to 7"):
+        qs.Mesh(dp=2, pp=2, tp=2).coordinates(rank)
+
+
+@given(data=st.data(), pp=st.integers(1, 3))
+def test_a_ranks_program_has_global_peers(data, pp):
+    axes = data.draw(st.permutations(["dp", "pp", "tp"]))
+    mesh = qs.Mesh(**{axis: pp if axis == "pp" else 2 for axis in axes})
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    for rank in range(mesh.size):
+        where = mesh.coordinates(rank)
+        shared = plan.programs[where["pp"]]
+        for own, common in zip(plan.program(rank), shared, strict=True):
+            if not isinstance(common, Message):
+                assert own == common
+                continue
+            peer = mesh.coordinates(own.peer)
+            assert peer == where | {"pp": common.peer}
+            assert (own.stage, own.microbatch) == (common.stage, common.microbatch)
+
+
+def test_the_programs_of_all_ranks_meet():
+    plan = qs.compile("1f1b", mesh="tp=2,pp=3,dp=2", microbatches=2)
+    sent, received = [], []
+    for rank in range(plan.mesh.size):
+        for i in plan.program(rank):
+            if isinstance(i, Message):
+                (sent if i.op.startswith("Send") else received).append(
+                    (rank, i.peer) if i.op.startswith("Send") else (i.peer, rank)
+                )
+    assert sorted(sent) == sorted(received)
+    groups = plan.mesh.groups("pp")
+    neighbours = {
+        pair for group in groups for pair in combinations(group, 2) if group.index(pair[1]) - group.index(pair[0]) == 1
+    }
+    assert set(sent) == neighbours | {(b, a) for a, b in neighbours}

@@ -1,0 +1,207 @@
+"""Named tied weights: every schedule adds them up soundly, and plans that do it wrongly are refused."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_recompute import TRAINING, shapes_of
+
+import quintsched as qs
+from quintsched.formats import torch_csv
+from quintsched.graph.plan_events import PROFILES, Events
+from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdWeight, Instruction, OptStep, SyncTied
+from quintsched.plan import MAX_TIED, Plan
+from quintsched.testing import assert_plan_sound
+from quintsched.verify.equivalence import equivalence
+from tests.planner.verify.mutants import Judge, with_program
+
+
+@pytest.mark.parametrize(
+    "schedule", [found for found in TRAINING if not found.bidirectional], ids=lambda schedule: schedule.name
+)
+@given(data=st.data())
+def test_every_schedule_is_sound_with_tied_weights(schedule, data):
+    shape = data.draw(st.sampled_from([shape for shape in shapes_of(schedule) if shape["mesh"] != "pp=1"]))
+    stages = len(qs.compile(schedule, **shape).stage_to_pp)
+    holders = st.sets(st.integers(0, stages - 1), min_size=2).map(sorted)
+    tied = data.draw(st.dictionaries(st.sampled_from(["embedding", "head", "norm", "a"]), holders, min_size=1))
+    plan = qs.compile(schedule, **shape, tied=tied, recompute=data.draw(st.integers(0, 1)))
+    assert_plan_sound(plan)
+    assert Judge(plan).good
+    for rank, program in enumerate(plan.programs):
+        assert_each_is_added_up_once(plan, rank, program)
+
+
+def assert_each_is_added_up_once(plan: Plan, rank: int, program: tuple[Instruction, ...]) -> None:
+    syncs = {i: index for index, i in enumerate(program) if isinstance(i, SyncTied)}
+    mine = {*plan.layout.stages_of(rank)}
+    assert {(i.params, i.stages) for i in syncs} == {item for item in plan.tied.items() if mine & {*item[1]}}
+    assert len(syncs) == sum(isinstance(i, SyncTied) for i in program)
+    for sync, place in syncs.items():
+        for index, i in enumerate(program):
+            if isinstance(i, Bwd | BwdWeight) and i.stage in sync.stages:
+                assert index < place
+            if isinstance(i, AllReduceBucket) and i.stage in sync.stages:
+                assert index > place
+
+
+def test_stages_on_one_rank_add_up_among_themselves():
+    plan = qs.compile("zbv", mesh="pp=2", microbatches=4, tied={"embedding": (0, 3)})
+    assert plan.stage_to_pp == (0, 1, 1, 0)
+    assert [i for i in plan.programs[0] if isinstance(i, SyncTied)] == [SyncTied("embedding", (0, 3))]
+    assert not any(isinstance(i, SyncTied) for i in plan.programs[1])
+    rows = [row for row, i in enumerate(plan.programs[0]) if isinstance(i, SyncTied)]
+    assert Events.merge(plan).groups[rows].tolist() == [-1], "it is no collective: nobody else takes part"
+    assert_plan_sound(plan)
+    alone = qs.compile("interleaved-1f1b", mesh="dp=2,pp=1", microbatches=2, chunks=2, tied={"embedding": (0, 1)})
+    assert_plan_sound(alone)
+
+
+def test_tied_weights_change_the_gradient():
+    """The symbolic run sees whether the sums over stages are there at all."""
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
+    programs = tuple(tuple(i for i in program if not isinstance(i, SyncTied)) for program in plan.programs)
+    without = qs.Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"programs": programs})
+    for stage in range(2):
+        words = f"the optimizer steps stage {stage} with another gradient than the sequential program's"
+        assert words in equivalence(without).explain()
+
+
+PLAN = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied={"a": (0, 1, 2), "embedding": (0, 2), "z": (0, 2)})
+
+
+def at(program: list[Instruction], wanted: Instruction | type[Instruction]) -> int:
+    return next(k for k, i in enumerate(program) if wanted in (i, type(i)))
+
+
+def _missing(program: list[Instruction]) -> None:
+    program.remove(SyncTied("embedding", (0, 2)))
+
+
+def _after_the_sum_over_replicas(program: list[Instruction]) -> None:
+    sync = program.pop(at(program, SyncTied("z", (0, 2))))
+    program.insert(at(program, AllReduceBucket) + 1, sync)
+
+
+def _before_the_last_backward(program: list[Instruction]) -> None:
+    program.insert(at(program, Bwd(0, 2)), program.pop(at(program, SyncTied("a", (0, 1, 2)))))
+
+
+def _other_order(program: list[Instruction]) -> None:
+    first = at(program, SyncTied("embedding", (0, 2)))
+    program[first : first + 2] = reversed(program[first : first + 2])
+
+
+def _other_order_of_groups(program: list[Instruction]) -> None:
+    first = at(program, SyncTied("a", (0, 1, 2)))
+    program.insert(first + 2, program.pop(first))
+
+
+def _twice(program: list[Instruction]) -> None:
+    program.insert(at(program, OptStep), SyncTied("a", (0, 1, 2)))
+
+
+def _unknown(program: list[Instruction]) -> None:
+    program[at(program, SyncTied("z", (0, 2)))] = SyncTied("y", (0, 2))
+
+
+def _other_stages(program: list[Instruction]) -> None:
+    program[at(program, SyncTied("z", (0, 2)))] = SyncTied("z", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_missing, "which nothing on its rank makes"),
+        (_missing, "all members must issue the same collectives in the same order"),
+        (_after_the_sum_over_replicas, "needs the tied gradient of stage 0, tie 3, made only later"),
+        (_before_the_last_backward, "needs the weight gradient of stage 0, microbatch 2, made only later"),
+        (_other_order, "all members must issue the same collectives in the same order"),
+        (_other_order_of_groups, "close a circle"),
+        (_twice, "makes the tied gradient of stage 0, tie 1 a second time"),
+        (_unknown, "the plan ties no weight 'y'"),
+        (_other_stages, "it must name all stages that hold 'z': (0, 2)"),
+    ],
+)
+def test_a_broken_plan_is_refused(change: Callable[[list[Instruction]], None], words: str):
+    program = list(PLAN.programs[0])
+    change(program)
+    broken = with_program(PLAN, 0, program)
+    assert words in broken.check(profile="blocking").explain()
+    assert not Judge(broken).good
+
+
+def test_a_rank_that_holds_none_of_the_stages():
+    broken = with_program(PLAN, 1, [SyncTied("embedding", (0, 2)), *PLAN.programs[1]])
+    assert "rank 1 holds none of these stages" in broken.check().explain()
+
+
+def test_profiles_are_free():
+    assert PLAN.check(profile="blocking").profiles == dict.fromkeys(PROFILES, True)
+
+
+@pytest.mark.parametrize(
+    ("tied", "words"),
+    [
+        ({"embedding": (0,)}, "must name at least two stages"),
+        ({"embedding": ()}, "must name at least two stages"),
+        ({"embedding": 3}, "must name at least two stages"),
+        ({"embedding": (1, 0)}, "in rising order"),
+        ({"embedding": (1, 1)}, "each once"),
+        ({"embedding": (0, True)}, "must name at least two stages"),
+        ({"embedding": "01"}, "must name at least two stages"),
+        ({"embedding": (0, 2)}, "no route visits all stages of 'embedding'.*the plan has 2 stages"),
+        ({"embedding": (-1, 0)}, "no route visits all stages"),
+        ({"": (0, 1)}, "is not a name"),
+        ({"stage": (0, 1)}, "'stage' is not a name of 1 to 200 printable letters other than 'stage'"),
+        ({"\n": (0, 1)}, "is not a name"),
+        ({7: (0, 1)}, "7 is not a name"),
+        ({f"w{k}": (0, 1) for k in range(MAX_TIED + 1)}, "1025 names are more than 1024"),
+    ],
+)
+def test_what_makes_no_sense_is_wrong_usage(tied, words):
+    with pytest.raises(qs.UsageError, match=words):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2, tied=tied)
+
+
+def test_twins_are_tied_already():
+    with pytest.raises(qs.UsageError, match="dualpipe: tied: stages have twins here"):
+        qs.compile("dualpipe", mesh="pp=2", microbatches=4, tied={"embedding": (0, 1)})
+
+
+def test_round_trip():
+    text = PLAN.to_json()
+    assert json.loads(text)["tied"] == {"a": [0, 1, 2], "embedding": [0, 2], "z": [0, 2]}
+    assert Plan.from_json(text) == PLAN
+    turned = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied=dict(reversed(PLAN.tied.items())))
+    assert turned.to_json() == text
+    plain = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    assert "tied" not in plain.to_json()
+
+
+@pytest.mark.parametrize(
+    ("tied", "words"),
+    [
+        ([], "/tied"),
+        ({"embedding": 3}, "/tied/embedding"),
+        ({"embedding": [0, 1.0]}, "/tied/embedding/1"),
+        ({"embedding": [0, -1]}, "/tied/embedding/1"),
+        ({"embedding": [0]}, "tied: 'embedding' must name at least two stages"),
+        ({"embedding": [2, 0]}, "in rising order"),
+        ({"embedding": [0, 3]}, "tied: no route visits all stages of 'embedding', (0, 3)"),
+        ({"\u001b[2J": [0, 1]}, "is not a name"),
+    ],
+)
+def test_a_broken_field_of_a_plan_file(tied, words):
+    with pytest.raises(qs.InputError) as caught:
+        Plan.from_json(json.dumps(json.loads(PLAN.to_json()) | {"tied": tied}))
+    assert words in str(caught.value)
+    assert "\u001b" not in str(caught.value)
+
+
+def test_torch_has_no_word_for_it():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
+    with pytest.raises(qs.UsageError, match="tied weights, 'embedding'; torch has no word for that"):
+        torch_csv.dumps(plan)

@@ -1,0 +1,274 @@
+"""Makespan, span and memory of the schedules: published tables, closed forms, and a second simulation."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.plan import Plan
+from quintsched.schedules import all_schedules
+from tests.planner.schedules.independent import orders_of, peaks, times
+
+DATA = Path(__file__).parents[2] / "data"
+UNIT_COST = json.loads((DATA / "schedules_unit_cost.json").read_text())["rows"]
+PUBLISHED = json.loads((DATA / "zero_bubble_published.json").read_text())["rows"]
+NAMES = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Eager1F1B": "eager-1f1b",
+    "LoopedBFS": "bfs",
+    "Interleaved1F1B": "interleaved-1f1b",
+    "ZB-H1": "zb-h1",
+    "ZB-H2": "zb-h2",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "Seq1F1B": "seq-1f1b",
+}
+ROWS = [row for row in UNIT_COST if row["schedule"].split()[0] in NAMES]
+
+FORMS = [*NAMES.values(), "inference"]
+"""The schedules whose closed forms stand here."""
+
+ELSEWHERE = {"zbv", "v-half", "v-min", "dualpipe-v", "dualpipe", "zb-auto"}
+"""The V-shaped, bidirectional and searched schedules have tests of their own."""
+
+PP, CHUNKS, SLICES, MICROBATCHES = range(1, 9), range(1, 5), range(1, 4), range(1, 33)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule with P ranks, v chunks, q slices and M microbatches, under the costs F, I and W."""
+
+    name: str
+    P: int
+    v: int
+    q: int
+    M: int
+    F: int = 1
+    I: int = 1  # noqa: E741
+    W: int = 1
+
+    @property
+    def taken(self) -> bool:
+        """Whether the schedule takes this shape."""
+        if self.name.startswith("interleaved") and self.M % self.P:
+            return False
+        least = 2 if self.name.startswith("interleaved") or self.name == "bfs" else 1
+        most = self.v if least == 2 or self.name == "inference" else 1
+        return least <= self.v <= most and (self.q == 1 or self.name == "seq-1f1b")
+
+    @property
+    def ideal(self) -> int:
+        """What each rank computes."""
+        return self.M * (self.F if self.name == "inference" else self.F + self.I + self.W)
+
+    def idle(self) -> tuple[Fraction, Fraction]:
+        """What makespan and longest span are beyond that."""
+        D, F, I, W = self.P - 1, self.F, self.I, self.W  # noqa: E741
+        behind = max(self.P - self.M, 0)
+        match self.name:
+            case "inference":
+                waits = Fraction((self.v - 1) * behind * F, self.v)
+                return waits + Fraction(D * F, self.v), waits
+            case "bfs":
+                idle = Fraction(((self.v - 1) * behind + D) * (F + I + W), self.v)
+                return idle, idle
+            case "zb-h1" | "interleaved-zb":
+                filled = min(self.P, self.M) - 1
+                makespan, span = D * (F + I) - filled * min(F, I, W), D * (F + I) - filled * min(F, W)
+                return Fraction(makespan, self.v), Fraction(span, self.v)
+            case "zb-h2":
+                filled = min(2 * self.P - 1, self.M) - 1
+                full, half = divmod(filled, 2)
+                rising = D * (F + I) - filled * min(F, W)
+                makespan = max(rising, D * F + (D - full) * I - half * min(F, I, W))
+                span = max(rising, (D - full) * (F + I) - half * min(F, W))
+                return Fraction(makespan), Fraction(span)
+            case _:
+                idle = Fraction(D * (F + I + W), self.v * self.q)
+                return idle, idle
+
+    def peak(self, rank: int) -> Fraction:
+        """The most activations that stand on a rank, in microbatches of a whole rank."""
+        after = self.P - rank - 1
+        bound = {
+            "gpipe": Fraction(self.M),
+            "bfs": Fraction(self.M),
+            "inference": Fraction(0),
+            "1f1b": Fraction(after + 1),
+            "eager-1f1b": Fraction(2 * after + 1),
+            "interleaved-1f1b": Fraction(2 * after + (self.v - 1) * self.P + 1, self.v),
+            "seq-1f1b": Fraction(after, self.q) + 1,
+            "zb-h1": Fraction(self.P),
+            "zb-h2": Fraction(2 * self.P - 1),
+            "interleaved-zb": Fraction(self.P),
+        }[self.name]
+        return min(bound, Fraction(self.M))
+
+    def compiled(self) -> Plan:
+        return qs.compile(self.name, mesh=qs.Mesh(pp=self.P), microbatches=self.M, chunks=self.v, slices=self.q)
+
+    def simulate(self) -> qs.Simulation:
+        return self.compiled().simulate(qs.Costs(forward=self.F, backward_input=self.I, backward_weight=self.W))
+
+
+def assert_closed_forms(case: Case) -> None:
+    simulation = case.simulate()
+    makespan, span = case.idle()
+    assert simulation.makespan == float(case.ideal + makespan), case
+    assert simulation.span == float(case.ideal + span), case
+    assert simulation.busy == (float(case.ideal),) * case.P, case
+    assert simulation.peak_activations == tuple(float(case.peak(rank)) for rank in range(case.P)), case
+
+
+def case_of_row(row: dict[str, Any]) -> Case:
+    """Return the case of a row of the table; its "chunks" are the slices of Seq1F1B."""
+    name, parts = NAMES[row["schedule"].split()[0]], row["chunks"]
+    if name == "interleaved-zb" and parts == 1:
+        name = "zb-h1"
+    slices = parts if name == "seq-1f1b" else 1
+    return Case(name, row["pp"], parts // slices, slices, row["microbatches"])
+
+
+def test_every_row_of_ours_is_tested():
+    rows = {(case_of_row(row).name, row["pp"], row["chunks"]) for row in ROWS}
+    in_parts = {"bfs": (2, 4), "interleaved-1f1b": (2, 4), "interleaved-zb": (2, 4), "seq-1f1b": (2, 4)}
+    assert rows == {(name, pp, parts) for name in NAMES.values() for pp in (4, 8) for parts in in_parts.get(name, (1,))}
+    assert {row["schedule"].split()[0] for row in UNIT_COST} - set(NAMES) == {"ZBV", "DualPipe", "DualPipeV"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['schedule']}-{row['pp']}-{row['microbatches']}")
+def test_unit_cost_table(row):
+    simulation = case_of_row(row).compiled().simulate()
+    assert simulation.makespan == row["makespan"]
+    assert simulation.span == row["span"]
+    assert simulation.busy == (row["ideal"],) * row["pp"]
+    assert simulation.bubble == 1 - row["ideal"] / row["makespan"]
+    assert simulation.span_bubble == 1 - row["ideal"] / row["span"]
+    assert list(simulation.peak_activations) == row["peaks"]
+    assert max(simulation.peak_activations) == row["peak_activations"]
+
+
+@pytest.mark.parametrize("column", ["1F1B", "ZB-H1", "ZB-H2"])
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['model']}-{row['p']}-{row['m']}")
+def test_published_bubbles_under_measured_costs(row, column):
+    plan = qs.compile(NAMES[column], mesh=qs.Mesh(pp=row["p"]), microbatches=row["m"])
+    costs = qs.Costs(
+        unit="ms", forward=row["T_F"], backward_input=row["T_B"], backward_weight=row["T_W"], p2p=row["T_comm"]
+    )
+    assert round(plan.simulate(costs).span_bubble, 4) == row["bubble"][column]
+
+
+def test_the_closed_forms_know_every_schedule():
+    ours = {found.name for found in all_schedules() if found.order.__module__.startswith("quintsched.")}
+    assert ours - ELSEWHERE == set(FORMS)
+
+
+def shapes(name: str, pp: int) -> Iterator[Case]:
+    """Every shape with these many ranks, and one more slice than most schedules take."""
+    for chunks, slices, microbatches in product(CHUNKS, SLICES, MICROBATCHES):
+        if slices <= 2 or name == "seq-1f1b":
+            yield Case(name, pp, chunks, slices, microbatches)
+
+
+@pytest.mark.parametrize("pp", PP)
+@pytest.mark.parametrize("name", FORMS)
+def test_sound_and_equal_to_the_closed_forms_in_every_shape(name, pp):
+    for case in shapes(name, pp):
+        if case.taken:
+            assert_closed_forms(case)
+        else:
+            with pytest.raises(qs.UsageError):
+                case.compiled()
+
+
+@st.composite
+def cases(draw: st.DrawFn, name: str) -> Case:
+    pp, costs = draw(st.integers(1, 8)), [draw(st.integers(0, 50)) for _ in range(3)]
+    chunks = draw(st.integers(2, 4)) if name in ("bfs", "interleaved-1f1b", "interleaved-zb", "inference") else 1
+    slices = draw(st.integers(1, 5)) if name == "seq-1f1b" else 1
+    rounds = name.startswith("interleaved")
+    return Case(name, pp, chunks, slices, draw(st.integers(1, 3)) * pp if rounds else draw(st.integers(1, 24)), *costs)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_equal_to_the_closed_forms_at_random_costs(name, data):
+    assert_closed_forms(data.draw(cases(name)))
+
+
+@given(case=cases("eager-1f1b"), data=st.data())
+def test_eager_1f1b_hides_messages(case, data):
+    whole = case.F + case.I + case.W
+    p2p = data.draw(st.integers(0, whole)) / 2
+    costs = qs.Costs(forward=case.F, backward_input=case.I, backward_weight=case.W, p2p=p2p)
+    assert case.compiled().simulate(costs).makespan == (case.M + case.P - 1) * whole + 2 * (case.P - 1) * p2p
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved-zb", "zb-h2"])
+@given(data=st.data())
+def test_exactly_where_the_forms_of_the_paper_hold(name, data):
+    """(P-1)(F+I-W) and (P-1)(F+I-2W): where microbatches are enough, and weight halves do not outlast what waits."""
+    case = data.draw(cases(name))
+    F, I, W = case.F, case.I, case.W  # noqa: E741
+    if name == "zb-h2":
+        form, time = (case.P - 1) * (F + I - 2 * W), case.simulate().span
+        holds = case.M >= 2 * case.P - 1 and W <= F and 2 * W <= F + I
+    else:
+        form, time = Fraction((case.P - 1) * (F + I - W), case.v), case.simulate().makespan
+        holds = case.M >= case.P and min(F, I) >= W
+    assert (time == float(case.ideal + form)) == (holds or case.P == 1 or W == 0)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 15])
+def test_a_second_simulation_agrees(pp, chunks, microbatches):
+    unit = [Fraction(1, chunks)] * (pp * chunks)
+    for name in ("gpipe", "1f1b", "eager-1f1b", "bfs", "interleaved-1f1b", "inference"):
+        case = Case(name, pp, chunks, 1, microbatches)
+        if case.taken:
+            plan = case.compiled()
+            ends = times(orders_of(plan), plan.stage_to_pp, unit, [2 * u for u in unit])
+            assert max(ends.values()) == case.ideal + case.idle()[0]
+            assert peaks(plan) == [case.peak(rank) for rank in range(pp)]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "nearest"), [(1, "works: 4$"), (3, "works: 4$"), (6, "works: 4 or 8$"), (31, "works: 28 or 32$")]
+)
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
+def test_interleaved_names_the_nearest_sizes(name, microbatches, nearest):
+    with pytest.raises(qs.UsageError, match=nearest):
+        qs.compile(name, mesh="pp=4", microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 1), ("inference", 0), ("bfs", 1), ("zb-h2", 2)]
+)
+def test_chunks_that_a_schedule_does_not_take(name, chunks):
+    with pytest.raises(qs.UsageError, match=f"{name}: chunks is {chunks}; this schedule takes"):
+        qs.compile(name, mesh="pp=4", microbatches=8, chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "allowed"), [("1f1b", 2, "exactly 1"), ("seq-1f1b", 0, "1 to 4096"), ("seq-1f1b", True, "whole")]
+)
+def test_slices_that_a_schedule_does_not_take(name, slices, allowed):
+    with pytest.raises(qs.UsageError, match=f"{name}: slices is {slices}; .*{allowed}"):
+        qs.compile(name, mesh="pp=4", microbatches=8, slices=slices)
+
+
+@pytest.mark.parametrize("name", [*FORMS, "afab", "zb-1p"])
+@pytest.mark.parametrize("microbatches", [0, -1, 2**40, True, 2.5])
+def test_microbatches_out_of_range(name, microbatches):
+    with pytest.raises(qs.UsageError, match="microbatches"):
+        qs.compile(name, mesh="pp=2", microbatches=microbatches)

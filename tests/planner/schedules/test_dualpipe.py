@@ -1,0 +1,110 @@
+"""DualPipe and DualPipeV: soundness at all sizes, the table, idle time, twins, and sizes that are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.ir.instructions import AllReduceBucket, SyncTied
+from quintsched.plan import Plan
+from quintsched.simulate.costs import Costs
+
+TABLE = json.loads((Path(__file__).parents[2] / "data" / "schedules_unit_cost.json").read_text())["rows"]
+NAMES = {"DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
+ROWS = [row for row in TABLE if row["schedule"] in NAMES]
+
+
+def planned(name: str, P: int, M: int) -> Plan:
+    return qs.compile(name, mesh=qs.Mesh(pp=P), microbatches=M)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['schedule']}-{row['pp']}")
+def test_as_in_the_table(row):
+    simulation = planned(NAMES[row["schedule"]], row["pp"], row["microbatches"]).simulate()
+    assert (simulation.makespan, simulation.span) == (row["makespan"], row["span"])
+    assert list(simulation.peak_activations) == row["peaks"]
+
+
+def test_the_table_has_rows():
+    assert [(row["schedule"], row["pp"]) for row in ROWS] == [
+        ("DualPipeV", 4),
+        ("DualPipe", 4),
+        ("DualPipeV", 8),
+        ("DualPipe", 8),
+    ]
+
+
+@pytest.mark.parametrize("pp", range(1, 10))
+def test_dualpipe_v_is_sound_at_every_size(pp):
+    for microbatches in (*range(1, 2 * pp + 3), 4 * pp + 3):
+        simulation = planned("dualpipe-v", pp, microbatches).simulate()
+        assert max(simulation.peak_activations) == min(pp + 0.5, microbatches)
+        assert simulation.busy == (3.0 * microbatches,) * pp
+
+
+@pytest.mark.parametrize("pp", [2, 4, 6, 8, 10])
+def test_dualpipe_is_sound_at_every_size(pp):
+    for microbatches in range(2 * pp, 4 * pp + 5, 2):
+        simulation = planned("dualpipe", pp, microbatches).simulate()
+        assert simulation.peak_activations == (pp + 1.0,) * pp
+        assert simulation.busy == (3.0 * microbatches,) * pp
+
+
+@settings(max_examples=200)
+@given(
+    name=st.sampled_from(["dualpipe", "dualpipe-v"]),
+    half=st.integers(1, 6),
+    extra=st.integers(0, 6),
+    W=st.integers(0, 40),
+    data=st.data(),
+)
+def test_idle_time(name, half, extra, W, data):
+    I = W + data.draw(st.integers(0, 40))  # noqa: E741
+    F = I + data.draw(st.integers(0, W))
+    P = 2 * half if name == "dualpipe" else half
+    M = 2 * P + 2 * extra
+    simulation = planned(name, P, M).simulate(Costs(forward=F, backward_input=I, backward_weight=W))
+    steps = P / 2 - 1 if name == "dualpipe" else (P - 1) / 2
+    assert simulation.makespan == M * (F + I + W) + steps * (F + I - W)
+
+
+def test_twins_add_up_their_gradients_before_the_replicas_do():
+    plan = qs.compile("dualpipe", mesh="dp=2,pp=4", microbatches=8)
+    assert plan.stage_to_pp == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert plan.stage_to_part == (0, 1, 2, 3, 0, 1, 2, 3)
+    assert [route.microbatches for route in plan.routes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [[*i.stages] for i in plan.programs[1] if isinstance(i, SyncTied)] == [[1, 5], [2, 6]]
+    for program in plan.programs:
+        added = {stage: k for k, i in enumerate(program) if isinstance(i, SyncTied) for stage in i.stages}
+        reduced = {i.stage: k for k, i in enumerate(program) if isinstance(i, AllReduceBucket)}
+        assert len(reduced) == 2
+        assert all(added[stage] < reduced[stage] for stage in reduced)
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "says"),
+    [
+        (1, 8, "pp is 1, which is odd; the nearest that works: 2$"),
+        (3, 8, "pp is 3, which is odd; the nearest that works: 2 or 4$"),
+        (4, 1, "microbatches is 1, below 2 x pp = 8; the nearest that works: 8$"),
+        (4, 7, "microbatches is 7, below 2 x pp = 8; the nearest that works: 8$"),
+        (4, 9, "microbatches is 9, which is odd; the nearest that works: 8 or 10$"),
+    ],
+)
+def test_dualpipe_names_the_nearest_sizes(pp, microbatches, says):
+    with pytest.raises(qs.UsageError, match=says):
+        planned("dualpipe", pp, microbatches)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("dualpipe", 2), ("dualpipe-v", 1), ("dualpipe-v", 3)])
+def test_chunks_that_do_not_work(name, chunks):
+    with pytest.raises(qs.UsageError, match=f"chunks is {chunks}; this schedule takes exactly"):
+        qs.compile(name, mesh="pp=4", microbatches=8, chunks=chunks)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+def test_the_same_request_gives_the_same_plan(name):
+    assert planned(name, 4, 10).to_json() == planned(name, 4, 10).to_json()

@@ -1,0 +1,164 @@
+"""What an instruction, a schedule or a name needs to be whole: a newcomer is told here what was forgotten."""
+
+import inspect
+import json
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+
+import quintsched as qs
+from quintsched.formats import plan_json as planfile
+from quintsched.graph.plan_events import PROFILES
+from quintsched.ir import dataflow, instructions, values
+from quintsched.ir.instructions import ALL, SHORT, WHOLE_MESH, Instruction, Recv, Send, short
+from quintsched.ir.layout import Layout, Route
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
+from quintsched.plan import Plan
+from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
+
+LAYOUT = Layout((0, 1, 0), (Route((0, 1, 2), (0, 1)),), trains=True, mesh=qs.Mesh(dp=2), buckets_per_stage=1)
+VALUES = {"int": 1, "str": "stage", "tuple[int, ...]": (0,), "tuple[str, ...]": ("dp",)}
+
+
+def concrete_classes() -> set[type[Instruction]]:
+    found = {thing for _, thing in inspect.getmembers(instructions, inspect.isclass) if issubclass(thing, Instruction)}
+    return {thing for thing in found if not any(other is not thing and issubclass(other, thing) for other in found)}
+
+
+def test_every_instruction_is_listed():
+    assert set(ALL) == concrete_classes()
+    assert len(ALL) == len(set(ALL))
+
+
+@pytest.mark.parametrize("kind", ALL)
+class TestEveryInstruction:
+    def example(self, kind: type[Instruction]) -> Instruction:
+        return kind(**{field.name: VALUES[str(field.type)] for field in fields(kind)})
+
+    def test_it_has_a_data_flow_rule(self, kind):
+        found = dataflow.flow(self.example(kind), LAYOUT, 0)
+        assert found.consumes or found.reads or found.produces
+
+    def test_it_has_letters(self, kind):
+        assert SHORT[kind]
+        assert SHORT[kind] in short(self.example(kind))
+        assert len(set(SHORT.values())) == len(SHORT)
+
+    def test_it_has_a_codec(self, kind):
+        example = self.example(kind)
+        assert planfile._decode(json.loads(json.dumps(planfile.encode(example)))) == example
+
+    def test_it_is_a_small_frozen_class_with_its_meaning(self, kind):
+        assert is_dataclass(kind)
+        assert kind.__dataclass_params__.frozen
+        assert "\n" not in (kind.__doc__ or "\n")
+        assert hash(self.example(kind)) == hash(self.example(kind))
+        assert str(self.example(kind)).startswith(f"{kind.__name__}(")
+
+
+def test_no_table_knows_more():
+    assert set(SHORT) == set(ALL)
+    assert set(planfile._CODECS) == {kind.__name__ for kind in ALL}
+    assert {*dataflow.RULES, *dataflow.BATCH_RULES, *dataflow.ON_WEIGHTS} == set(ALL)
+    assert set(values._WORDS) == set(values.Kind)
+    assert set(WHOLE_MESH) < set(ALL)
+
+
+def test_a_message_is_sent_or_received():
+    for kind in ALL:
+        if issubclass(kind, instructions.Message):
+            assert issubclass(kind, Send) != issubclass(kind, Recv)
+
+
+def test_public_names_are_there_and_stay_what_they_are():
+    for name in qs.__all__:
+        assert not inspect.ismodule(getattr(qs, name)), f"a module hides quintsched.{name}"
+        assert getattr(qs, name) is getattr(qs, name)
+    assert dir(qs) == sorted(qs.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'compiel'"):
+        qs.compiel  # noqa: B018
+
+
+@pytest.mark.parametrize("found", all_schedules(), ids=lambda found: found.name)
+def test_every_schedule_says_what_to_know(found: Schedule):
+    assert found.summary
+    assert found.bubble
+    assert found.memory
+    assert found.order.__doc__
+    assert all(find_schedule(name) is found for name in (found.name, *found.aliases))
+
+
+def test_profiles_and_passes_have_names():
+    assert list(PROFILES) == ["blocking", "single-stream", "pair-stream", "channel", "tagged"]
+    for passes in (TRAIN_PASSES, FORWARD_PASSES):
+        assert len({step.name for step in passes}) == len(passes)
+
+
+def test_passes_are_pure(plan: Plan):
+    text = plan.to_json()
+    for step in TRAIN_PASSES[3:]:
+        assert step.apply(plan) is not plan or not plan.mesh.replica_axes
+    assert plan.to_json() == text
+
+
+def test_the_name_of_a_schedule_is_taken_once():
+    with pytest.raises(qs.UsageError, match=r"'afab' is taken by quintsched.schedules.gpipe.gpipe"):
+        schedule("mine", aliases=("afab",), summary="", bubble="", memory="")(lambda rank, shape: iter(()))
+    with pytest.raises(qs.UsageError, match="unknown schedule 'mine'"):
+        find_schedule("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("1f1", "1f1b"), ("afap", "afab"), ("interleaved-f1b", "interleaved-1f1b")]
+)
+def test_an_unknown_schedule_suggests_the_nearest(name, meant):
+    with pytest.raises(qs.UsageError, match=f"unknown schedule '{name}'; did you mean '{meant}'"):
+        find_schedule(name)
+
+
+def test_errors_have_their_exit_codes():
+    codes = {"UsageError": 2, "InputError": 1, "UnsoundError": 1, "MisfitError": 3, "StallError": 4}
+    for name, code in codes.items():
+        error = getattr(qs, name)
+        assert error.exit_code == code
+        assert issubclass(error, qs.QuintschedError)
+
+
+def test_buckets_per_stage():
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, buckets_per_stage=3)
+    kinds = [i.op for i in plan.programs[0]]
+    assert kinds.count("AllReduceBucket") == 3
+    assert kinds.index("AllReduceBucket") > max(k for k, kind in enumerate(kinds) if kind == "Bwd")
+    alone = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=2)
+    assert not any(i.op == "AllReduceBucket" for program in alone.programs for i in program)
+    for wrong in (0, 1025, True, 1.0):
+        with pytest.raises(qs.UsageError, match="buckets_per_stage"):
+            qs.compile("1f1b", mesh="pp=2", microbatches=2, buckets_per_stage=wrong)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dense", "experts"),
+    [
+        ("pp=2", (), None),
+        ("ep=2,pp=2", ("ep",), None),
+        ("dp=2,pp=2", ("dp",), None),
+        ("dp=2,ep=2", ("dp", "ep"), ("dp",)),
+        ("cp=2,ep=2,tp=2", ("cp", "ep"), ("cp",)),
+        ("ep=4,cp=2,pp=2,dp=3", ("ep", "cp", "dp"), ("cp", "dp")),
+    ],
+)
+def test_experts_have_a_bucket_of_their_own(mesh, dense, experts):
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, buckets_per_stage=2)
+    found = [(i.bucket, i.axes) for i in plan.programs[-1] if i.op == "AllReduceBucket"]
+    assert found == ([(0, dense), (1, dense)] if dense else []) + ([(2, experts)] if experts else [])
+    assert plan.check().sound
+    assert plan.buckets_per_stage == 2
+    assert qs.Plan.from_json(plan.to_json()) == plan
+
+
+def test_stages_on_other_ranks(plan: Plan):
+    uneven = qs.compile("inference", mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1])
+    assert uneven.stage_to_pp == (0, 0, 1)
+    with pytest.raises(qs.UnsoundError, match="stage 1 is placed on pipeline rank 9"):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 9])
+    assert replace(plan, stage_to_pp=(1, 0)).check().sound is False

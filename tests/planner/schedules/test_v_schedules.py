@@ -1,0 +1,101 @@
+"""ZBV, V-Half and V-Min: soundness at all sizes, the table, and the formulas of time and memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.plan import Plan
+from quintsched.schedules import find_schedule
+from quintsched.simulate.costs import Costs
+
+TABLE = json.loads((Path(__file__).parents[2] / "data" / "schedules_unit_cost.json").read_text())["rows"]
+ROWS = [row for row in TABLE if row["schedule"] == "ZBV"]
+NAMES = ("zbv", "v-half", "v-min")
+
+
+def planned(name: str, P: int, M: int) -> Plan:
+    return qs.compile(name, mesh=qs.Mesh(pp=P), microbatches=M)
+
+
+def memory(name: str, P: int) -> int:
+    return {"zbv": P, "v-half": (P + 2) // 2, "v-min": (P + 4) // 3}[name]
+
+
+def idle(P: int, k: int) -> float:
+    """The formula of the family with k chunks' activations, at unit costs."""
+    return max(0, 3 * P - 1 - 3 * k + max(3 * P, P - 1 + 2 * (1 + (k + 1) // 2))) / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pp", range(1, 10))
+def test_sound_within_its_memory_at_every_size(name, pp):
+    for microbatches in (*range(1, 2 * pp + 2), 4 * pp + 3):
+        plan = planned(name, pp, microbatches)  # compiled, it is proved free of deadlock under `blocking`
+        simulation = plan.simulate()
+        assert max(simulation.peak_activations) <= min(memory(name, pp), microbatches), plan.title
+        assert simulation.busy == (3.0 * microbatches,) * pp
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['pp']}-{row['microbatches']}")
+def test_zbv_is_as_in_the_table(row):
+    simulation = planned("zbv", row["pp"], row["microbatches"]).simulate()
+    assert (simulation.makespan, simulation.span) == (row["makespan"], row["span"])
+    assert list(simulation.peak_activations) == row["peaks"]
+
+
+def test_the_table_has_rows():
+    assert [(row["pp"], row["microbatches"]) for row in ROWS] == [(4, 8), (8, 16)]
+
+
+@settings(max_examples=200)
+@given(P=st.integers(1, 12), extra=st.integers(0, 12), costs=st.lists(st.integers(0, 40), min_size=3, max_size=3))
+def test_the_span_of_zbv(P, extra, costs):
+    W, F, I = sorted(costs)  # noqa: E741
+    M = 2 * P - 1 + extra
+    simulation = planned("zbv", P, M).simulate(Costs(forward=F, backward_input=I, backward_weight=W))
+    assert simulation.span == M * (F + I + W) + (P - 1) * (I - W)
+    assert simulation.peak_activations == (float(P),) * P
+
+
+@settings(max_examples=200)
+@given(name=st.sampled_from(["v-half", "v-min"]), P=st.integers(1, 16), extra=st.integers(0, 8))
+def test_time_and_memory_of_v_half_and_v_min(name, P, extra):
+    M, k = 2 * P + extra, memory(name, P)
+    simulation = planned(name, P, M).simulate()
+    assert max(simulation.peak_activations) == k
+    assert simulation.span == 3 * M + idle(P, 2 * k)
+    assert simulation.makespan == 3 * M + (0.5 if P == 2 else idle(P, 2 * k))
+
+
+@pytest.mark.parametrize(("pp", "known"), [(4, 5.5), (8, 13.5)])
+def test_v_min_is_no_worse_than_the_reference(pp, known):
+    assert planned("v-min", pp, 2 * pp).simulate().makespan <= 6 * pp + known
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_come_in_order(name):
+    for program in planned(name, 5, 13).programs:
+        for kind in (Fwd, BwdInput, BwdWeight):
+            for stage in range(10):
+                found = [i.microbatch for i in program if type(i) is kind and i.stage == stage]
+                assert found == sorted(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_request_gives_the_same_plan(name):
+    first = planned(name, 6, 14).to_json()
+    planned(name, 5, 9)
+    assert planned(name, 6, 14).to_json() == first
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_exactly_two_chunks(name, chunks):
+    with pytest.raises(qs.UsageError, match=f"{name}: chunks is {chunks}; this schedule takes exactly 2"):
+        qs.compile(name, mesh="pp=4", microbatches=8, chunks=chunks)
+    assert find_schedule(name).shape(4, 8, None).stage_to_pp == (0, 1, 2, 3, 3, 2, 1, 0)

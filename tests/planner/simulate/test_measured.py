@@ -1,0 +1,216 @@
+"""Traces: what was recorded comes back, costs and makespans with it; broken ones are refused in words."""
+
+import json
+import re
+
+import pytest
+
+import quintsched as qs
+from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.schedules import all_schedules
+from quintsched.simulate.measured import Trace
+from tests.traces import rank_traces, write_trace
+
+PER_STAGE = qs.Costs(
+    unit="ms",
+    forward=(10.0, 12.0),
+    backward_input=(11.0, 9.0),
+    backward_weight=(7.0, 9.0),
+    p2p=0.6,
+    optimizer=(3.0, 4.0),
+    clip=(1.0, 2.0),
+)
+SHAPES = {"interleaved-1f1b": {"chunks": 2}, "seq-1f1b": {"slices": 2}}
+
+
+def simulated(name="1f1b", mesh="pp=2", microbatches=4, costs=PER_STAGE, **shape):
+    return qs.compile(name, mesh=mesh, microbatches=microbatches, **SHAPES.get(name, {}), **shape).simulate(costs)
+
+
+@pytest.mark.parametrize("name", [schedule.name for schedule in all_schedules()])
+@pytest.mark.parametrize("gap", [0.0, 0.2])
+def test_a_simulation_under_the_costs_of_a_trace_takes_as_long_as_what_was_traced(tmp_path, name, gap):
+    costs = qs.Costs(unit="ms", forward=9.0, backward_input=8.0, backward_weight=7.0, p2p=0.5, optimizer=3.0, clip=1.0)
+    simulation = simulated(name, microbatches=6, costs=costs)
+    trace = write_trace(tmp_path, simulation, gap=gap)
+    assert trace.makespan(2) * 1000 == pytest.approx(simulation.makespan, abs=gap + 0.01)
+    assert simulation.plan.simulate(trace.costs()).makespan == pytest.approx(simulation.makespan, rel=0.002)
+
+
+def test_costs_come_back(tmp_path):
+    found = write_trace(tmp_path, simulated("zb-h1", mesh="dp=2,pp=2")).costs()
+    assert found.unit == "ms"
+    for name in ("forward", "backward_input", "backward_weight", "p2p", "optimizer"):
+        assert getattr(found, name) == pytest.approx(getattr(PER_STAGE, name), abs=0.001), name
+    assert max(found.clip) == pytest.approx(2.0, abs=0.001)
+
+
+def test_the_halves_of_a_full_backward_are_equal(tmp_path):
+    found = write_trace(tmp_path, simulated("1f1b")).costs("s")
+    assert found.unit == "s"
+    assert found.forward == (0.01, 0.012), "no more digits than a trace has"
+    assert found.backward_input == found.backward_weight == pytest.approx((0.009, 0.009), abs=1e-6)
+
+
+def test_where_both_kinds_of_backward_run_their_whole_time_is_kept(tmp_path):
+    simulation = simulated("dualpipe", microbatches=8, costs=None)
+    counts = [sum(isinstance(i, kind) for i in simulation.plan.programs[0]) for kind in (Bwd, BwdInput, BwdWeight)]
+    assert all(counts)
+    slower = list(rank_traces(simulation))
+    for of_rank in slower:
+        for index, instruction in enumerate(simulation.plan.programs[of_rank.pp_rank]):
+            if isinstance(instruction, Bwd):
+                of_rank.wait[:, index] = of_rank.end[:, index] - of_rank.start[:, index] - 0.001
+        of_rank.save(tmp_path)
+    found = Trace.load(tmp_path, simulation.plan).costs()
+    assert found.backward_input == found.backward_weight
+    split, full = counts[1], counts[0]
+    assert 2 * found.backward_input[0] == pytest.approx((2 * split + 1 * full) / (split + full), rel=0.2)
+
+
+def test_medians_are_taken_over_steps_and_jitter_evens_out(tmp_path):
+    found = write_trace(tmp_path, simulated(mesh="dp=2,pp=2"), scales=(1.3, 1.0, 1.1), jitter=0.04).costs()
+    assert found.forward == pytest.approx((11.0, 13.2), rel=0.05)
+    assert found.p2p == pytest.approx(0.66, rel=0.05)
+
+
+def test_nobody_waits_where_there_is_nothing_to_wait_for(tmp_path):
+    assert write_trace(tmp_path, simulated(mesh="pp=1", costs=None)).costs().p2p == 0
+
+
+def test_forward_plans_have_only_forward_costs(tmp_path):
+    found = write_trace(tmp_path, simulated("inference")).costs()
+    assert found.model_dump(exclude_unset=True).keys() == {"unit", "forward", "p2p"}
+
+
+def test_a_step_is_told_like_a_simulation(tmp_path):
+    simulation = simulated()
+    step = write_trace(tmp_path, simulation, scales=(3.0, 1.0, 1.0)).step(3)
+    assert (step.number, step.unit) == (3, "ms")
+    assert step.makespan == pytest.approx(simulation.makespan, abs=0.01)
+    assert step.bubble == pytest.approx(simulation.bubble, abs=0.001)
+    for measured, planned in zip(step.timeline, simulation.timeline, strict=True):
+        for one, other in zip(measured, planned, strict=True):
+            assert one.instruction == other.instruction
+            if isinstance(one.instruction, Compute):
+                assert (one.start + one.wait, one.end) == pytest.approx((other.start, other.end), abs=0.01)
+
+
+def test_the_median_step_of_the_replica_of_rank_0_is_the_default(tmp_path):
+    simulation = simulated(mesh="dp=2,pp=2")
+    trace = write_trace(tmp_path, simulation, scales=(1.0, 1.4, 1.2))
+    assert trace.steps == (2, 3, 4)
+    assert trace.step().number == 4
+    late = next(of_rank for of_rank in rank_traces(simulation, scales=(1.0, 1.4, 1.2)) if of_rank.rank == 3)
+    late.end[:, -1] += 1.0
+    late.save(tmp_path)
+    trace = Trace.load(tmp_path, simulation.plan)
+    assert trace.makespan(2, rank=0) == pytest.approx(simulation.makespan / 1000, rel=0.001)
+    assert trace.makespan(2, rank=2) == trace.makespan(2, rank=3) > 1
+
+
+def test_steps_and_units_that_are_not_there(tmp_path):
+    trace = write_trace(tmp_path, simulated())
+    with pytest.raises(qs.UsageError, match="step 7 was not recorded; there is: 2"):
+        trace.step(7)
+    with pytest.raises(qs.UsageError, match="rank 5 is not in the mesh"):
+        trace.step(rank=5)
+    with pytest.raises(qs.UsageError, match=r"'forward'.* s, ms, us"):
+        trace.costs("forward")
+
+
+def test_a_wait_before_the_first_computation_is_no_part_of_the_step(tmp_path):
+    simulation = simulated()
+    early = next(rank_traces(simulation))
+    first = next(i for i, instruction in enumerate(simulation.plan.programs[0]) if isinstance(instruction, Fwd))
+    write_trace(tmp_path, simulation)
+    early.start[:, first] -= 5.0
+    early.wait[:, first] += 5.0
+    early.save(tmp_path)
+    trace = Trace.load(tmp_path, simulation.plan)
+    assert trace.makespan(2) == pytest.approx(simulation.makespan / 1000, rel=0.001)
+    assert trace.costs().forward == pytest.approx(PER_STAGE.forward, abs=0.01)
+
+
+def test_who_waited_from_before_the_step_ran_as_long_as_it_did(tmp_path):
+    simulation = simulated()
+    early, late = rank_traces(simulation)
+    first = late.start[:, 1].copy()  # rank 1 began to wait for its first activation long before rank 0 computed
+    late.start[:, 1] -= 0.005
+    late.wait[:, 1] += first - late.start[:, 1]
+    for of_rank in (early, late):
+        of_rank.save(tmp_path)
+    span = Trace.load(tmp_path, simulation.plan).step().timeline[1][1]
+    assert isinstance(span.instruction, Fwd)
+    assert span.end - span.start - span.wait == pytest.approx(12.0, abs=0.01)
+
+
+def change(**values):
+    return lambda file: file.update(values)
+
+
+def change_step(name, value):
+    def edit(file):
+        file["steps"][0][name] = value
+
+    return edit
+
+
+BROKEN = {
+    "another format": (change(format="x"), qs.InputError, '/format: .*"quintsched.simulate.measured"'),
+    "from the future": (change(version=2), qs.InputError, "/version: 2 is from the future"),
+    "an unknown key": (change(more=1), qs.InputError, "/more: unknown key"),
+    "another plan": (change(plan="0" * 64), qs.MisfitError, "the trace of another plan"),
+    "another rank": (change(rank=0), qs.InputError, "/rank: it is of rank 0, pp rank 1, not of rank 1, 1"),
+    "no steps": (change(steps=[]), qs.InputError, "/steps: "),
+    "too short": (change_step("end", [1.0]), qs.InputError, r"/steps/0/end: it has 1 values; .* \d+ instructions"),
+    "not a number": (change_step("start", ["1"]), qs.InputError, "/steps/0/start/0: "),
+    "another step": (change_step("step", 9), qs.InputError, "rank 0 recorded the steps 2, rank 1 9"),
+    "too large": (change_step("start", [10**400]), qs.InputError, "/steps/0/start/0: "),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_files(tmp_path, fault):
+    edit, error, words = BROKEN[fault]
+    plan = write_trace(tmp_path, simulated()).plan
+    file = json.loads((tmp_path / "rank1.json").read_text())
+    edit(file)
+    (tmp_path / "rank1.json").write_text(json.dumps(file))
+    with pytest.raises(error, match=words) as raised:
+        Trace.load(tmp_path, plan)
+    assert re.match(re.escape(str(tmp_path)), str(raised.value))
+
+
+def test_waits_lie_within_their_spans(tmp_path):
+    plan = write_trace(tmp_path, simulated()).plan
+    text = (tmp_path / "rank0.json").read_text()
+    file = json.loads(text)
+    for wait in (-1.0, 1e9):
+        file["steps"][0]["wait"][3] = wait
+        (tmp_path / "rank0.json").write_text(json.dumps(file))
+        with pytest.raises(qs.InputError, match=r"rank0\.json: /steps/0/wait/3: a wait is not within"):
+            Trace.load(tmp_path, plan)
+
+
+def test_truncated_and_missing_files(tmp_path):
+    plan = write_trace(tmp_path, simulated(mesh="dp=2,pp=2")).plan
+    text = (tmp_path / "rank2.json").read_text()
+    (tmp_path / "rank2.json").write_text(text[: len(text) // 2])
+    with pytest.raises(qs.InputError, match=r"rank2\.json: .*is it truncated"):
+        Trace.load(tmp_path, plan)
+    for rank in (2, 3):
+        (tmp_path / f"rank{rank}.json").unlink()
+    with pytest.raises(qs.InputError, match=r"rank2.json is missing \(and 1 more\); the plan has 4 ranks"):
+        Trace.load(tmp_path, plan)
+    with pytest.raises(qs.UsageError, match="no such directory"):
+        Trace.load(tmp_path / "nowhere", plan)
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path):
+    of_rank = next(rank_traces(simulated()))
+    of_rank.save(tmp_path / "new" / "traces")
+    assert [path.name for path in (tmp_path / "new" / "traces").iterdir()] == ["rank0.json"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(qs.UsageError, match="cannot write the trace"):
+        of_rank.save(tmp_path / "file")

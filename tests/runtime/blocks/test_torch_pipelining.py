@@ -1,0 +1,247 @@
+"""torch.distributed.pipelining itself: it runs what we export, and we prove what its schedule classes make.
+
+Its schedule classes need stages only to know how many there are and where, so stubs do. Its runtime is another matter:
+four processes over gloo, started once for all schedules; each takes one training step per schedule and compares the
+gradients of its stages with those of the whole model in its own process.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import multiprocessing
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import quintsched as qs
+from quintsched.formats import torch_csv
+from quintsched.schedules import all_schedules
+
+WORLD, WIDTH, SAMPLES = 4, 8, 24
+LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+SCHEDULES = all_schedules()
+"""Ours; other tests add their own later."""
+
+
+def made_by_torch(name: str, pp: int, microbatches: int, chunks: int = 1, **options: Any) -> Any:
+    """Return one of torch's schedules, made without processes."""
+    stages = [
+        SimpleNamespace(num_stages=pp * chunks, group_size=pp, group_rank=0, stage_index=chunk * pp, submod=None)
+        for chunk in range(chunks)
+    ]
+    make = schedules.get_schedule_class(name)
+    return make(stages if name in LOOPED + V_SHAPED else stages[0], microbatches, loss_fn=lambda *_: None, **options)
+
+
+def as_file(order: dict[int, list[Any]], path: Path) -> str:
+    """Write the rows as torch's `_dump_csv` does."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(order[rank] for rank in sorted(order))
+    return path.read_text()
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 4), (3, 6), (4, 8), (4, 12), (8, 16)])
+@pytest.mark.parametrize("name", LOOPED + V_SHAPED)
+def test_torchs_schedules_of_several_stages_are_sound(name, pp, microbatches, tmp_path):
+    if name == "DualPipeV" and microbatches < 2 * pp:
+        pytest.skip("DualPipeV wants as many microbatches as stages")
+    for chunks in (2,) if name in V_SHAPED else (1, 2, 3):
+        made = made_by_torch(name, pp, microbatches, chunks)
+        for form in ("compute_only", "compute_comms"):
+            made._dump_csv(tmp_path / "out.csv", form)
+            plan = torch_csv.loads((tmp_path / "out.csv").read_text(), profile="blocking", name=name).plan
+            assert plan.stage_to_pp == tuple(made.stage_index_to_group_rank[s] for s in range(pp * chunks))
+            assert plan.schedule.microbatches == microbatches
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 5), (4, 8), (8, 16)])
+def test_torchs_gpipe_is_ours(pp, microbatches, tmp_path):
+    text = as_file(made_by_torch("GPipe", pp, microbatches).pipeline_order, tmp_path / "out.csv")
+    plan = torch_csv.loads(text, mesh=f"dp=2,pp={pp}").plan
+    assert plan.programs == qs.compile("gpipe", mesh=f"dp=2,pp={pp}", microbatches=microbatches).programs
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 5), (4, 8), (8, 16)])
+def test_torchs_1f1b_table_is_wrong_on_its_last_rank_and_else_ours(pp, microbatches, tmp_path):
+    order = made_by_torch("1F1B", pp, microbatches).pipeline_order
+    forwards = [a.microbatch_index for a in order[pp - 1] if a and a.computation_type == schedules.FORWARD]
+    assert forwards == [m + 1 for m in range(microbatches)], "torch has repaired it: drop the repair below"
+    with pytest.raises(qs.InputError, match=r"comes without|nothing of microbatch 0"):
+        torch_csv.loads(as_file(order, tmp_path / "out.csv"))
+    order[pp - 1] = [
+        a._replace(microbatch_index=a.microbatch_index - 1) if a and a.computation_type == schedules.FORWARD else a
+        for a in order[pp - 1]
+    ]
+    plan = torch_csv.loads(as_file(order, tmp_path / "out.csv")).plan
+    assert plan.programs == qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).programs
+
+
+def channels_reordered(order: dict[int, list[Any]], home: dict[int, int]) -> bool:
+    """Whether some channel's receives come in another order than its sends."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, actions in order.items():
+        for action in actions:
+            kind = action.computation_type.value
+            step = 1 if kind in ("SEND_F", "RECV_B") else -1
+            if kind.startswith(("SEND", "RECV")):
+                peer = home[action.stage_index + step]
+                stage = action.stage_index + (step if kind.startswith("RECV") else 0)
+                table, channel = (sent, (rank, peer)) if kind.startswith("SEND") else (received, (peer, rank))
+                table[channel].append((kind[-1], stage, action.microbatch_index))
+    return sent != received
+
+
+def test_lowerings_with_deferred_receives_are_refused_where_they_reorder_a_channel(tmp_path):
+    refused = 0
+    for name in LOOPED + V_SHAPED:
+        for pp, microbatches in ((2, 4), (2, 8), (3, 6), (4, 8)):
+            made = made_by_torch(name, pp, microbatches, 2, defer_pp_recv=True)
+            reordered = channels_reordered(made.pipeline_order_with_comms, made.stage_index_to_group_rank)
+            made._dump_csv(tmp_path / "out.csv", "compute_comms")
+            text = (tmp_path / "out.csv").read_text()
+            refused += reordered
+            if reordered:
+                with pytest.raises(qs.UnsoundError, match="order is identity") as caught:
+                    torch_csv.loads(text, profile="tagged")
+                assert "in the file:\n  line " in str(caught.value)
+            else:
+                assert torch_csv.loads(text, profile="channel").verdict.sound
+    assert refused > 0
+
+
+def stage_module(stage: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+
+
+def whole_batch() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100)
+    inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=torch.float64)
+    return inputs, targets
+
+
+def train_plainly(num_stages: int) -> list[nn.Module]:
+    """Return all stages with the gradients of one step in one process, without microbatches."""
+    stages = [stage_module(stage) for stage in range(num_stages)]
+    inputs, targets = whole_batch()
+    nn.functional.mse_loss(nn.Sequential(*stages)(inputs), targets).backward()
+    return stages
+
+
+def train_by_torch(case: dict[str, Any], rank: int, folder: Path) -> dict[int, nn.Module]:
+    """Take one step of torch's runtime with the case's file; return this rank's stages with their gradients."""
+    home, microbatches = case["stage_to_pp"], case["microbatches"]
+    modules = {stage: stage_module(stage) for stage, pp in enumerate(home) if pp == rank}
+    given = torch.zeros(SAMPLES // microbatches, WIDTH, dtype=torch.float64)
+    passed_on = given.clone().requires_grad_()
+    stages = [
+        PipelineStage(
+            module,
+            stage,
+            len(home),
+            torch.device("cpu"),
+            input_args=passed_on if stage else given,
+            output_args=passed_on,
+        )
+        for stage, module in modules.items()
+    ]
+    runtime = schedules._PipelineScheduleRuntime(stages, microbatches, loss_fn=nn.functional.mse_loss)
+    runtime._load_csv(str(folder / case["file"]), format=case["format"])
+    inputs, targets = whole_batch()
+    runtime.step(*([inputs] if 0 in modules else []), target=targets if len(home) - 1 in modules else None)
+    return modules
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+    )
+    worst: dict[str, float] = {}
+    for case in json.loads((folder / "cases.json").read_text()):
+        expected = train_plainly(len(case["stage_to_pp"]))
+        found = train_by_torch(case, rank, folder)
+        pairs = [
+            (mine.grad, theirs.grad)
+            for stage, module in found.items()
+            for mine, theirs in zip(module.parameters(), expected[stage].parameters(), strict=True)
+        ]
+        worst[case["name"]] = max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs)
+        (folder / f"{rank}.json").write_text(json.dumps(worst))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_in_processes(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, float]]:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_rank, args=(rank, folder), daemon=True) for rank in range(WORLD)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(150)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    told = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
+    assert [process.exitcode for process in processes] == [0] * WORLD, f"after {told}"
+    return told
+
+
+UNEVEN = "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2F1,2B0,2B1\n3F0,3F1,5F0,5B0,5F1,5B1,3B0,3B1\n4F0,4F1,4B0,4B1\n"
+
+
+def expressible() -> list[tuple[str, qs.Plan]]:
+    """Every schedule of ours that torch can express, at a size or two, and a placement that nobody would plan."""
+    found = [
+        (schedule.name, qs.compile(schedule, mesh=f"pp={WORLD}", microbatches=microbatches))
+        for schedule in SCHEDULES
+        if schedule.mode == "train" and not schedule.bidirectional
+        for microbatches in (8, 12)
+    ]
+    return [*found, ("uneven", torch_csv.loads(UNEVEN).plan)]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_torchs_runtime_trains_our_schedules_to_the_gradients_of_one_process(tmp_path):
+    cases = []
+    for name, plan in expressible():
+        for form in ("compute_only", "compute_comms"):
+            file = f"{len(cases)}.csv"
+            (tmp_path / file).write_text(torch_csv.dumps(plan, compute_only=form == "compute_only"))
+            cases.append(
+                {
+                    "name": f"{name}, {plan.schedule.microbatches} microbatches, {form}",
+                    "file": file,
+                    "format": form,
+                    "stage_to_pp": plan.stage_to_pp,
+                    "microbatches": plan.schedule.microbatches,
+                }
+            )
+    control = cases[1] | {"name": "without REDUCE_GRAD", "file": "control.csv"}
+    text = (tmp_path / cases[1]["file"]).read_text()
+    (tmp_path / "control.csv").write_text(re.sub(r",\d+REDUCE_GRAD", "", text))
+    told = run_in_processes([*cases, control], tmp_path)
+    for rank, worst in enumerate(told):
+        assert set(worst) == {case["name"] for case in [*cases, control]}
+        assert worst.pop("without REDUCE_GRAD") > 1, "nobody divides by the number of microbatches"
+        assert max(worst.values()) < 1e-12, (rank, worst)

@@ -1,0 +1,149 @@
+"""Collectives spelled out in messages equal the library's own, on every rule a wire may have."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintsched as qs
+from quintsched.collectives import Communication, Wire
+from quintsched.collectives.choice import Call, Means
+from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
+from quintsched.runtime.comm.message_collectives import SpelledGroup, cut_chunks
+
+from ..parallel.test_moe import require_equality
+from ..toys import (
+    Task,
+    adam,
+    ids_task,
+    tiny_gpt,
+    tiny_vit,
+    train_on,
+    train_plainly,
+    worst_difference,
+)
+
+STRICT: tuple[Rules, ...] = ("nccl", "rendezvous")
+SIZES = range(2, 9)
+
+
+def spelled(transport: Transport, means: Means, calls: list[Call], wire: Wire | None = None) -> tuple[Group, Group]:
+    """Return a group of all ranks whose collectives are spelled out, and one of the same ranks whose are not."""
+    communication = Communication.of(means, calls, wire or Wire())
+    native = transport.make_group([tuple(range(transport.world_size))])
+    transport.open_channels(
+        sorted({(m.sent.rank, m.received.rank) for plan in communication.plans.values() for m in plan.messages})
+    )
+    return SpelledGroup(native, communication, transport), native
+
+
+def own(rank: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(97 * rank + seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rules", STRICT)
+@pytest.mark.parametrize(("means", "size"), [*product(("ring", "tree", "auto"), SIZES)])
+def test_all_reduce_equals_the_library(means: Means, size: int, rules: Rules) -> None:
+    def run(transport: Transport) -> list[tuple[Tensor, Tensor]]:
+        group, native = spelled(transport, means, [("all_reduce", size)])
+        found = [own(transport.rank, count, count) for count in (0, 1, size - 1, 1000, 64 * size)]
+        expected = [tensor.clone() for tensor in found]
+        works = [group.all_reduce(tensor) for tensor in found]
+        for tensor in expected:
+            native.all_reduce(tensor).wait()
+        for work in works:
+            work.wait()
+        return list(zip(found, expected, strict=True))
+
+    results = run_local(size, run, rules=rules)
+    for result in results:
+        for (found, expected), (first, _) in zip(result, results[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+            assert torch.equal(found, first)
+
+
+@pytest.mark.parametrize("rules", STRICT)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_halves_equal_the_library(size: int, rules: Rules) -> None:
+    def run(transport: Transport) -> tuple[Tensor, ...]:
+        group, native = spelled(transport, "ring", [("reduce_scatter", size), ("all_gather", size)])
+        whole, part = own(transport.rank, 3 * size).view(size, 3), own(transport.rank, 6).view(2, 3)
+        before = whole.clone()
+        sums = [torch.zeros(1, 3, dtype=torch.float64) for _ in range(2)]
+        parts = [torch.zeros(2 * size, 3, dtype=torch.float64) for _ in range(2)]
+        works = [group.reduce_scatter(sums[0], whole), group.all_gather(parts[0], part)]
+        works += [native.reduce_scatter(sums[1], whole), native.all_gather(parts[1], part)]
+        for work in works:
+            work.wait()
+        assert torch.equal(whole, before)
+        return *sums, *parts
+
+    for sums, expected_sums, parts, expected_parts in run_local(size, run, rules=rules):
+        torch.testing.assert_close(sums, expected_sums, rtol=0, atol=1e-13)
+        assert torch.equal(parts, expected_parts)
+
+
+def test_a_wait_takes_the_steps_of_all_that_came_before() -> None:
+    def run(transport: Transport) -> list[float]:
+        group, _ = spelled(transport, "tree", [("all_reduce", 3)])
+        tensors = [torch.full((8,), float(10**k)) for k in range(4)]
+        works = [group.all_reduce(tensor) for tensor in tensors]
+        for k in (2, 3, 0, 1):
+            works[k].wait()
+            works[k].wait()
+        return [float(tensor.sum()) for tensor in tensors]
+
+    assert run_local(3, run, rules="nccl") == [[24.0, 240.0, 2400.0, 24000.0]] * 3
+
+
+def test_what_is_no_sum_and_what_no_plan_spells_out_is_the_librarys() -> None:
+    def run(transport: Transport) -> tuple[float, list[float], float]:
+        group, _ = spelled(transport, "ring", [("all_gather", 3)])
+        most, total = torch.tensor([float(transport.rank)]), torch.ones(1)
+        group.all_reduce(most, ReduceOp.MAX).wait()
+        group.all_reduce(total).wait()
+        told = torch.tensor([float(transport.rank)])
+        group.broadcast(told, 1).wait()
+        swapped = torch.zeros(3)
+        group.all_to_all(swapped, torch.arange(3.0) + 10 * transport.rank).wait()
+        return float(most + total), swapped.tolist(), float(told)
+
+    results = run_local(3, run, rules="nccl")
+    assert results == [(5.0, [r, 10.0 + r, 20.0 + r], 1.0) for r in range(3)]
+
+
+def test_chunks_cover_a_tensor_once() -> None:
+    for count, chunks in product((0, 1, 5, 12, 100), (1, 2, 3, 8)):
+        cut = cut_chunks(torch.arange(count), chunks)
+        assert torch.cat(cut).tolist() == list(range(count))
+        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "means"),
+    [("dp=3", "ring"), ("dp=4", "tree"), ("dp=2,pp=2", "auto"), ("dp=2,pp=2,tp=2", "ring"), ("dp=3,pp=2", "tree")],
+)
+def test_training_equals_one_process(mesh: str, means: str) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, buckets_per_stage=2, communication=means)
+    task = Task.make(3, 24, torch.float64)
+    expected = train_plainly(task, tiny_vit(), 2, adam, clip=0.5)
+    found = train_on(plan, task, tiny_vit(), adam, clip=0.5, bucket_mb=0.002, rules="nccl")
+    assert worst_difference(found, expected) < 1e-10
+
+
+def test_rings_of_keys_and_of_gradients_share_channels() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,cp=2", microbatches=2, communication="ring")
+    task = ids_task(2, 8, 8)
+    expected = train_plainly(task, tiny_gpt(), 2, adam, dtype=torch.float64)
+    found = train_on(plan, task, tiny_gpt(), adam, bucket_mb=0.002, dtype=torch.float64, rules="nccl")
+    assert worst_difference(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("means", ["ring", "auto"])
+def test_experts_and_what_all_share_are_summed_by_mini_plans_of_their_own(means: str) -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,ep=2,cp=2", microbatches=2, communication=means)
+    assert {mini.size for mini in plan.communication.plans.values()} == {4, 8}
+    require_equality(plan)

@@ -1,0 +1,228 @@
+import contextlib
+import gzip
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.runtime.data import (
+    IGNORED_TARGET,
+    PADDING,
+    BatchSampler,
+    Dataset,
+    Normalization,
+    Split,
+    gather_batch,
+    load_dataset,
+)
+from quintsched.runtime.data.idx import read_idx
+from quintsched.runtime.job.config import DataConfig
+
+sizes = st.integers(1, 50)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_mnist(folder: Path, *, zipped: bool = False, dotted: bool = False) -> None:
+    """Six training and four validation images of 3 x 2 pixels, the k-th full of k, its label k % 3."""
+    for part, count in (("train", 6), ("t10k", 4)):
+        labels = np.arange(count, dtype=np.uint8)
+        images = np.repeat(labels, 6).reshape(count, 3, 2)
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels % 3)):
+            name = f"{part}-{kind}-ubyte".replace("-idx", ".idx" if dotted else "-idx")
+            content = gzip.compress(idx(array)) if zipped else idx(array)
+            (folder / (name + ".gz" * zipped)).write_bytes(content)
+
+
+class TestSampler:
+    @settings(deadline=None)
+    @given(num_samples=sizes, batch_size=sizes, seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 9))
+    def test_every_sample_once_then_padding(self, num_samples: int, batch_size: int, seed: int, epoch: int) -> None:
+        sampler = BatchSampler(num_samples=num_samples, batch_size=batch_size, seed=seed)
+        batches = list(sampler.batches(epoch))
+        assert len(batches) == sampler.num_batches
+        assert {batch.shape for batch in batches} == {(batch_size,)}
+        everything = np.concatenate(batches)
+        assert sorted(everything[:num_samples]) == list(range(num_samples))
+        assert (everything[num_samples:] == PADDING).all()
+
+    @settings(deadline=None)
+    @given(num_samples=sizes, batch_size=sizes, start=sizes)
+    def test_resume_continues(self, num_samples: int, batch_size: int, start: int) -> None:
+        sampler = BatchSampler(num_samples=num_samples, batch_size=batch_size, seed=3)
+        whole, rest = list(sampler.batches(2)), list(sampler.batches(2, start=start))
+        np.testing.assert_equal(rest, whole[start:])
+
+    def test_order_depends_on_seed_and_epoch(self) -> None:
+        orders = {
+            tuple(next(BatchSampler(num_samples=50, batch_size=50, seed=seed).batches(epoch)))
+            for seed in range(3)
+            for epoch in range(3)
+        }
+        assert len(orders) == 9
+
+    def test_order_never_changes_between_releases(self) -> None:
+        sampler = BatchSampler(num_samples=8, batch_size=8, seed=1)
+        assert next(sampler.batches(0)).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
+
+    def test_without_shuffling(self) -> None:
+        batches = BatchSampler(num_samples=5, batch_size=3, shuffle=False).batches(7)
+        assert [batch.tolist() for batch in batches] == [[0, 1, 2], [3, 4, PADDING]]
+
+    @pytest.mark.parametrize("wrong", [{"num_samples": 0}, {"batch_size": 0}, {"seed": -1}, {"seed": 2**64}])
+    def test_out_of_range(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(UsageError):
+            BatchSampler(**{"num_samples": 4, "batch_size": 2, **wrong})
+
+
+class TestBatches:
+    def test_gather_pads_after_normalizing(self) -> None:
+        pixels = np.array([[0], [10], [20]], dtype=np.uint8)
+        split = Split(inputs=pixels, targets=np.array([4, 5, 6]), normalization=Normalization(mean=10, std=5))
+        inputs, targets = gather_batch(split, np.array([2, PADDING, 0]))
+        torch.testing.assert_close(inputs, torch.tensor([[2.0], [0.0], [-2.0]]))
+        assert targets.tolist() == [6, IGNORED_TARGET, 4]
+        assert pixels.tolist() == [[0], [10], [20]]
+
+    def test_tokens_keep_their_type(self) -> None:
+        split = Split(inputs=np.arange(6).reshape(3, 2), targets=np.arange(6).reshape(3, 2))
+        inputs, targets = gather_batch(split, np.array([1, PADDING]))
+        assert inputs.tolist() == [[2, 3], [0, 0]]
+        assert targets.tolist() == [[2, 3], [IGNORED_TARGET, IGNORED_TARGET]]
+
+    def test_splits_are_checked(self) -> None:
+        with pytest.raises(MisfitError, match="3 inputs and 2 targets"):
+            Split(inputs=np.zeros((3, 1)), targets=np.zeros(2, dtype=np.int64))
+        one, two = (Split(inputs=np.zeros((1, size)), targets=np.zeros(1, dtype=np.int64)) for size in (1, 2))
+        with pytest.raises(MisfitError, match="shape"):
+            Dataset(name="x", train=one, validation=two, num_classes=1)
+
+
+class TestDigits:
+    def test_split_is_fixed_and_normalized(self) -> None:
+        first, second = load_dataset(DataConfig()), load_dataset(DataConfig())
+        assert (len(first.train), len(first.validation)) == (1437, 360)
+        assert first.spec.input_shape == (1, 8, 8)
+        assert first.spec.num_classes == 10
+        np.testing.assert_equal(first.train.targets, second.train.targets)
+        inputs, _ = gather_batch(first.train, np.arange(1437))
+        assert inputs.dtype == torch.float32
+        assert abs(inputs.mean()) < 0.02
+        assert abs(inputs.std() - 1) < 0.02
+
+    def test_splits_are_disjoint_and_complete(self) -> None:
+        from sklearn.datasets import load_digits
+
+        dataset = load_dataset(DataConfig())
+        rows = np.concatenate([dataset.train.inputs, dataset.validation.inputs]).reshape(-1, 64)
+        assert sorted(map(bytes, rows)) == sorted(map(bytes, load_digits().data.astype(np.float32)))
+
+    def test_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        with pytest.raises(UsageError, match=r"pip install 'quintsched\[examples\]'.*data.path"):
+            load_dataset(DataConfig())
+
+
+class TestIdx:
+    @pytest.mark.parametrize("zipped", [False, True])
+    @pytest.mark.parametrize("dotted", [False, True])
+    def test_every_spelling(self, tmp_path: Path, zipped: bool, dotted: bool) -> None:
+        write_mnist(tmp_path, zipped=zipped, dotted=dotted)
+        dataset = load_dataset(DataConfig(path=str(tmp_path)))
+        assert (len(dataset.train), len(dataset.validation)) == (6, 4)
+        assert dataset.spec.input_shape == (1, 3, 2)
+        assert dataset.num_classes == 3
+        inputs, targets = gather_batch(dataset.train, np.array([5]))
+        torch.testing.assert_close(inputs, torch.full((1, 1, 3, 2), (5 / 255 - 0.1307) / 0.3081))
+        assert targets.tolist() == [2]
+
+    @pytest.mark.parametrize("zipped", [False, True])
+    def test_cut_short_or_grown_anywhere(self, tmp_path: Path, zipped: bool) -> None:
+        whole = idx(np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
+        whole = gzip.compress(whole) if zipped else whole
+        file = tmp_path / "images"
+        for content in [*(whole[:size] for size in range(len(whole))), whole + b"x"]:
+            file.write_bytes(content)
+            with pytest.raises(InputError, match=str(file)):
+                read_idx(file, dims=3)
+
+    @settings(deadline=None)
+    @given(content=st.binary(max_size=40), zipped=st.booleans())
+    def test_any_bytes_are_an_error_or_an_array(
+        self, tmp_path_factory: pytest.TempPathFactory, content: bytes, zipped: bool
+    ) -> None:
+        file = tmp_path_factory.mktemp("idx") / "labels"
+        content = bytes([0, 0, 8, 1]) + content
+        file.write_bytes(gzip.compress(content) if zipped else content)
+        with contextlib.suppress(InputError):
+            assert read_idx(file, dims=1).tobytes() == content[8:]
+
+    def test_a_flipped_bit_fails_the_checksum(self, tmp_path: Path) -> None:
+        whole = bytearray(gzip.compress(idx(np.arange(200, dtype=np.uint8)), compresslevel=0))
+        whole[-20] ^= 1
+        (tmp_path / "labels").write_bytes(whole)
+        with pytest.raises(InputError, match="gzip"):
+            read_idx(tmp_path / "labels", dims=1)
+
+    def test_absurd_sizes_take_no_memory(self, tmp_path: Path) -> None:
+        (tmp_path / "images").write_bytes(bytes([0, 0, 8, 3]) + b"\xff" * 12)
+        with pytest.raises(InputError, match="only 0 bytes"):
+            read_idx(tmp_path / "images", dims=3)
+
+    def test_labels_where_images_should_be(self, tmp_path: Path) -> None:
+        (tmp_path / "images").write_bytes(idx(np.zeros(3, dtype=np.uint8)))
+        with pytest.raises(InputError, match="starts with 00 00 08 01, not with IDX's 00 00 08 03"):
+            read_idx(tmp_path / "images", dims=3)
+
+    def test_counts_must_be_equal(self, tmp_path: Path) -> None:
+        write_mnist(tmp_path)
+        (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(3, dtype=np.uint8)))
+        with pytest.raises(InputError, match=r"t10k-labels-idx1-ubyte: 3 labels, but .* holds 4 images"):
+            load_dataset(DataConfig(path=str(tmp_path)))
+
+    def test_image_sizes_must_be_equal(self, tmp_path: Path) -> None:
+        write_mnist(tmp_path)
+        (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((4, 2, 2), dtype=np.uint8)))
+        with pytest.raises(InputError, match="differ in size"):
+            load_dataset(DataConfig(path=str(tmp_path)))
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"nowhere: no such directory.*train-images-idx3-ubyte"):
+            load_dataset(DataConfig(path=str(tmp_path / "nowhere")))
+        with pytest.raises(UsageError, match=r"train-images-idx3-ubyte\.gz, train-images\.idx3-ubyte, "):
+            load_dataset(DataConfig(path=str(tmp_path)))
+
+
+class TestNames:
+    def test_unknown_name_and_unread_options(self) -> None:
+        with pytest.raises(UsageError, match="no data set 'digit'; did you mean 'digits'"):
+            load_dataset(DataConfig(name="digit"))
+        with pytest.raises(UsageError, match=r"data\.options"):
+            load_dataset(DataConfig(options={"size": 3}))
+        with pytest.raises(UsageError, match=r"data\.path"):
+            load_dataset(DataConfig(name="mnist"))
+
+    def test_a_users_loader(self, tmp_path: Path) -> None:
+        file = tmp_path / "my_data.py"
+        file.write_text(
+            "import numpy as np\n"
+            "from quintsched.runtime.data import Dataset, Split\n"
+            "def load(path, size):\n"
+            "    split = Split(inputs=np.zeros((size, 2)), targets=np.zeros(size, dtype=np.int64))\n"
+            "    return Dataset(name=path, train=split, validation=split, num_classes=1)\n"
+            "def wrong():\n"
+            "    return 3\n"
+        )
+        dataset = load_dataset(DataConfig(name=f"{file}:load", path="here", options={"size": 3}))
+        assert (dataset.name, len(dataset.train)) == ("here", 3)
+        with pytest.raises(UsageError, match="returned a int"):
+            load_dataset(DataConfig(name=f"{file}:wrong"))

@@ -1,0 +1,119 @@
+"""What the simulator says is hidden, is hidden: plans of sleeps, run in process, against their simulation.
+
+`benchmarks/fidelity.py` has the plans, all schedules and the figures; here are few and small ones, with wide bounds in
+time and exact ones in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import quintsched as qs
+from quintsched.ir.dataflow import Flow, flow
+from quintsched.ir.instructions import Compute, Recv, Send
+from quintsched.runtime.comm import run_local
+from quintsched.simulate.measured import MeasuredSpan, Trace
+
+SCHEDULES = {schedule.name: schedule for schedule in qs.all_schedules()}
+TRIES = 6
+
+
+@pytest.fixture(scope="module")
+def fidelity() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+        yield importlib.import_module("fidelity")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "dualpipe", "inference"])
+def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> None:
+    """With messages that are longer under way than a computation lasts, each one that is late shows.
+
+    Others who use the machine can make a step slow, but not all of many; nobody can make it fast.
+    """
+    case = fidelity.Sleeps(SCHEDULES[name], computation_ms=10.0, wire_ms=15.0, steps=1)
+    ratios = []
+    while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
+        ratios.append(fidelity.run_sleeps(case).ratio)
+    assert 0.98 <= min(ratios) <= 1.15, ratios
+
+
+def test_a_late_message_is_named(fidelity: ModuleType, tmp_path: Path) -> None:
+    """Whoever thinks that messages take no time is told where they do."""
+    case = fidelity.Sleeps(SCHEDULES["gpipe"], pp=2, computation_ms=5.0, wire_ms=40.0, steps=1)
+    run_local(2, partial(case.run, tmp_path), wire_s=0.04)
+    plan = case.plan()
+    simulation = plan.simulate(case.costs().model_copy(update={"p2p": 0.0}))
+    slips = fidelity.find_slips(simulation, Trace.load(tmp_path, plan).step(), most=len(plan.columns))
+    first = next(slip for slip in slips if slip.place == "rank 1, 1 Fwd(stage=1, microbatch=0)")
+    assert first.late_ms >= 40.0
+
+
+class Ran:
+    """One step of a plan of short sleeps, under rules where a message waits for both its ends."""
+
+    def __init__(self, plan: qs.Plan, trace: Trace) -> None:
+        self.plan = plan
+        self.rows = trace.step().timeline
+
+    def flow(self, rank: int, span: MeasuredSpan) -> Flow:
+        return flow(span.instruction, self.plan.layout, rank)
+
+
+@pytest.fixture(params=["1f1b", "zbv", "seq-1f1b", "dualpipe"])
+def ran(fidelity: ModuleType, request: pytest.FixtureRequest, tmp_path: Path) -> Ran:
+    case = fidelity.Sleeps(SCHEDULES[request.param], computation_ms=1.0, wire_ms=1.0, steps=1)
+    run_local(case.pp, partial(case.run, tmp_path), rules="rendezvous", wire_s=1e-3)
+    return Ran(case.plan(), Trace.load(tmp_path, case.plan()))
+
+
+def computations(row: Sequence[MeasuredSpan]) -> list[MeasuredSpan]:
+    return [span for span in row if isinstance(span.instruction, Compute)]
+
+
+def test_a_message_is_sent_when_it_is_made(ran: Ran) -> None:
+    """Before the next computation of its rank begins."""
+    for rank, row in enumerate(ran.rows):
+        computed = computations(row)
+        following = {
+            value: (maker, after)
+            for maker, after in zip(computed, [*computed[1:], None], strict=True)
+            for value in ran.flow(rank, maker).produces
+        }
+        for span in row:
+            if isinstance(span.instruction, Send):
+                maker, after = following[ran.flow(rank, span).consumes[0]]
+                assert maker.end <= span.start, span
+                assert after is None or span.start <= after.start, span
+
+
+def test_two_receives_of_a_channel_are_under_way(ran: Ran) -> None:
+    """A third is posted when the first of them is taken, before the rank computes anything else."""
+    for rank, row in enumerate(ran.rows):
+        computed = computations(row)
+        takers = {value: place for place, span in enumerate(computed) for value in ran.flow(rank, span).consumes}
+        channels: dict[int, list[MeasuredSpan]] = defaultdict(list)
+        for span in row:
+            if isinstance(span.instruction, Recv):
+                channels[span.instruction.peer].append(span)
+        for received in channels.values():
+            for span, two_later in zip(received, received[2:], strict=False):
+                place = takers[ran.flow(rank, span).produces[0]]
+                assert two_later.start <= computed[place + 1].start, two_later
+
+
+def test_only_who_takes_a_message_waits(ran: Ran) -> None:
+    for rank, row in enumerate(ran.rows):
+        arriving = {
+            value for span in row if isinstance(span.instruction, Recv) for value in ran.flow(rank, span).produces
+        }
+        for span in computations(row):
+            if not arriving & set(ran.flow(rank, span).consumes):
+                assert span.wait == 0, span

@@ -1,0 +1,100 @@
+"""Receives posted ahead: every one once, never too late, and buffers never shared by what stands together."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.ir.dataflow import flow
+from quintsched.ir.instructions import Recv
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime.interpreter.p2p import AHEAD, plan_receives
+from quintsched.runtime.interpreter.rank_state import SENDS_KEPT, Machine
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ..toys import Task, sgd, share, tiny_vit
+
+
+@pytest.mark.parametrize("ahead", [2, 5, None])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "chunks"),
+    [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 2, 1), ("interleaved-1f1b", 4, 8, 3), ("inference", 3, 5, 2)],
+)
+def test_receives_are_posted_in_time_and_in_order(
+    schedule: str, pp: int, microbatches: int, chunks: int, ahead: int | None
+) -> None:
+    plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
+    for rank, program in enumerate(plan.programs):
+        flows = [flow(i, plan.layout, rank) for i in program]
+        postings = plan_receives(program, flows, (lambda stage: ahead) if ahead else None)
+        places = {flows[index].produces[0]: index for index, i in enumerate(program) if isinstance(i, Recv)}
+        assert {p.value for p in postings} == set(places)
+        assert all(p.at <= places[p.value] if ahead else p.at == places[p.value] for p in postings)
+        for tag in {(p.peer, p.value.kind, p.value.stage) for p in postings}:
+            alike = [p for p in postings if (p.peer, p.value.kind, p.value.stage) == tag]
+            assert [places[p.value] for p in alike] == sorted(places[p.value] for p in alike)
+            takers = [next(i for i, f in enumerate(flows) if p.value in f.consumes) for p in alike]
+            for number, posting in enumerate(alike):
+                assert sum(taker >= posting.at for taker in takers[:number]) < (ahead or len(program))
+        ends = {}
+        for p in postings:
+            taker = next(i for i, f in enumerate(flows) if p.value in f.consumes)
+            saved = (
+                [v for v in flows[taker].produces if v.kind.name == "SAVED"] if p.value.kind.name == "OUTPUT" else []
+            )
+            ends[p] = next((i for i, f in enumerate(flows) if saved and saved[0] in f.consumes), taker)
+        for a, b in itertools.combinations(postings, 2):
+            if (a.value.kind, a.value.stage, a.slot) == (b.value.kind, b.value.stage, b.slot):
+                assert ends[a] < b.at or ends[b] < a.at
+
+
+def test_buffers_do_not_grow_with_the_microbatches() -> None:
+    def slots(microbatches: int) -> int:
+        plan = qs.compile("1f1b", mesh="pp=4", microbatches=microbatches)
+        flows = [flow(i, plan.layout, 1) for i in plan.programs[1]]
+        return len(
+            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(plan.programs[1], flows, lambda stage: AHEAD)}
+        )
+
+    assert slots(64) == slots(8) <= 3 + 2 * AHEAD
+
+
+class Watch:
+    """Counts, after every call, what was sent and is not let go of yet, and what of it a backward would keep."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.kept = self.rooted = 0
+
+    def wrap(self, index: int, call: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            call()
+            self.kept = max(self.kept, sum(cell.sent is not None for cell in self._machine.sending))
+            roots = (root for saved in self._machine.saved.values() for root in saved.start.roots)
+            self.rooted = max(self.rooted, sum(isinstance(root, torch.Tensor) for root in roots))
+
+        return watched
+
+
+@pytest.mark.parametrize("rules", ["mailbox", "nccl"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_what_was_sent_is_let_go_of(schedule: str, rules: Rules) -> None:
+    plan = qs.compile(schedule, mesh="pp=2", microbatches=12)
+    task, blocks = Task.make(1, 12, torch.float32), tiny_vit()
+
+    def run(transport: Transport) -> tuple[int, int]:
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
+        batch = share(engine, task.inputs[0], task.targets[0])
+        engine.step(*batch)
+        interpreter = engine._training
+        assert interpreter is not None
+        watch = Watch(interpreter.machine)
+        interpreter.run(engine._cut(plan, *batch, {}), 1, interpreter.watched(watch))
+        return watch.kept, watch.rooted
+
+    for kept, rooted in run_local(2, run, rules=rules):
+        assert 0 < kept <= SENDS_KEPT + 1
+        assert rooted == 0, "an edge of the graph keeps no output alive"

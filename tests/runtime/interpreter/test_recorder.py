@@ -1,0 +1,192 @@
+"""The recorder: what was called when, how long it waited, and only in the steps that were asked for."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.ir.instructions import RecvGrad
+from quintsched.runtime.interpreter.recorder import STEPS, EventClock, Recorder
+from quintsched.simulate.measured import Trace
+
+PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+CPU = torch.device("cpu")
+
+
+class FakeClock:
+    """Every look at it is a second later."""
+
+    def __init__(self):
+        self.time, self.times_set = 0.0, 0
+
+    def set(self):
+        self.times_set += 1
+
+    def now(self):
+        self.time += 1
+        return self.time
+
+    def wall_s(self, stamp):
+        return stamp
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = FakeClock()
+    monkeypatch.setattr("quintsched.runtime.interpreter.recorder.HostClock", lambda: made)
+    return made
+
+
+def nothing():
+    pass
+
+
+def record_plain(recorder, rank, steps):
+    calls = [recorder.wrap(index, nothing) for index in range(len(PLAN.programs[rank]))]
+    for step in steps:
+        recorder.begin_step(step)
+        for call in calls if recorder.active else ():
+            call()
+        recorder.end_step()
+
+
+def load(tmp_path, recorder):
+    other = Recorder(PLAN, 1, CPU, steps=recorder._steps)
+    record_plain(other, 1, sorted(recorder._steps))
+    for each in (recorder, other):
+        each.save(tmp_path)
+    return Trace.load(tmp_path, PLAN)
+
+
+def test_each_instruction_has_its_span(tmp_path, clock):
+    recorder = Recorder(PLAN, 0, CPU, steps=[4])
+    record_plain(recorder, 0, range(6))
+    of_rank = load(tmp_path, recorder).ranks[0]
+    number = len(PLAN.programs[0])
+    assert of_rank.steps == (4,)
+    assert of_rank.start[0].tolist() == [1 + 2 * index for index in range(number)]
+    assert of_rank.end[0].tolist() == [2 + 2 * index for index in range(number)]
+    assert not of_rank.wait.any()
+    assert clock.times_set == 2, "once per rank, before its first step"
+
+
+def test_a_receive_lasts_until_its_taker_has_it(tmp_path, clock):
+    recorder = Recorder(PLAN, 0, CPU, steps=[2])
+    receive = next(i for i, instruction in enumerate(PLAN.programs[0]) if isinstance(instruction, RecvGrad))
+    taker = receive + 1
+
+    def take():
+        since = recorder.now()
+        until = recorder.now()
+        recorder.add_wait(taker, since, until)
+        recorder.add_wait(receive, since, until)
+        recorder.mark(receive, end=until)
+
+    post, use = recorder.wrap(receive, nothing), recorder.wrap(taker, take)
+    recorder.begin_step(2)
+    post()
+    use()
+    recorder.end_step()
+    of_rank = load(tmp_path, recorder).ranks[0]
+    spans = [(times[0, receive], times[0, taker]) for times in (of_rank.start, of_rank.end, of_rank.wait)]
+    assert spans == [(1, 3), (5, 6), (1, 1)]
+
+
+def test_several_calls_are_one_span_and_none_is_no_time(tmp_path, clock):
+    recorder = Recorder(PLAN, 0, CPU, steps=[2])
+    calls = [recorder.wrap(index, nothing) for index in (0, 1, 1, 3)]
+    recorder.begin_step(2)
+    for call in calls:
+        call()
+    recorder.end_step()
+    of_rank = load(tmp_path, recorder).ranks[0]
+    assert of_rank.start[0, :4].tolist() == [1, 3, 5, 6]
+    assert of_rank.end[0, :4].tolist() == [2, 5, 5, 7]
+
+
+def test_marks_stand_for_calls(tmp_path, clock):
+    recorder = Recorder(PLAN, 0, CPU, steps=[2])
+    recorder.begin_step(2)
+    recorder.mark(0, start=10.0, end=12.0)
+    recorder.mark(1, start=13.0)
+    recorder.end_step()
+    of_rank = load(tmp_path, recorder).ranks[0]
+    assert (of_rank.start[0, :2].tolist(), of_rank.end[0, :2].tolist()) == ([10, 13], [12, 13])
+
+
+def test_a_step_that_broke_off_leaves_nothing_behind(tmp_path, clock):
+    recorder = Recorder(PLAN, 0, CPU, steps=[2, 3])
+    recorder.begin_step(2)
+    recorder.mark(0, start=1.0, end=9.0)
+    recorder.add_wait(0, 1.0, 9.0)
+    record_plain(recorder, 0, [2, 3])
+    of_rank = load(tmp_path, recorder).ranks[0]
+    assert of_rank.steps == (2, 3)
+    assert of_rank.end[0, 0] - of_rank.start[0, 0] == 1
+    assert not of_rank.wait.any()
+
+
+def test_nothing_is_written_where_nothing_was_recorded(tmp_path):
+    recorder = Recorder(PLAN, 0, CPU)
+    record_plain(recorder, 0, [0, 1, STEPS.stop, STEPS.stop + 1])
+    recorder.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_share_the_time_of_day(tmp_path):
+    before = time.time()
+    recorder = Recorder(PLAN, 0, CPU, steps=[2, 3])
+    record_plain(recorder, 0, [2, 3])
+    trace = load(tmp_path, recorder)
+    after = time.time()
+    for of_rank in trace.ranks:
+        assert np.all(of_rank.start >= before - 0.01)
+        assert np.all(of_rank.end <= after + 0.01)
+        assert np.all(np.diff(of_rank.start.ravel()) >= 0)
+    assert trace.ranks[0].end.max() <= trace.ranks[1].start.min() + 1e-6
+
+
+class FakeEvent:
+    """A CUDA event of a GPU that needs a millisecond from each to the next."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        FakeEvent.recorded += 1
+        self.at_ms = FakeEvent.recorded
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return float(later.at_ms - self.at_ms)
+
+
+def test_on_a_gpu_events_are_the_stamps(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    recorder = Recorder(PLAN, 0, torch.device("cuda"), steps=[2])
+    assert isinstance(recorder._clock, EventClock)
+    record_plain(recorder, 0, [2])
+    of_rank = load(tmp_path, recorder).ranks[0]
+    assert of_rank.end - of_rank.start == pytest.approx(np.full_like(of_rank.start, 0.001), abs=1e-6)
+    assert np.diff(of_rank.start) == pytest.approx(np.full_like(of_rank.start[:, 1:], 0.002), abs=1e-6)
+
+
+def test_recording_costs_a_microsecond_or_so():
+    recorder = Recorder(PLAN, 0, CPU, steps=[2])
+    wrapped = recorder.wrap(0, nothing)
+    recorder.begin_step(2)
+
+    def took_s(call):
+        since = time.perf_counter()
+        for _ in range(10_000):
+            call()
+        return time.perf_counter() - since
+
+    best = min(took_s(wrapped) - took_s(nothing) for _ in range(5)) / 10_000
+    assert best < 5e-6

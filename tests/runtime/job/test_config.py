@@ -1,0 +1,209 @@
+import contextlib
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quintsched.errors import UsageError
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.job.settings import Settings, read_settings
+
+Load: TypeAlias = Callable[..., JobConfig]
+Refuse: TypeAlias = Callable[..., str]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Load:
+    """Load a job from its text, with overrides."""
+
+    def load(text: str, *overrides: str) -> JobConfig:
+        path = tmp_path / "job.yaml"
+        path.write_text(textwrap.dedent(text))
+        return load_job(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def fault(job: Load) -> Refuse:
+    """Return the message that a broken job is refused with."""
+
+    def refuse(text: str, *overrides: str) -> str:
+        with pytest.raises(UsageError) as error:
+            job(text, *overrides)
+        assert "job.yaml" in str(error.value) or "--set" in str(error.value)
+        return str(error.value)
+
+    return refuse
+
+
+def sections(kind: type[Settings] = JobConfig, path: str = "") -> list[tuple[str, type[Settings]]]:
+    """Return every settings class of a job with its path."""
+    found = [(path, kind)]
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            found += sections(field.annotation, f"{path}.{name}".strip("."))
+    return found
+
+
+class TestReading:
+    def test_everything_has_a_default(self, job: Load) -> None:
+        assert job("") == job("train:\n") == JobConfig()
+        assert JobConfig().data.name == "digits"
+
+    def test_a_whole_job(self, job: Load) -> None:
+        config = job(
+            """
+            model: {name: vit, options: {depth: 4, scale: 1e-2}}
+            data: {path: /data/mnist}
+            parallel: {mesh: "dp=2,pp=2,tp=2", schedule: gpipe, microbatches: 4, chunks: 2, bucket_mb: 1}
+            train:
+              epochs: 4
+              batch_size: 64
+              optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01, betas: [0.9, 0.95]}
+              lr_schedule: {name: cosine, warmup_steps: 10, min_factor: 0.1}
+              clip: 1
+              seed: 7
+              patience: 2
+            runtime: {transport: gloo, precision: float64, timeout_s: 20}
+            checkpoint: {dir: out, every: 100, keep: 3}
+            log: {path: log.jsonl, every: 10}
+            """
+        )
+        assert config.model.options == {"depth": 4, "scale": 0.01}
+        assert config.train.optimizer.lr == 1e-4
+        assert config.train.optimizer.betas == (0.9, 0.95)
+        assert config.train.clip == 1.0
+        assert config.parallel.mesh == "dp=2,pp=2,tp=2"
+
+    def test_a_mesh_may_be_a_mapping(self, job: Load) -> None:
+        assert job("parallel: {mesh: {dp: 2, pp: 4}}").parallel.mesh == {"dp": 2, "pp": 4}
+
+    @pytest.mark.parametrize("text", ["1e-4", "1E-4", "+1e-4", "1.e-4", "1.0e-4", ".1e-3", "0.0001"])
+    def test_small_numbers(self, job: Load, text: str) -> None:
+        assert job(f"train: {{optimizer: {{lr: {text}}}}}").train.optimizer.lr == pytest.approx(1e-4)
+
+    def test_words_that_begin_like_numbers(self, job: Load) -> None:
+        assert job("model: {name: 1e-4-vit}").model.name == "1e-4-vit"
+
+    def test_it_can_be_written_and_read_back(self, job: Load) -> None:
+        config = job("train: {epochs: 3, optimizer: {name: sgd, momentum: 0.9}}")
+        text = yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))
+        assert job(text) == config
+
+    def test_every_setting_is_documented(self) -> None:
+        for path, kind in sections():
+            assert kind.__doc__, path
+            assert all(field.description for field in kind.model_fields.values()), path
+
+
+class TestOverrides:
+    def test_values_are_yaml(self, job: Load) -> None:
+        config = job(
+            "train: {epochs: 2}",
+            "train.epochs=5",
+            "train.optimizer.lr=1e-4",
+            "parallel.mesh=dp=2,pp=2",
+            "model.options.depth=3",
+            "train.clip=null",
+        )
+        assert config.train.epochs == 5
+        assert config.train.optimizer.lr == 1e-4
+        assert config.parallel.mesh == "dp=2,pp=2"
+        assert config.model.options == {"depth": 3}
+        assert config.train.clip is None
+
+    def test_wrong_overrides(self, fault: Refuse) -> None:
+        assert "section.key=value" in fault("", "train.epochs")
+        assert "section.key=value" in fault("", "train..epochs=3")
+        assert "train.epochs is not a section" in fault("train: {epochs: 2}", "train.epochs.x=3")
+        assert "train.epoch: unknown key; did you mean 'epochs'?" in fault("", "train.epoch=3")
+        assert "--set train.epochs=[, line 1, column 2:" in fault("", "train.epochs=[")
+
+
+class TestFaults:
+    @pytest.mark.parametrize(("path", "kind"), sections())
+    def test_misspelt_keys(self, fault: Refuse, path: str, kind: type[Settings]) -> None:
+        for key in kind.model_fields:
+            misspelt = f"{path}.{key}x".strip(".")
+            assert f"{misspelt}: unknown key; did you mean {key!r}?" in fault("", f"{misspelt}=1")
+
+    def test_a_key_of_the_section_below(self, fault: Refuse) -> None:
+        assert "train.lr: unknown key; did you mean 'optimizer.lr'?" in fault("train: {lr: 1}")
+
+    def test_all_faults_at_once(self, fault: Refuse) -> None:
+        message = fault("train: {optimizr: 1, epochs: two}\nlogs: {}")
+        assert message.count("\n") == 3
+        assert "train.optimizr: unknown key; did you mean 'optimizer'?" in message
+        assert "train.epochs: input should be a valid integer, not 'two'" in message
+        assert "logs: unknown key; did you mean 'log'?" in message
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("train: {optimizer: {lr: -1}}", "train.optimizer.lr: input should be greater than or equal to 0, not -1"),
+            ("train: {optimizer: {lr: .nan}}", "train.optimizer.lr: input should be a finite number"),
+            ("train: {epochs: yes}", "train.epochs: input should be a valid integer, not True"),
+            ("train: {optimizer: {name: adm}}", "train.optimizer.name: there is no 'adm'; did you mean 'adam'?"),
+            ("train: {optimizer: {name: adam, momentum: 0.5}}", "train.optimizer: 'adam' has no momentum"),
+            ("train: {optimizer: {name: sgd, betas: [0, 0]}}", "train.optimizer: 'sgd' has no betas"),
+            ("train: 3", "train: is a section of settings (key: value), not 3"),
+            ("parallel: {mesh: 3}", "parallel.mesh: a mesh is text"),
+            ("parallel: {mesh: {dp: 0}}", "parallel.mesh: a mesh is text"),
+            ("parallel: {bucket_mb: 0}", "parallel.bucket_mb: input should be greater than 0"),
+            ("1: 2", "1: keys should be strings"),
+        ],
+    )
+    def test_wrong_values(self, fault: Refuse, text: str, words: str) -> None:
+        assert words in fault(text)
+
+    def test_settings_without_a_default(self) -> None:
+        class Sizes(Settings):
+            width: int
+
+        with pytest.raises(UsageError, match=r"^here:\n  model\.options\.width: is required$"):
+            read_settings(Sizes, {}, "here", prefix="model.options")
+
+
+class TestYaml:
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("train:\n  epochs: 1\n  epochs: 2\n", "job.yaml, line 3, column 3: 'epochs' is given twice"),
+            ("train: {}\nlog: {}\ntrain: {}\n", "job.yaml, line 3, column 1: 'train' is given twice"),
+            ("train: [\n", "job.yaml, line 2, column 1:"),
+            ("train:\n\t epochs: 1\n", "line 2, column 1:"),
+            ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1:"),
+            ("a: !!python/object:os.system x", "job.yaml, line 1, column 4:"),
+            ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not a list"),
+            ("a: 2020-13-45", "job.yaml: is not YAML"),
+            ("a: \x00", "job.yaml: is not YAML"),
+            pytest.param("[" * 5000, "job.yaml: is nested too deeply", id="deep"),
+        ],
+    )
+    def test_broken_files(self, fault: Refuse, text: str, words: str) -> None:
+        assert words in fault(text)
+
+    def test_merged_keys_are_not_given_twice(self, job: Load) -> None:
+        config = job("model: {options: {a: &a {x: 1}, b: {c: &b {<<: *a, x: 2}}, d: {<<: *b, x: 3}}}")
+        assert config.model.options == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 3}}
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"nowhere.yaml: the job file cannot be read: No such file"):
+            load_job(tmp_path / "nowhere.yaml")
+        with pytest.raises(UsageError, match="Is a directory"):
+            load_job(tmp_path)
+
+    @settings(deadline=None)
+    @given(content=st.binary(max_size=60) | st.text("abc:[]{}-&*!'\"\n 0<?,|>%@`", max_size=60).map(str.encode))
+    def test_any_bytes_are_refused_in_words(self, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+        path = tmp_path_factory.mktemp("job") / "job.yaml"
+        path.write_bytes(content)
+        with contextlib.suppress(UsageError):
+            load_job(path)

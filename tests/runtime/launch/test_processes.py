@@ -1,0 +1,180 @@
+"""Real processes: torchrun and gloo. Few, because each start costs seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.runtime.comm import run_local
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.train.trainer import Trainer
+
+pytestmark = pytest.mark.processes
+
+JOB = """
+model: {options: {hidden: 16, depth: 4, heads: 4}}
+data: {name: "DATA:load"}
+train: {epochs: 2, batch_size: 16, optimizer: {name: adam, lr: 3e-3}, clip: 1.0}
+runtime: {timeout_s: 60}
+log: {every: 1}
+"""
+
+DATA = """
+import numpy as np
+from quintsched.runtime.data import Dataset, Split
+
+def load():
+    random = np.random.default_rng(0)
+    def split(n):
+        targets = random.integers(0, 4, n)
+        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
+        return Split(inputs=inputs, targets=targets)
+    return Dataset(name="steps", train=split(75), validation=split(20), num_classes=4)
+"""
+
+BOMB = """
+import os
+from torch import nn
+
+FUSE = __file__ + ".lit"
+
+class Bomb(nn.Linear):
+    steps = 0
+    def forward(self, x):
+        self.steps += not x.is_meta
+        if self.steps > 3 and os.environ["RANK"] == "3":
+            open(FUSE, "w").close()
+            FAULT
+        return super().forward(x)
+
+class First(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+def build(data):
+    return [lambda: First(64, 8), lambda: Bomb(8, 8), lambda: Bomb(8, 8), lambda: nn.Linear(8, 4)]
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    (tmp_path / "data.py").write_text(DATA)
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("DATA", str(tmp_path / "data.py")))
+    return path
+
+
+def run(*command: str | Path, timeout_s: float = 150) -> tuple[int, str, str]:
+    """Run a command in a process group of its own, which ends with the test whatever happens."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, out, err
+
+
+def launch(*arguments: str | Path) -> tuple[int, str, str]:
+    return run(sys.executable, "-m", "quintsched.runtime.launch.local", *arguments)
+
+
+def test_eight_processes_equal_one(job_file: Path, tmp_path: Path) -> None:
+    log, plan = tmp_path / "log.jsonl", tmp_path / "plan.json"
+    qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=4).save(plan)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "-m", "quintsched.runtime")
+    code, out, err = run(*torchrun, plan, "--config", job_file, "--set", f"log.path={log}")
+    assert code == 0, err
+    assert "epoch 2/2" in out
+    told = [record for record in map(json.loads, log.read_text().splitlines()) if record["event"] == "step"]
+
+    alone = tmp_path / "alone.jsonl"
+    config = load_job(job_file, [f"log.path={alone}"])
+    from quintsched.runtime.launch.to_plan import plan_of
+    from quintsched.runtime.train.reporter import Reporter
+
+    run_local(
+        1, lambda transport: Trainer(config, plan_of(config), transport, Reporter(str(alone), lambda _: None)).fit()
+    )
+    expected = [record for record in map(json.loads, alone.read_text().splitlines()) if record["event"] == "step"]
+    assert len(told) == len(expected) == 10
+    assert [r["loss"] for r in told] == pytest.approx([r["loss"] for r in expected], abs=1e-4)
+    assert [r["grad_norm"] for r in told] == pytest.approx([r["grad_norm"] for r in expected], rel=1e-3)
+
+
+def test_a_wrong_world_size_is_said_on_one_line_and_every_rank_exits_3(job_file: Path) -> None:
+    arguments = ("--config", job_file, "--set", "parallel.mesh=dp=4")
+    code, out, err = launch(*arguments, "--nproc", "3")
+    assert code == 3
+    assert out == ""
+    assert err.splitlines() == [
+        "error: the plan's mesh dp=4 has 4 ranks, but 3 processes were started; use torchrun --nproc-per-node 4, "
+        "or a plan for 3"
+    ]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "quintsched.runtime")
+    code, _, err = run(*torchrun, *arguments)
+    assert code == 1
+    assert err.count("exitcode  : 3 ") == 3
+
+
+def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(
+    job_file: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "bomb.py"
+    model.write_text(BOMB.replace("FAULT", 'raise ValueError("the bomb went off")'))
+    code, _, err = launch(
+        "--config", job_file, "--set", "parallel.mesh=dp=2,pp=2", "--set", f"model={{name: '{model}:build'}}"
+    )
+    assert code == 1
+    assert err.splitlines()[0] == "error: rank 3: ValueError: the bomb went off"
+    assert "on rank 3 (dp=1, pp=1), instruction " in err.splitlines()[1]
+    assert "error: rank 0" not in err
+    assert time.time() - Path(f"{model}.lit").stat().st_mtime < 10  # all ranks have ended since it went off
+    assert str(model) not in running_commands()
+
+
+def test_a_killed_rank_ends_the_others_with_4(job_file: Path, tmp_path: Path) -> None:
+    model = tmp_path / "bomb.py"
+    model.write_text(BOMB.replace("FAULT", "os.kill(os.getpid(), 9)"))
+    arguments = ("--config", job_file, "--set", "parallel.mesh=dp=2,pp=2", "--set", f"model={{name: '{model}:build'}}")
+    code, _, err = launch(*arguments)
+    assert code == 4
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "message"),
+    [
+        ("train.optimizr={}", 2, "train.optimizr: unknown key; did you mean 'optimizer'?"),
+        ("data={name: mnist, path: /no/such/place}", 2, "/no/such/place: no such directory"),
+        ("model.options.heads=1", 3, "tp=2 does not divide the 1 heads"),
+        ("parallel.schedule=1f1c", 2, "unknown schedule '1f1c'; did you mean '1f1b'?"),
+        ("parallel.microbatches=3", 3, "batch_size 16 does not divide into 3 equal microbatches"),
+    ],
+)
+def test_settings_that_are_wrong_are_said_once(job_file: Path, setting: str, code: int, message: str) -> None:
+    found, _, err = launch("--config", job_file, "--set", "parallel.mesh=tp=2", "--set", setting)
+    assert found == code
+    assert err.count(message) == 1
+    assert "Traceback" not in err
+
+
+def running_commands() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,227 @@
+"""The parts a causal transformer may be made of: what they compute, and that every mesh computes the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.autograd.kv_store import Past, Store
+from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
+from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel, shard_of
+
+from ..toys import CLASSES, ids_task, train_on, train_plainly, worst_difference
+
+small = partial(GPTOptions, hidden=16, heads=4, depth=3)
+CHOICES = {
+    "llama": small(kv_heads=2, norm="rmsnorm", positions="rope", activation="swiglu", tied=True),
+    "grouped": small(kv_heads=2),
+    "rope": small(positions="rope"),
+    "gated": small(norm="rmsnorm", activation="swiglu"),
+}
+
+
+def lively_gpt(options: GPTOptions, length: int = 8) -> Blocks:
+    """A model whose attention has something to say: at their first values all weights are nearly zero."""
+
+    def shaken(build: Callable[[], nn.Module]) -> nn.Module:
+        block = build()
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter += torch.randn(parameter.shape, device=parameter.device) / 4
+        return block
+
+    data = DataSpec(input_shape=(length,), num_classes=CLASSES)
+    return [partial(shaken, build) for build in gpt(data, options)]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "slices", "recompute"),
+    [
+        ("1f1b", "tp=2", 1, 0),
+        ("zb-h1", "pp=2", 1, 0),
+        ("seq-1f1b", "pp=2", 4, 0),
+        ("1f1b", "dp=2", 1, 0),
+        ("seq-1f1b", "dp=2,pp=2,tp=2", 2, 1),
+    ],
+)
+def test_every_choice_equals_one_process(choice: str, schedule: str, mesh: str, slices: int, recompute: int) -> None:
+    options = CHOICES[choice]
+    tied = gpt_tied(options)
+    task, blocks = ids_task(3, 8, length=8), lively_gpt(options)
+    plan = qs.compile(
+        schedule,
+        mesh=mesh,
+        microbatches=2 if "dp" in mesh else 4,
+        slices=slices,
+        recompute=recompute,
+        tied=dict.fromkeys(tied, (0, 1)) if "pp" in mesh else {},
+    )
+    outcomes = train_on(plan, task, blocks, clip=1.0, dtype=torch.float64, tied=tied)
+    expected = train_plainly(task, blocks, 4, clip=1.0, dtype=torch.float64, tied=tied)
+    for first, *others in tied.values():
+        expected.weights.update(dict.fromkeys(others, expected.weights[first]))
+    assert worst_difference(outcomes, expected) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "absent", "present"),
+    [
+        ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
+        ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
+        ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
+        ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
+    ],
+)
+def test_each_option_changes_its_part(options: dict[str, Any], absent: str, present: str) -> None:
+    data, ids = DataSpec(input_shape=(8,), num_classes=CLASSES), torch.arange(8)[None]
+    default, chosen = build_model(gpt(data, small())), build_model(gpt(data, small(**options)))
+    names = dict(chosen.named_parameters())
+    assert absent in dict(default.named_parameters())
+    assert absent not in names
+    assert present in names
+    assert (default(ids) - chosen(ids)).abs().max() > 1e-5
+
+
+def test_as_many_key_heads_as_heads_is_the_default() -> None:
+    data = DataSpec(input_shape=(8,), num_classes=CLASSES)
+    default, spelled = (build_model(gpt(data, options)).state_dict() for options in (small(), small(kv_heads=4)))
+    assert default.keys() == spelled.keys()
+    assert all(torch.equal(weight, spelled[name]) for name, weight in default.items())
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_grouped_queries_are_full_attention_with_repeated_keys(num_kv_heads: int) -> None:
+    torch.manual_seed(0)
+    grouped, full = Attention(16, 4, num_kv_heads), Attention(16, 4)
+
+    def repeated(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (num_kv_heads, 4)).repeat_interleave(4 // num_kv_heads, 0).flatten(0, 1)
+
+    query, key, value = (layer.state_dict() for layer in (grouped.q_proj, grouped.k_proj, grouped.v_proj))
+    rows = {name: torch.cat([query[name], repeated(key[name]), repeated(value[name])]) for name in query}
+    full.load_state_dict(
+        {f"qkv.{name}": row for name, row in rows.items()}
+        | {f"proj.{name}": t for name, t in grouped.proj.state_dict().items()}
+    )
+    tokens = torch.randn(2, 5, 16)
+    torch.testing.assert_close(grouped(tokens, None), full(tokens, None))
+
+
+def test_slices_keep_keys_as_few_as_they_are() -> None:
+    attention, store = Attention(16, 4, num_kv_heads=1), Store()
+    attention(torch.randn(2, 3, 16), Past(store, 0, slices=2, length=3))
+    assert [tuple(row.whole.shape) for row in store.rows.values()] == [(2, 1, 6, 4)] * 2
+
+
+def test_rotary_is_a_complex_rotation() -> None:
+    heads = torch.randn(2, 3, 5, 8)
+    places, speeds = torch.arange(4, 9), 10_000.0 ** -(torch.arange(4) / 4)
+    turns = torch.polar(torch.ones(5, 4), places[:, None] * speeds)
+    turned = torch.complex(heads[..., :4], heads[..., 4:]) * turns
+    expected = torch.cat([turned.real, turned.imag], -1)
+    torch.testing.assert_close(Rotary(8, 9)(heads, 4), expected)
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    rotary, (query, key) = Rotary(8, 40), torch.randn(2, 1, 1, 1, 8)
+    products = [[(rotary(query, at) * rotary(key, at - by)).sum().item() for at in (9, 20, 39)] for by in (0, 3, 9)]
+    for same in products:
+        assert same == pytest.approx([same[0]] * 3, abs=1e-5)
+    assert len({round(same[0], 3) for same in products}) == 3
+
+
+def test_swiglu() -> None:
+    mlp, tokens = SwiGlu(6, 10), torch.randn(3, 6)
+    gate, up = functional.linear(tokens, mlp.gate_up.weight, mlp.gate_up.bias).split(10, -1)
+    torch.testing.assert_close(mlp(tokens), mlp.fc2(gate * torch.sigmoid(gate) * up))
+
+
+def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
+    norm = build_model(gpt(DataSpec(input_shape=(8,), num_classes=CLASSES), small(norm="rmsnorm")))[1].norm1
+    tokens = torch.randn(3, 16)
+    torch.testing.assert_close(norm(tokens), tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize("bounds", [(0, 8), (0, 4, 8), (0, 1, 2, 5, 8)])
+def test_rotary_slices_give_the_whole(bounds: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    attention, tokens = Attention(16, 4, 2, Rotary(4, 8)).double(), torch.randn(2, 8, 16, dtype=torch.float64)
+    keys, values = (
+        layer(tokens).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (attention.k_proj, attention.v_proj)
+    )
+    wanted, pieces = attention(tokens, None), []
+    assert attention.rotary is not None
+    for start, end in pairwise(bounds):
+        past = _Before(start, attention.rotary(keys, 0)[:, :, :start], values[:, :, :start])
+        pieces.append(attention(tokens[:, start:end], past))
+    torch.testing.assert_close(torch.cat(pieces, 1), wanted, rtol=0, atol=1e-12)
+
+
+class _Before:
+    """What stood before a slice, as computed from the whole."""
+
+    def __init__(self, seen: int, keys: Tensor, values: Tensor) -> None:
+        self.seen, self._keys, self._values = seen, keys, values
+
+    def extend(self, _site: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([self._keys, keys], -2), torch.cat([self._values, values], -2)
+
+
+def test_tensor_parallelism_cuts_every_product() -> None:
+    model = build_model(gpt(DataSpec(input_shape=(8,), num_classes=CLASSES), CHOICES["llama"]))
+    grouped = ("q_proj", "k_proj", "v_proj")
+    expected = {f"1.attention.{name}.{kind}" for name in grouped for kind in ("weight", "bias")}
+    expected |= {"1.attention.proj.weight", "1.mlp.gate_up.weight", "1.mlp.gate_up.bias", "1.mlp.fc2.weight"}
+
+    def body(transport: Transport) -> set[str]:
+        cut = apply_tensor_parallel(copy.deepcopy(model), transport.make_group([(0, 1)]))
+        return {name for name, p in cut.named_parameters() if shard_of(p) and name.startswith("1.")}
+
+    assert run_local(2, body) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_heads": 3}, r"heads=4 does not divide into groups for kv_heads=3"),
+        ({"kv_heads": 8}, r"heads=4 does not divide into groups for kv_heads=8"),
+        ({"positions": "rope", "hidden": 12}, r"a head has 3 \(hidden=12, heads=4\)"),
+    ],
+)
+def test_sizes_that_do_not_divide(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        small(**options)
+
+
+@pytest.mark.parametrize(
+    ("tp", "options", "words"),
+    [
+        (4, {"kv_heads": 2}, "tp=4 does not divide the 2 key/value heads of '1.attention'; choose tp from 1, 2"),
+        (2, {"heads": 1}, "tp=2 does not divide the 1 heads of '1.attention'"),
+    ],
+)
+def test_heads_that_tensor_parallelism_does_not_divide(tp: int, options: dict[str, Any], words: str) -> None:
+    plan = qs.compile("1f1b", mesh=f"tp={tp}", microbatches=1)
+    with pytest.raises(MisfitError, match=words):
+        train_on(plan, ids_task(1, 4, length=8), lively_gpt(small(**options)), dtype=torch.float64)
+
+
+def test_rotary_has_room_for_so_many_positions() -> None:
+    model = build_model(gpt(DataSpec(input_shape=(8,), num_classes=CLASSES), CHOICES["rope"]))
+    with pytest.raises(MisfitError, match="built for 8 positions; a sequence has 9"):
+        model(torch.zeros(1, 9, dtype=torch.int64))

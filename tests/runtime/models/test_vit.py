@@ -1,0 +1,172 @@
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.blocks.blocks import build_block
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.job.config import ModelConfig
+from quintsched.runtime.models import build_model
+from quintsched.runtime.models.vit import Attention, Mlp, PatchEmbedding, ViTOptions, vit
+
+DIGITS = DataSpec(input_shape=(1, 8, 8), num_classes=10)
+SMALL = ViTOptions(hidden=16, depth=2, heads=2)
+
+
+def build(data: DataSpec = DIGITS, options: ViTOptions = SMALL, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(builder() for builder in vit(data, options)))
+
+
+def seeded(builder: Callable[[], nn.Module], seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return builder().state_dict()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    channels=st.integers(1, 3),
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 4),
+    patch=st.integers(1, 4),
+    batch=st.integers(1, 3),
+)
+def test_shapes(channels: int, rows: int, columns: int, patch: int, batch: int) -> None:
+    data = DataSpec(input_shape=(channels, rows * patch, columns * patch), num_classes=5)
+    model = build(data, ViTOptions(hidden=8, depth=1, heads=2, patch=patch))
+    images = torch.randn(batch, *data.input_shape)
+    assert model[0](images).shape == (batch, rows * columns + 1, 8)
+    assert model(images).shape == (batch, 5)
+
+
+def test_patches_are_those_of_a_strided_convolution() -> None:
+    torch.manual_seed(0)
+    embedding = PatchEmbedding(channels=3, patch=2, num_patches=12, hidden=8)
+    images = torch.randn(2, 3, 6, 8)
+    weight = embedding.proj.weight.reshape(8, 3, 2, 2)
+    expected = nn.functional.conv2d(images, weight, embedding.proj.bias, stride=2).flatten(2).mT
+    torch.testing.assert_close(embedding(images)[:, 1:] - embedding.positions[:, 1:], expected)
+
+
+def test_attention_is_torchs_multihead_attention() -> None:
+    torch.manual_seed(0)
+    ours, theirs = Attention(16, num_heads=4), nn.MultiheadAttention(16, 4, batch_first=True)
+    theirs.load_state_dict(
+        {
+            "in_proj_weight": ours.qkv.weight,
+            "in_proj_bias": ours.qkv.bias,
+            "out_proj.weight": ours.proj.weight,
+            "out_proj.bias": ours.proj.bias,
+        }
+    )
+    tokens = torch.randn(2, 5, 16)
+    torch.testing.assert_close(ours(tokens), theirs(tokens, tokens, tokens, need_weights=False)[0])
+
+
+def test_attention_over_slices_of_the_heads_adds_up() -> None:
+    """What tensor parallelism relies on: each rank holds a slice of q, of k, of v, and of the columns of `proj`."""
+    torch.manual_seed(0)
+    whole, tokens = Attention(16, num_heads=4), torch.randn(2, 5, 16)
+    total = torch.zeros_like(tokens)
+    for rank in range(2):
+        local = Attention(16, num_heads=4)
+        local.qkv, local.proj = nn.Linear(16, 24), nn.Linear(8, 16, bias=False)
+        with torch.no_grad():
+            rows = slice(rank * 8, (rank + 1) * 8)
+            local.qkv.weight.copy_(whole.qkv.weight.view(3, 16, 16)[:, rows].flatten(0, 1))
+            local.qkv.bias.copy_(whole.qkv.bias.view(3, 16)[:, rows].flatten())
+            local.proj.weight.copy_(whole.proj.weight[:, rows])
+        total += local(tokens)
+    torch.testing.assert_close(total + whole.proj.bias, whole(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types(dtype: torch.dtype) -> None:
+    model = build().to(dtype)
+    logits = model(torch.randn(2, 1, 8, 8, dtype=dtype))
+    torch.autograd.backward(logits.sum())
+    assert logits.dtype == dtype
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model = build()
+        assert model(torch.empty(4, 1, 8, 8)).shape == (4, 10)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_blocks_depend_on_the_global_generator_only() -> None:
+    for builder in vit(DIGITS, SMALL):
+        first, same, other = (seeded(builder, seed) for seed in (7, 7, 8))
+        assert all(torch.equal(first[key], same[key]) for key in first)
+        assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_it_learns() -> None:
+    model, inputs = build(), torch.randn(16, 1, 8, 8)
+    targets = torch.arange(16) % 10
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_default_patches() -> None:
+    for size, tokens in ((8, 17), (28, 50)):
+        embedding = vit(DataSpec(input_shape=(1, size, size), num_classes=10), ViTOptions())[0]()
+        assert embedding.positions.shape == (1, tokens, 64)
+
+
+def test_mlp_width() -> None:
+    blocks = vit(DIGITS, ViTOptions(hidden=16, depth=3, heads=2, mlp_ratio=3))
+    assert len(blocks) == 5
+    mlp = blocks[1]().mlp
+    assert isinstance(mlp, Mlp)
+    assert mlp.fc1.weight.shape == (48, 16)
+
+
+def test_misfits() -> None:
+    with pytest.raises(MisfitError, match="8 x 8 pixels does not divide into patches of 3"):
+        vit(DIGITS, ViTOptions(patch=3))
+    with pytest.raises(MisfitError, match=r"shape \(C, H, W\)"):
+        vit(dataclasses.replace(DIGITS, input_shape=(64,)), SMALL)
+    with pytest.raises(UsageError, match="hidden=10 does not divide into heads=4"):
+        ViTOptions(hidden=10)
+
+
+def test_registry() -> None:
+    assert len(build_model(ModelConfig(options={"depth": 3}), DIGITS)) == 5
+    with pytest.raises(UsageError, match="no model 'vti'; did you mean 'vit'"):
+        build_model(ModelConfig(name="vti"), DIGITS)
+    with pytest.raises(UsageError, match=r"model.options.dept: unknown key; did you mean 'depth'"):
+        build_model(ModelConfig(options={"dept": 3}), DIGITS)
+
+
+def test_a_users_model(tmp_path: Path) -> None:
+    file = tmp_path / "my_model.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build(data, width=3):\n"
+        "    return [nn.Flatten, nn.Linear(data.input_shape[1] * data.input_shape[2], width)]\n"
+        "def wrong(data):\n"
+        "    return 3\n"
+    )
+    blocks = build_model(ModelConfig(name=f"{file}:build", options={"width": 4}), DIGITS)
+    model = nn.Sequential(*(build_block(block, number) for number, block in enumerate(blocks)))
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
+    with pytest.raises(UsageError, match="unexpected keyword argument 'widht'"):
+        build_model(ModelConfig(name=f"{file}:build", options={"widht": 4}), DIGITS)
+    with pytest.raises(UsageError, match="did not return a list"):
+        build_model(ModelConfig(name=f"{file}:wrong"), DIGITS)

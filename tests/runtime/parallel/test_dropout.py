@@ -1,0 +1,253 @@
+"""Keyed dropout: masks that no mesh and no schedule changes, of the quality of independent draws."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Group, SelfGroup
+from quintsched.runtime.parallel.dropout import KeyedDropout, Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.tensor.region import Region
+
+from ..toys import sgd
+
+# ---------------------------------------------------------------- masks
+
+
+def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | None = None) -> KeyedDropout:
+    block = nn.ModuleDict({name: nn.Dropout(p)})
+    key_dropouts(block, number, masks or Masks(0))
+    layer = block[name]
+    assert isinstance(layer, KeyedDropout)
+    return layer
+
+
+def drawn(layer: KeyedDropout, unit: Unit, *shape: int) -> Tensor:
+    """What a dropout makes of ones: 0, or 1 / (1 - p)."""
+    with layer.masks.of(unit):
+        out: Tensor = layer(torch.ones(shape, dtype=torch.float64))
+    return out
+
+
+SOME = Unit(5, range(16, 24))
+
+
+def normal(layer: KeyedDropout, unit: Unit = SOME) -> Tensor:
+    """A mask as numbers of mean 0 and variance 1."""
+    stays = drawn(layer, unit, 8, 64, 256).bool()
+    numbers: Tensor = (stays.double() - (1 - layer.p)) / (layer.p * (1 - layer.p)) ** 0.5
+    return numbers
+
+
+def deviation(numbers: Tensor) -> float:
+    """By how many standard deviations the mean of independent numbers differs from 0."""
+    return abs(float(numbers.mean())) * float(numbers.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
+def test_bits_are_as_good_as_independent(p: float) -> None:
+    bits = normal(keyed(p))
+    found = {"all": deviation(bits)}
+    for lag in (1, 2, 3, 4, 8, 16, 32, 63):
+        found[f"features, lag {lag}"] = deviation(bits[..., lag:] * bits[..., :-lag])
+        found[f"rows, lag {lag}"] = deviation(bits[:, lag:] * bits[:, :-lag])
+        places = torch.arange(256)
+        found[f"features, flip {lag}"] = deviation((bits * bits[..., places ^ lag])[..., (places ^ lag) > places])
+    for lag in (1, 2, 4):
+        found[f"samples, lag {lag}"] = deviation(bits[lag:] * bits[:-lag])
+    assert max(found.values()) < 4, found
+    for means in (bits.mean((0, 1)) * 512**0.5, bits.mean((0, 2)) * 2048**0.5, bits.mean(2).flatten() * 16):
+        spread = float(means.square().mean())
+        assert abs(spread - 1) < 4 * (3 / means.numel()) ** 0.5, spread
+
+
+def test_pairs_of_features_are_no_more_alike_than_independent_ones() -> None:
+    layer = keyed(0.5)
+    bits = drawn(layer, Unit(0, range(4)), 4, 256, 1024).flatten(0, 1).sub(1).float()  # -1 or 1
+    alike = (bits.T @ bits).square().fill_diagonal_(0.0).double() / len(bits)
+    pairs = 1024 * 1023 / 2
+    assert abs(float(alike.sum()) / 2 / pairs - 1) < 4 * (2 / pairs) ** 0.5
+
+
+def test_sites_steps_seeds_and_calls_are_independent() -> None:
+    masks, p = Masks(0), 0.3
+    layer = keyed(p, masks=masks)
+    with masks.of(SOME):
+        twice = [layer(torch.ones(8, 64, 256)) for _ in range(2)]
+    again = (twice[1].double() / twice[1].max() - (1 - p)) / (p * (1 - p)) ** 0.5
+    others = [
+        normal(layer),
+        again,
+        normal(keyed(p, "drop1", masks=masks)),
+        normal(keyed(p, number=4, masks=masks)),
+        normal(layer, Unit(6, SOME.samples)),
+        normal(layer, Unit(5, range(24, 32))),
+        normal(keyed(p, masks=Masks(1))),
+    ]
+    assert torch.equal(drawn(layer, SOME, 8, 64, 256) > 0, twice[0] > 0)
+    for number, one in enumerate(others):
+        for other in others[:number]:
+            assert deviation(one * other) < 4
+
+
+def test_what_stays_is_scaled_and_the_backward_drops_the_same() -> None:
+    layer, x = keyed(0.2), torch.randn(8, 3, 5, dtype=torch.float64, requires_grad=True)
+    with layer.masks.of(SOME):
+        y = layer(x)
+    kept = drawn(layer, SOME, 8, 3, 5)
+    assert set(kept.unique().tolist()) == {0.0, 1.25}
+    assert torch.equal(y, x * kept)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_backward_keeps_a_byte_per_number(dtype: torch.dtype) -> None:
+    layer, x = keyed(0.2), torch.ones(8, 100, 3, dtype=dtype, requires_grad=True)
+    saved: list[int] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), layer.masks.of(SOME):
+        y = layer(x)
+    assert y.dtype == dtype
+    assert sum(saved) == x.numel()
+
+
+def test_odd_probabilities_and_empty_tensors() -> None:
+    assert not drawn(keyed(1.0), SOME, 8, 5).any()
+    assert drawn(keyed(0.0), SOME, 8, 5).all()
+    assert drawn(keyed(), SOME, 8, 0, 4).shape == (8, 0, 4)
+    assert drawn(keyed(), SOME, 16).shape == (16,)
+    assert drawn(keyed().eval(), SOME, 8, 5).sum() == 40
+
+
+def test_a_dropout_in_place_changes_what_it_is_given() -> None:
+    layer, plain = keyed(), keyed()
+    layer.inplace = True
+    x = torch.ones(8, 4, dtype=torch.float64)
+    with layer.masks.of(SOME):
+        layer(x)
+    assert torch.equal(x, drawn(plain, SOME, 8, 4))
+
+
+def test_parts_of_samples_and_tokens_have_their_parts_of_the_mask() -> None:
+    layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
+    assert torch.equal(drawn(layer, Unit(5, range(18, 20)), 2, 12, 6), whole[2:4])
+    places = torch.tensor([0, 1, 2, 9, 10, 11])
+    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 6, 6), whole[:, places])
+    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8 * 6, 6), whole[:, places].flatten(0, 1))
+    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 3, 2, 6), whole[:, places].view(8, 3, 2, 6))
+    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 4, 6), whole[:, :4])
+
+
+def member(index: int, size: int) -> Group:
+    """One of several ranks, of which the others never speak."""
+    group = SelfGroup(0, torch.device("cpu"))
+    group.ranks, group.index = tuple(range(size)), index
+    return group
+
+
+def test_an_open_region_is_given_its_share_of_the_features() -> None:
+    layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
+    layer.region = Region(member(1, 3), is_open=True)
+    layer.sequence = member(1, 2)
+    assert torch.equal(drawn(layer, SOME, 8, 12, 2), whole[..., 2:4])
+    layer.region.is_open = False
+    assert torch.equal(drawn(layer, SOME, 8, 6, 6), whole[:, 6:])
+
+
+def test_a_shared_sequence_is_given_its_share_of_the_tokens() -> None:
+    layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
+    layer.sequence = member(2, 3)
+    assert torch.equal(drawn(layer, SOME, 8, 4, 6), whole[:, 8:])
+    assert torch.equal(drawn(layer, SOME, 8, 2, 2, 6), whole[:, 8:].view(8, 2, 2, 6))
+    places = torch.tensor([0, 1, 2, 9, 10, 11])
+    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 2, 6), whole[:, 10:])
+
+
+# ---------------------------------------------------------------- modules
+
+
+def test_nothing_shows() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.ReLU())
+    module = copy.deepcopy(plain)
+    key_dropouts(module, 0, Masks(0))
+    layer = module[1]
+    assert isinstance(layer, KeyedDropout)
+    layer.region, layer.sequence = Region(member(0, 2)), member(0, 2)
+    assert repr(module) == repr(plain)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    saved.seek(0)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)):
+        assert type(twin[1]) is nn.Dropout
+        assert set(vars(twin[1])) == set(vars(plain[1]))
+        assert twin[1].p == 0.3
+
+
+def test_outside_of_a_unit_it_is_an_ordinary_dropout() -> None:
+    layer, x = keyed(), torch.ones(100)
+    torch.manual_seed(1)
+    found = layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(found, nn.functional.dropout(x, 0.5))
+
+
+def test_blocks_of_another_engine_are_taken_over() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3))
+    key_dropouts(module, 0, Masks(0))
+    masks = Masks(1)
+    key_dropouts(module, 2, masks)
+    layer = module[1]
+    assert isinstance(layer, KeyedDropout)
+    assert layer.masks is masks
+    assert layer.site == "2.1"
+
+
+def test_a_dropout_of_two_blocks_is_refused() -> None:
+    shared = nn.Dropout(0.1)
+    blocks = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Linear(4, 4), shared)]
+    with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share the dropout '1'; give each block its own"):
+        Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), blocks, nn.functional.mse_loss, sgd)
+
+
+def test_a_dropout_that_drops_nothing_may_be_of_two_blocks() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    engine = Engine(plan, [block, block], nn.functional.mse_loss, sgd)
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    expected = nn.functional.mse_loss(block(block(x)), y).item()
+    assert engine.step(x, y).loss.item() == pytest.approx(expected)
+
+
+def test_an_input_without_samples_in_front_is_refused() -> None:
+    with pytest.raises(qs.MisfitError, match=r"the dropout '3.drop' is given \(6, 2\) for 8 samples; the first"):
+        drawn(keyed(), SOME, 6, 2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_dropout_that_runs_again_in_a_backward_is_refused() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Checkpointed] * 2, nn.functional.mse_loss, sgd)
+    with pytest.raises(qs.MisfitError, match=r"'1.inner.1' is run again within a backward.* let the plan recompute"):
+        engine.step(torch.randn(2, 4), torch.randn(2, 4))

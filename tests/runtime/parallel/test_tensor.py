@@ -1,0 +1,388 @@
+"""A cut module against the full one, in float64: outputs, gradients of inputs and of every weight."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, SelfGroup, Transport, run_local
+from quintsched.runtime.parallel.tensor.apply import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    VocabParallelEmbedding,
+    apply_tensor_parallel,
+    gather_full,
+    shard_of,
+    take_shard,
+)
+
+TIGHT = {"rtol": 0, "atol": 1e-12}
+
+
+class Attention(nn.Module):
+    """Self-attention that takes its number of heads from the width of its projections."""
+
+    def __init__(self, names: tuple[str, ...], row: str, width: int = 8, heads: int = 4, kv_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.head_dim = width // heads
+        self.names, self.row = names, row
+        kv = kv_heads * self.head_dim
+        if len(names) == 1:
+            setattr(self, names[0], nn.Linear(width, 3 * width))
+        else:
+            self.num_kv_heads = kv_heads
+            for name, out in zip(names, (width, kv, kv), strict=True):
+                setattr(self, name, nn.Linear(width, out))
+        setattr(self, row, nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = [getattr(self, name)(x) for name in self.names]
+        q, k, v = outs[0].chunk(3, -1) if len(outs) == 1 else outs
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for t in (q, k, v))
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return getattr(self, self.row)(y.transpose(-2, -3).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True, hidden: int = 24) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, hidden, bias)
+        self.fc2 = nn.Linear(hidden, 8, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(8, 12, bias=False)
+        self.up_proj = nn.Linear(8, 12)
+        self.down_proj = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attn, self.mlp = Attention(("qkv",), "proj"), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def seeded(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    return module.double()
+
+
+def world_group(transport: Transport) -> Group:
+    return transport.make_group([tuple(range(transport.world_size))])
+
+
+def lone_group(size: int = 2) -> Group:
+    """The first end of a group nobody else is in: for what must fail, or work, without communication."""
+    return world_group(LocalTransport(LocalWorld(size, timeout_s=0.01), 0))
+
+
+def check_equal(full: nn.Module, x: Tensor, size: int, rules: Mapping[str, str] | None = None) -> list[set[str]]:
+    """Run `full` whole and cut over `size` ranks; return the names of each rank's cut parameters."""
+    x = x.double() if x.is_floating_point() else x
+    wanted_x = x.clone().requires_grad_() if x.is_floating_point() else x
+    wanted = full(wanted_x)
+    seed = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(3))
+    wanted.backward(seed)
+    wanted_grads = {name: param.grad for name, param in full.named_parameters()}
+    fresh = copy.deepcopy(full)
+
+    def body(t: Transport) -> set[str]:
+        group = world_group(t)
+        module = apply_tensor_parallel(copy.deepcopy(fresh), group, rules)
+        my_x = x.clone().requires_grad_() if x.is_floating_point() else x
+        y = module(my_x)
+        y.backward(seed)
+        torch.testing.assert_close(y, wanted, **TIGHT)
+        if x.is_floating_point():
+            torch.testing.assert_close(my_x.grad, wanted_x.grad, **TIGHT)
+        for name, param in module.named_parameters():
+            assert param.grad is not None
+            torch.testing.assert_close(gather_full(param, group), full.get_parameter(name).detach(), **TIGHT)
+            grad = gather_full(param.grad, group, shard_of(param))
+            torch.testing.assert_close(grad, wanted_grads[name], msg=name, **TIGHT)
+        assert dict(module.named_parameters()).keys() == wanted_grads.keys()
+        return {name for name, param in module.named_parameters() if shard_of(param)}
+
+    return run_local(size, body)
+
+
+ATTENTIONS = [
+    (("qkv",), "proj"),
+    (("q", "k", "v"), "out_proj"),
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("query", "key", "value"), "out"),
+    (("wq", "wk", "wv"), "wo"),
+]
+
+
+@pytest.mark.parametrize(("names", "row"), ATTENTIONS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_equals_the_full_one(names: tuple[str, ...], row: str, size: int) -> None:
+    cut = check_equal(seeded(Attention(names, row)), torch.randn(2, 5, 8), size)
+    assert cut == [{f"{n}.{p}" for n in names for p in ("weight", "bias")} | {f"{row}.weight"}] * size
+
+
+def test_attention_with_fewer_key_and_value_heads() -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    check_equal(seeded(Attention(names, "o_proj", kv_heads=2)), torch.randn(2, 3, 8), 2)
+    with pytest.raises(MisfitError, match=r"tp=4 does not divide the 2 key/value heads of ''; choose tp from 1, 2"):
+        apply_tensor_parallel(Attention(names, "o_proj", kv_heads=2), lone_group(4))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8), (8,), (2, 1, 3, 8)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_mlp_equals_the_full_one_for_any_leading_dimensions(shape: tuple[int, ...], bias: bool) -> None:
+    cut = check_equal(seeded(Mlp(bias)), torch.randn(shape), 3)
+    assert cut[0] == {"fc1.weight", "fc2.weight"} | ({"fc1.bias"} if bias else set())
+
+
+def test_gated_mlp_and_whole_blocks() -> None:
+    assert len(check_equal(seeded(Gated()), torch.randn(2, 3, 8), 2)[0]) == 4
+    model = nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
+    cut = check_equal(seeded(model), torch.randn(2, 5, 6), 2)
+    assert {name.split(".")[0] for name in cut[0]} == {"1", "2"}
+
+
+@pytest.mark.parametrize("rule", ["column", "row"])
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8)])
+def test_a_layer_alone_takes_and_gives_full_tensors(rule: str, shape: tuple[int, ...]) -> None:
+    check_equal(seeded(nn.Sequential(nn.Linear(8, 6))), torch.randn(shape), 2, {"0": rule})
+    check_equal(seeded(nn.Linear(8, 6)), torch.randn(shape), 2, {"*": rule})
+
+
+def test_gathered_output_of_fused_parts() -> None:
+    full = seeded(nn.Linear(4, 12))
+    assert isinstance(full, nn.Linear)
+    x = torch.randn(2, 4, dtype=torch.float64)
+
+    def body(t: Transport) -> None:
+        layer = ColumnParallelLinear.from_linear(full, world_group(t), parts=3, gather_output=True)
+        torch.testing.assert_close(layer(x), full(x), **TIGHT)
+
+    run_local(2, body)
+
+
+def test_vocab_embedding_equals_the_full_one() -> None:
+    ids = torch.tensor([[0, 5, 3], [11, 5, 6]])
+    for padding in (None, 5, 11):
+        full = seeded(nn.Sequential(nn.Embedding(12, 4, padding_idx=padding), nn.Linear(4, 8), Mlp()))
+        cut = check_equal(full, ids, 3, {"0": "vocabulary"})
+        assert "0.weight" in cut[0]
+
+
+@pytest.mark.parametrize("bad", [-1, 12, 100])
+def test_ids_out_of_range_raise_on_every_rank(bad: int) -> None:
+    def body(t: Transport) -> None:
+        layer = VocabParallelEmbedding.from_embedding(nn.Embedding(12, 4), world_group(t))
+        with pytest.raises(IndexError):
+            layer(torch.tensor([0, bad]))
+
+    run_local(3, body)
+
+
+def test_rules_win_over_names_and_the_first_match_counts() -> None:
+    assert (
+        check_equal(seeded(Block()), torch.randn(2, 5, 8), 2, {"mlp.fc2": "replicate", "mlp.*": "replicate"})
+        == [{"attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight"}] * 2
+    )
+    cut = check_equal(seeded(Block()), torch.randn(2, 5, 8), 2, {"attn.*": "replicate", "*": "replicate"})
+    assert cut == [set(), set()]
+    strange = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    assert check_equal(seeded(strange), torch.randn(3, 8), 2, {"0": "column", "*": "row"})[0] == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+    }
+
+
+def test_pairs_that_do_not_match_stay_whole() -> None:
+    odd = Mlp()
+    odd.fc2 = nn.Linear(12, 8)
+    lonely = nn.ModuleDict({"fc1": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+    headless = Attention(("qkv",), "proj")
+    del headless.num_heads, headless.head_dim
+    tied = Mlp(hidden=8)
+    tied.fc2.weight = tied.fc1.weight
+    hooked = Mlp()
+    hooked.fc1.register_forward_hook(lambda *_: None)
+    subclass = nn.ModuleDict({"fc1": nn.Linear(8, 8), "fc2": nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8)})
+    for module in (odd, lonely, headless, tied, hooked, subclass):
+        run_local(2, lambda t, m=module: apply_tensor_parallel(m, world_group(t)))
+        assert not any(shard_of(param) for param in module.parameters())
+
+
+def test_modules_that_bypass_their_layers_are_left_alone() -> None:
+    full = seeded(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    assert check_equal(full, torch.randn(2, 3, 8), 2) == [set(), set()]
+    with pytest.raises(MisfitError, match=r"'self_attn\.out_proj', but TransformerEncoderLayer '' uses the weights"):
+        apply_tensor_parallel(full, lone_group(), {"*out_proj": "row"})
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "rules", "message"),
+    [
+        (Block(), 3, {}, r"tp=3 does not divide the 4 heads of 'attn'; choose tp from 1, 2, 4$"),
+        (
+            Mlp(),
+            5,
+            {},
+            r"tp=5 does not divide the 24 output features of 'fc1'; choose tp from 1, 2, 3, 4, 6, 8, 12, 24$",
+        ),
+        (nn.Linear(6, 4), 3, {"*": "column"}, r"tp=3 does not divide the 4 output features of ''"),
+        (nn.Sequential(nn.Linear(4, 6)), 3, {"0": "row"}, r"tp=3 does not divide the 4 input features of '0'"),
+        (nn.Sequential(nn.Embedding(5, 2)), 2, {"0": "vocabulary"}, r"tp=2 does not divide the 5 ids of '0' \(or pad"),
+        (nn.Sequential(nn.Linear(4, 5)), 2, {"0": "vocabulary"}, r"tp=2 does not divide the 5 ids of '0' \(or pad"),
+        (nn.Sequential(nn.Embedding(4, 6)), 2, {"0": "column"}, r"'0' cannot be cut as 'column'"),
+        (nn.Sequential(nn.Linear(4, 6), nn.Linear(8, 6)), 2, {"0": "column", "1": "row"}, r"'0' has 6 outputs, but"),
+    ],
+)
+def test_sizes_and_rules_that_do_not_fit_say_what_to_do(
+    module: nn.Module, size: int, rules: dict[str, str], message: str
+) -> None:
+    with pytest.raises(MisfitError, match=message):
+        apply_tensor_parallel(module, lone_group(size), rules)
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(UsageError, match=r"rule 'fc1': unknown split 'colum'; did you mean 'column'"):
+        apply_tensor_parallel(Mlp(), lone_group(), {"fc1": "colum"})
+    tied = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    with pytest.raises(MisfitError, match="'embed' cannot be cut: it, or its weight, is used in several places"):
+        apply_tensor_parallel(tied, lone_group(), {"embed": "vocabulary"})
+    with pytest.raises(MisfitError, match="max_norm"):
+        VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0), lone_group())
+
+
+def test_a_full_input_to_a_row_that_expects_its_share_is_refused() -> None:
+    layer = RowParallelLinear(8, 4, lone_group(), bias=False)
+    with pytest.raises(MisfitError, match=r"takes 4 of 8 features, but its input is \(2, 8\)"):
+        layer(torch.zeros(2, 8))
+
+
+def test_ranks_that_start_from_different_parameters_are_refused_on_all() -> None:
+    def body(t: Transport) -> None:
+        block = seeded(Block())
+        with torch.no_grad():
+            block.get_parameter("norm1.bias").add_(t.rank)
+        with pytest.raises(MisfitError, match=r"1 of 12 parameters differ between the ranks .* first 'norm1\.bias'"):
+            apply_tensor_parallel(block, world_group(t))
+        linear = nn.Linear(4, 4)
+        nn.init.constant_(linear.bias, t.rank)
+        with pytest.raises(MisfitError, match="'bias'"):
+            RowParallelLinear.from_linear(linear, world_group(t))
+
+    run_local(2, body)
+
+
+def test_a_replicated_parameter_inside_a_cut_region_is_found_at_the_first_backward() -> None:
+    class Scaled(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(self.fc1(x) * self.slope)
+
+    def body(t: Transport) -> None:
+        module = apply_tensor_parallel(seeded(Scaled()), world_group(t))
+        x = torch.ones(3, 8, dtype=torch.float64)
+        with pytest.raises(MisfitError, match="gradient of 'slope' differs between the ranks"):
+            module(x).square().sum().backward()
+
+    run_local(2, body)
+
+
+def test_shards_survive_copies_casts_loading_and_the_meta_device() -> None:
+    def body(t: Transport) -> None:
+        group = world_group(t)
+        with torch.device("meta"):
+            bare = apply_tensor_parallel(Mlp(), group)
+        cut = apply_tensor_parallel(seeded(Mlp()), group)
+        expected = {name: shard_of(param) for name, param in cut.named_parameters()}
+        assert expected["fc2.weight"] == Shard(1, 1, t.rank, 2)
+        moved = bare.to_empty(device="cpu")
+        assigned = copy.deepcopy(cut)
+        assigned.load_state_dict({k: v.clone() for k, v in cut.state_dict().items()}, assign=True)
+        for module in (copy.deepcopy(cut), moved, assigned, copy.deepcopy(cut).float()):
+            assert {name: shard_of(param) for name, param in module.named_parameters()} == expected
+
+    run_local(2, body)
+
+
+def test_slices_keep_dtype_flags_and_mode() -> None:
+    full = nn.Linear(4, 4, dtype=torch.bfloat16).eval()
+    full.bias.requires_grad_(False)
+    layer = ColumnParallelLinear.from_linear(full, lone_group())
+    assert (layer.weight.dtype, layer.weight.requires_grad, layer.training) == (torch.bfloat16, True, False)
+    assert layer.bias is not None
+    assert not layer.bias.requires_grad
+    assert layer.weight.data_ptr() != full.weight.data_ptr()
+    assert torch.equal(layer.weight, full.weight[:2])
+
+
+@pytest.mark.parametrize("shard", [Shard(0, 1, 0, 2), Shard(0, 3, 0, 2), Shard(1, 1, 0, 4), Shard(1, 2, 0, 2)])
+def test_taking_and_gathering_are_inverse(shard: Shard) -> None:
+    full = torch.arange(96.0).reshape(12, 8)
+
+    def body(t: Transport) -> Tensor:
+        mine = Shard(shard.dim, shard.parts, t.rank, shard.size)
+        return gather_full(take_shard(full, mine), world_group(t), mine)
+
+    assert all(torch.equal(result, full) for result in run_local(shard.size, body))
+
+
+def test_shards_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(MisfitError, match=r"tp=4 does not divide the 6 features of \(6, 2\)"):
+        take_shard(torch.zeros(6, 2), Shard(0, 1, 0, 4))
+    with pytest.raises(MisfitError, match="cut into 3 cannot be gathered over a group of 2"):
+        gather_full(torch.zeros(2), lone_group(), Shard(0, 1, 0, 3))
+
+
+def test_constructors_from_sizes_draw_what_the_full_layer_draws() -> None:
+    builders: list[tuple[type[Any], type[Any], tuple[int, int]]] = [
+        (ColumnParallelLinear, nn.Linear, (4, 6)),
+        (RowParallelLinear, nn.Linear, (4, 6)),
+        (VocabParallelEmbedding, nn.Embedding, (6, 4)),
+    ]
+    for layer_class, full_class, sizes in builders:
+        torch.manual_seed(5)
+        full = full_class(*sizes)
+        torch.manual_seed(5)
+        options = {"bias": False} if layer_class is RowParallelLinear else {}
+        layer = layer_class(*sizes, lone_group(), **options)
+        shard = shard_of(layer.weight)
+        assert shard is not None
+        assert torch.equal(layer.weight, take_shard(full.weight, shard))
+
+
+def test_a_group_of_one_changes_nothing_but_checks_the_rules() -> None:
+    module = Mlp()
+    alone = SelfGroup(0, torch.device("cpu"))
+    assert apply_tensor_parallel(module, alone) is module
+    assert type(module.fc1) is nn.Linear
+    with pytest.raises(UsageError):
+        apply_tensor_parallel(module, alone, {"fc1": "nonsense"})

@@ -1,0 +1,178 @@
+"""Logits that are cut over the vocabulary: the loss of whole logits, and nobody has them whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
+from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+
+from ..toys import (
+    Outcome,
+    ids_task,
+    sgd,
+    share,
+    tiny_gpt,
+    train_plainly,
+    train_rank,
+    worst_difference,
+)
+
+
+def cut_figures(logits: Tensor, targets: Tensor, ranks: int) -> list[tuple[float, float, float, Tensor]]:
+    def run(transport: Transport) -> tuple[float, float, float, Tensor]:
+        group = transport.make_group([tuple(range(ranks))])
+        mine = logits.chunk(ranks, -1)[group.index].clone().requires_grad_()
+        loss, weight = cross_entropy_sum(mine, targets, vocabulary=group)
+        (loss * 3).backward()
+        assert mine.grad is not None
+        return loss.item(), weight.item(), correct_sum(mine.detach(), targets, vocabulary=group).item(), mine.grad
+
+    return run_local(ranks, run)
+
+
+@given(
+    ranks=st.integers(1, 3),
+    share_of_ids=st.integers(1, 4),
+    shape=st.sampled_from([(5,), (2, 3), (1, 1, 4)]),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-3, 1.0, 300.0]),
+)
+@settings(max_examples=25, deadline=None)
+def test_loss_hits_and_gradient_are_those_of_whole_logits(
+    ranks: int, share_of_ids: int, shape: tuple[int, ...], seed: int, scale: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    ids = ranks * share_of_ids
+    logits = torch.randn(*shape, ids, generator=random, dtype=torch.float64) * scale
+    targets = torch.randint(0, ids, shape, generator=random)
+    targets[torch.rand(shape, generator=random) < 0.3] = -100
+    whole = logits.clone().requires_grad_()
+    loss, weight = cross_entropy_sum(whole, targets)
+    (loss * 3).backward()
+    assert whole.grad is not None
+    for rank, figures in enumerate(cut_figures(logits, targets, ranks)):
+        assert figures[0] == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
+        assert figures[1:3] == (weight.item(), correct_sum(logits, targets).item())
+        assert (figures[3] - whole.grad.chunk(ranks, -1)[rank]).abs().max() <= 1e-12
+
+
+def test_of_equal_logits_the_first_id_is_predicted_on_all_ranks() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0, 5.0, 2.0]])
+    for ranks in (1, 2, 3):
+        hits = [figures[2] for figures in cut_figures(logits, torch.tensor([int(logits.argmax())]), ranks)]
+        assert hits == [1.0] * ranks
+
+
+def test_short_logits_are_added_up_in_float32() -> None:
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    targets = torch.arange(64) % 8
+    expected = F.cross_entropy(logits.float(), targets, reduction="sum").item()
+    assert cut_figures(logits, targets, 2)[0][0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 6, 99])
+def test_a_target_that_is_no_id_is_refused_on_all_ranks(wrong: int) -> None:
+    def run(transport: Transport) -> None:
+        group = transport.make_group([(0, 1)])
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            cross_entropy_sum(torch.randn(2, 3), torch.tensor([1, wrong]), vocabulary=group)
+
+    run_local(2, run)
+
+
+def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """One's own: it knows of whole logits only."""
+    assert logits.shape[-1] == 10
+    return cross_entropy_sum(logits, targets)
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy_sum, own_loss])
+def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_them(loss_fn: object) -> None:
+    task = ids_task(2, 4, 8)
+    alone = train_plainly(task, tiny_gpt(), 2, dtype=torch.float64)
+
+    def run(transport: Transport) -> list[float]:
+        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
+        engine = Engine(plan, tiny_gpt(), loss_fn, sgd, dtype=torch.float64, transport=transport)  # type: ignore[arg-type]
+        stage = engine.stages[0].blocks
+        embedding, head = stage["0"].get_submodule("tokens"), stage["5"].get_submodule("head")
+        assert isinstance(embedding, VocabParallelEmbedding)
+        assert isinstance(head, ColumnParallelLinear)
+        assert embedding.weight.shape == head.weight.shape == (5, 16)
+        assert head.gather_output is (loss_fn is own_loss)
+        losses = [
+            engine.step(*share(engine, *batch)).loss.item() for batch in zip(task.inputs, task.targets, strict=True)
+        ]
+        given = share(engine, task.inputs[0], task.targets[0])
+        assert engine.evaluate(*given).loss.item() > 0
+        return losses
+
+    for losses in run_local(2, run):
+        assert losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+def test_a_metric_that_needs_whole_logits_gets_them() -> None:
+    def hits(logits: Tensor, targets: Tensor) -> Tensor:
+        assert logits.shape[-1] == 10
+        return correct_sum(logits, targets)
+
+    task = ids_task(1, 4, 8)
+
+    def run(transport: Transport) -> tuple[float, float]:
+        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
+        found = []
+        for metric in (hits, correct_sum):
+            engine = Engine(
+                plan,
+                tiny_gpt(),
+                cross_entropy_sum,
+                sgd,
+                metrics={"hits": metric},
+                transport=transport,
+                dtype=torch.float64,
+            )
+            found.append(engine.evaluate(task.inputs[0], task.targets[0]).metrics["hits"].item())
+        return found[0], found[1]
+
+    for first, second in run_local(2, run):
+        assert first == second
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    def run(transport: Transport) -> tuple[int, ...]:
+        engine = Engine(
+            qs.compile("1f1b", mesh="tp=4", microbatches=1), tiny_gpt(), cross_entropy_sum, sgd, transport=transport
+        )
+        return tuple(engine.stages[0].get_parameter("blocks.5.head.weight").shape)
+
+    assert run_local(4, run) == [(10, 16)] * 4
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.fc(x)
+        return out
+
+
+def test_what_is_cut_by_vocabulary_before_the_last_block_is_whole_behind_it() -> None:
+    task, blocks = ids_task(2, 4, 8), [*tiny_gpt()[:-1], Beside, tiny_gpt()[-1]]
+
+    def run(transport: Transport) -> Outcome:
+        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
+        return train_rank(transport, plan, task, blocks, dtype=torch.float64, rules={"5.fc": "vocabulary"})
+
+    alone = train_plainly(task, blocks, 2, dtype=torch.float64)
+    assert worst_difference(run_local(2, run), alone) <= 1e-12

@@ -1,0 +1,89 @@
+"""Faults that a review found in gradients: sums that began too early or too late, weights held twice."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.checkpoint.checkpoints import Checkpoints
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ..interpreter.test_refused_plans import WIDTH, alone, batch, linear, squared_sum, train
+from ..toys import ids_task, sgd, tiny_gpt, worst_difference
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_a_weight_that_blocks_of_a_stage_share_is_reduced_when_it_is_complete(recompute: int) -> None:
+    shared = nn.ModuleList([linear() for _ in range(4)])
+    shared[3].weight = shared[2].weight
+
+    def blocks() -> Blocks:
+        return list(copy.deepcopy(shared))
+
+    plan = qs.compile("gpipe", mesh="dp=2", microbatches=2, recompute=recompute)
+    assert worst_difference(train(plan, blocks, batch(8)), train(alone(), blocks, batch(8))[0]) < 1e-12
+
+
+def test_pieces_are_launched_while_the_last_weight_half_runs() -> None:
+    plan = qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2)
+    inputs, targets = (tensor.float() for tensor in batch(2))
+
+    def run(transport: Transport) -> list[str]:
+        notes: list[str] = []
+        engine = Engine(plan, [linear] * 4, squared_sum, sgd, bucket_mb=1e-6, transport=transport)
+        replicas, gradients = engine._groups.replicas, engine._state.gradients
+        reduce, accumulate = replicas.all_reduce, gradients._accumulate
+
+        def noted_reduce(tensor: Tensor, *options: object) -> object:
+            notes.append(f"launch {tensor.numel()}")
+            return reduce(tensor)
+
+        def noted_accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+            notes.append(f"add {parameter.numel()}")
+            accumulate(parameter, gradient)
+
+        replicas.all_reduce = noted_reduce  # type: ignore[method-assign, assignment]
+        gradients._accumulate = noted_accumulate  # type: ignore[method-assign]
+        engine.step(inputs, targets)
+        return notes
+
+    for notes in run_local(4, run):
+        launched = notes.index(f"launch {WIDTH**2}")
+        assert f"add {WIDTH**2}" in notes[launched:], "the first piece waited for all of them"
+
+
+def test_a_second_engine_trains_the_same_low_precision_modules() -> None:
+    modules = [linear(), linear()]
+    inputs, targets = (tensor.float() for tensor in batch(4))
+    for _ in range(2):
+        engine = Engine(alone(2), modules, squared_sum, sgd, dtype=torch.bfloat16)
+        before = engine.full_weights()["0.weight"].clone()
+        result = engine.step(inputs, targets)
+        assert result.grad_norm is not None
+        assert result.grad_norm > 0
+        assert not torch.equal(engine.full_weights()["0.weight"], before)
+
+
+def test_weights_tied_inside_a_stage_are_saved_and_come_back(tmp_path: Path) -> None:
+    task, checkpoints = ids_task(2, 4, length=6), Checkpoints(tmp_path, 1)
+
+    def engine(seed: int) -> Engine:
+        tied = {"embedding": ("0.tokens.weight", "3.head.weight")}
+        blocks = tiny_gpt(6, depth=2, tied=True)
+        return Engine(alone(2), blocks, cross_entropy_sum, sgd, dtype=torch.float32, tied=tied, seed=seed)
+
+    trained, resumed = engine(0), engine(1)
+    trained.step(task.inputs[0], task.targets[0])
+    checkpoints.save(trained, 1, {})
+    checkpoints.load(resumed, 1)
+    assert resumed.step(task.inputs[1], task.targets[1]).loss == trained.step(task.inputs[1], task.targets[1]).loss
+    weights = resumed.full_weights()
+    assert torch.equal(weights["0.tokens.weight"], trained.full_weights()["0.tokens.weight"])

@@ -1,0 +1,112 @@
+"""Gradient pieces: their sizes, and that they are launched early and in one order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime.comm import DoneWork, Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.stage.build import Stage
+from quintsched.runtime.state.grad_buckets import Piece, cut_pieces
+from quintsched.runtime.state.master_weights import Masters
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ..toys import Task, sgd, share, tiny_vit
+
+
+@pytest.mark.parametrize(("piece_bytes", "pieces"), [(10**9, 1), (4 * 20, 4), (1, 8)])
+def test_pieces_hold_every_parameter_once_last_first(piece_bytes: int, pieces: int) -> None:
+    stage = Stage(0, {n: nn.Linear(4, 4) for n in range(4)})
+    cut = cut_pieces(stage, 1, piece_bytes)
+    assert len(cut) == pieces
+    held = [parameter for _, parameters in cut for parameter in parameters]
+    assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
+
+
+def test_a_gradient_is_a_view_into_its_piece() -> None:
+    layer = nn.Linear(3, 2)
+    piece = Piece((0, 0), list(layer.parameters()), Masters({}))
+    layer(torch.ones(1, 3)).sum().backward()
+    assert piece.flat.tolist() == [1.0] * 8
+
+
+def test_mixed_types_and_buckets_are_cut_apart() -> None:
+    stage = Stage(0, {0: nn.Linear(4, 4), 1: nn.Linear(4, 4).double(), 2: nn.Linear(4, 4)})
+    types = [parameters[0].dtype for _, parameters in cut_pieces(stage, 1, 10**9)]
+    assert types == [torch.float32, torch.float64, torch.float32]
+    assert {bucket for bucket, _ in cut_pieces(stage, 3, 10**9)} == {(0, 0), (0, 1), (0, 2)}
+
+
+class Watched(nn.Linear):
+    """Notes when its weight's gradient has arrived."""
+
+    def __init__(self, notes: list[str], name: str) -> None:
+        super().__init__(6, 6)
+        self.weight.register_post_accumulate_grad_hook(lambda _: notes.append(f"{name} has its gradient"))
+
+
+def test_pieces_are_launched_while_the_last_backward_runs() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
+    notes: list[list[str]] = [[], []]
+
+    def run(transport: Transport) -> None:
+        mine = notes[transport.rank]
+        blocks = [Watched(mine, "first"), Watched(mine, "last")]
+        engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, bucket_mb=1e-6, transport=transport)
+        replicas = engine._groups.replicas
+        reduce = replicas.all_reduce
+
+        def noted(tensor: Tensor, *options: object) -> object:
+            mine.append(f"launch {tensor.numel()}")
+            return reduce(tensor)
+
+        replicas.all_reduce = noted  # type: ignore[method-assign, assignment]
+        engine.step(torch.randn(4, 6), torch.randn(4, 6))
+
+    run_local(2, run)
+    launched = ["launch 6", "launch 36", "launch 6", "launch 36"]
+    assert [note for note in notes[0] if note.startswith("launch")] == launched
+    assert notes[0] == notes[1]
+    last_microbatch = notes[0][notes[0].index("launch 6") :]
+    assert last_microbatch.index("launch 36") < last_microbatch.index("first has its gradient")
+
+
+class Maybe(nn.Module):
+    """Uses its second weight only where the first input is positive: gradients become ready in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta or x[0, 0] > 0:
+            return self.b(self.a(x))  # type: ignore[no-any-return]
+        return self.a(x)  # type: ignore[no-any-return]
+
+
+def test_replicas_whose_gradients_come_in_different_orders_still_agree() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+    inputs = torch.ones(2, 2, 6)
+    inputs[1] *= -1
+
+    def run(transport: Transport) -> dict[str, Tensor]:
+        engine = Engine(plan, [Maybe, Maybe], nn.functional.mse_loss, sgd, bucket_mb=1e-6, transport=transport)
+        engine.step(inputs[transport.rank], torch.zeros(2, 6))
+        return engine.full_weights()
+
+    first, second = run_local(2, run)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_no_reduction_without_replicas() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    task = Task.make(1, 8, torch.float32)
+
+    def refuse(tensor: Tensor) -> DoneWork:
+        raise AssertionError("nothing is to be reduced")
+
+    engine._groups.replicas.all_reduce = refuse  # type: ignore[method-assign, assignment]
+    assert torch.isfinite(engine.step(*share(engine, task.inputs[0], task.targets[0])).loss)

@@ -1,0 +1,446 @@
+"""ZeRO: what replicas share out changes no number, and takes the memory that it should."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.launch.worker import main
+from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
+from quintsched.runtime.state.memory_stats import StateBytes
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ..matrix import CASES
+from ..models.test_gpt import COUNTING
+from ..parallel.test_context import lively_gpt
+from ..parallel.test_moe import require_equality as require_equality_of_experts
+from ..stage.test_compiled import Mlp
+from ..test_matrix_processes import require_equal
+from ..test_matrix_processes import train as train_in_processes
+from ..toys import Outcome, adam, ids_task, share, train_on, train_plainly, worst_difference
+from .test_pretrained import OPTIONS, draw_checkpoint, make_engine, write
+
+DEPTH, LENGTH, SAMPLES = 4, 8, 8
+COSTS = [1.0] * (DEPTH + 2)
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
+STAGES = (1, 2, 3)
+TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
+slow = pytest.mark.slow
+
+
+@cache
+def alone(microbatches: int, dtype: torch.dtype = torch.float64, tied: bool = False) -> Outcome:
+    task, ties = ids_task(2, SAMPLES, LENGTH), TIES if tied else {}
+    found = train_plainly(task, lively_gpt(LENGTH), microbatches, clip=1.0, dtype=dtype, tied=ties)
+    copies = {other: found.weights[first] for first, *others in ties.values() for other in others}
+    return Outcome(found.losses, found.weights | copies)
+
+
+def require_equality(plan: qs.Plan, *, tied: bool = False, dtype: torch.dtype = torch.float64, **more: Any) -> None:
+    """Train on a plan by NCCL's rules, in many pieces, and in one process."""
+    found = train_on(
+        plan,
+        ids_task(2, SAMPLES, LENGTH),
+        lively_gpt(LENGTH),
+        clip=1.0,
+        dtype=dtype,
+        tied=TIES if tied else {},
+        rules="nccl",
+        bucket_mb=0.01,
+        block_costs=COSTS,
+        **more,
+    )
+    microbatches = plan.mesh.axis_size("dp") * plan.schedule.microbatches
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    assert worst_difference(found, alone(microbatches, dtype, tied)) <= tolerance
+
+
+def a_third(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """All cases, of which every run tries a third: each schedule, mesh and stage several times."""
+    return [case if sum(place) % 3 == 0 else pytest.param(*case, marks=slow) for place, case in _placed(cases)]
+
+
+def _placed(cases: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    columns = [sorted(set(column), key=str) for column in zip(*cases, strict=True)]
+    return [(tuple(column.index(x) for column, x in zip(columns, case, strict=True)), case) for case in cases]
+
+
+MESHES = ("dp=2,pp=2", "dp=4", "dp=2,tp=2", "dp=2,tp=2 sequence", "cp=2,pp=2")
+
+
+@pytest.mark.parametrize(("schedule", "mesh", "zero"), a_third(list(product(SCHEDULES, MESHES, STAGES))))
+def test_schedules_and_meshes_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
+    axes, _, sequence = mesh.partition(" ")
+    plan = qs.compile(schedule, mesh=axes, microbatches=2, zero=zero)
+    require_equality(plan, sequence_parallel=bool(sequence))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "zero"),
+    [
+        *a_third(list(product(SCHEDULES, ("ep=2",), STAGES))),
+        *(pytest.param(*case, marks=slow) for case in product(SCHEDULES, ("dp=2,ep=2", "ep=2,tp=2,pp=2"), STAGES)),
+    ],
+)
+def test_experts_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
+    require_equality_of_experts(qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "more"),
+    [
+        ("1f1b", "dp=2,pp=2", {"recompute": 1, "buckets_per_stage": 2}),
+        ("zb-h1", "dp=2,pp=2", {"recompute": 2, "zero_every": 2}),
+        ("dualpipe", "dp=2,pp=2", {}),
+        ("seq-1f1b", "dp=2,pp=2", {"slices": 2}),
+        ("interleaved-1f1b", "dp=2,tp=2,pp=2", {"chunks": 2, "zero_every": 3}),
+    ],
+)
+def test_all_that_a_plan_can_have_besides_equals_one_process(
+    schedule: str, mesh: str, more: dict[str, Any], zero: int
+) -> None:
+    more = {name: value for name, value in more.items() if name != "zero_every" or zero > 1}
+    require_equality(qs.compile(schedule, mesh=mesh, microbatches=4, zero=zero, **more))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "dp=2,pp=2"), ("zb-h1", "cp=2,pp=2")])
+def test_tied_weights_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
+    plan = qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero, tied={"embedding": (0, 1)})
+    require_equality(plan, tied=True)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_single_precision_equals_one_process(zero: int) -> None:
+    require_equality(qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2, zero=zero), dtype=torch.float32)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile wants a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("zero", STAGES)
+@slow
+def test_compiled_stages_equal_plain_ones(zero: int) -> None:
+    plan = qs.compile("zb-h1", mesh="dp=2", microbatches=2, zero=zero)
+    inputs, targets = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def train(is_compiled: bool) -> list[dict[str, Tensor]]:
+        def run(transport: Transport) -> dict[str, Tensor]:
+            engine = Engine(
+                plan, [Mlp], squared_sum, adam, dtype=torch.float64, compiled=is_compiled, transport=transport
+            )
+            for _ in range(3):
+                engine.step(*share(engine, inputs, targets))
+            return engine.full_weights()
+
+        return run_local(2, run, timeout_s=300)
+
+    for found, expected in zip(train(True), train(False), strict=True):
+        assert all(torch.allclose(weight, expected[name], rtol=0, atol=1e-12) for name, weight in found.items())
+
+
+def engine_on(
+    transport: Transport,
+    plan: qs.Plan,
+    optimizer: Callable[..., torch.optim.Optimizer] = adam,
+    dtype: torch.dtype = torch.float64,
+    **more: Any,
+) -> Engine:
+    return Engine(
+        plan,
+        lively_gpt(LENGTH),
+        cross_entropy_sum,
+        optimizer,
+        clip=1.0,
+        dtype=dtype,
+        bucket_mb=0.01,
+        block_costs=COSTS,
+        transport=transport,
+        **more,
+    )
+
+
+def compiled(zero: int, mesh: str = "dp=2,pp=2") -> qs.Plan:
+    return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,pp=2", "dp=2,tp=2"])
+def test_norms_and_evaluations_are_those_of_whole_replicas(mesh: str) -> None:
+    task = ids_task(2, SAMPLES, LENGTH)
+
+    def run(zero: int, transport: Transport) -> list[float]:
+        engine, figures = engine_on(transport, compiled(zero, mesh), sequence_parallel="tp" in mesh), []
+        for batch in zip(task.inputs, task.targets, strict=True):
+            result = engine.step(*share(engine, *batch))
+            assert result.grad_norm is not None
+            evaluated = engine.evaluate(*share(engine, task.inputs[0], task.targets[0]))
+            figures += [result.grad_norm.item(), result.loss.item(), evaluated.loss.item()]
+        return figures
+
+    whole, *shared = (run_local(4, partial(run, zero), rules="nccl") for zero in (0, *STAGES))
+    for ranks in shared:
+        for found, expected in zip(ranks, whole, strict=True):
+            assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_step_that_is_not_finite_changes_nothing(zero: int) -> None:
+    task = ids_task(2, SAMPLES, LENGTH)
+
+    def overflowing(fails: list[bool], output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss, weight = cross_entropy_sum(output, targets)
+        return (loss * math.inf if fails[0] else loss), weight
+
+    def run(transport: Transport) -> None:
+        fails = [False]
+        engine = Engine(
+            compiled(zero),
+            lively_gpt(LENGTH),
+            partial(overflowing, fails),
+            adam,
+            dtype=torch.float64,
+            transport=transport,
+        )
+        engine.step(*share(engine, task.inputs[0], task.targets[0]))
+        before = engine.full_weights()
+        fails[0] = True
+        assert engine.step(*share(engine, task.inputs[1], task.targets[1])).skipped
+        assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+        fails[0] = False
+        result = engine.step(*share(engine, task.inputs[1], task.targets[1]))
+        assert not result.skipped
+        assert math.isfinite(result.loss.item())
+        assert any(not torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+
+    run_local(4, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_run_goes_on_bit_by_bit_from_its_state(zero: int, dtype: torch.dtype) -> None:
+    task = ids_task(4, SAMPLES, LENGTH)
+
+    def train(transport: Transport, engine: Engine, steps: range) -> list[float]:
+        return [engine.step(*share(engine, task.inputs[n], task.targets[n])).loss.item() for n in steps]
+
+    def run(transport: Transport) -> dict[str, Tensor]:
+        first = engine_on(transport, compiled(zero), dtype=dtype)
+        train(transport, first, range(2))
+        state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+        losses = train(transport, first, range(2, 4))
+        second = engine_on(transport, compiled(zero), dtype=dtype)
+        second.load_state_dict(state)
+        assert train(transport, second, range(2, 4)) == losses
+        ends, expected = second.full_weights(), first.full_weights()
+        assert all(torch.equal(weight, expected[name]) for name, weight in ends.items())
+        return state
+
+    states = run_local(4, run)
+    master = torch.float32 if dtype == torch.bfloat16 else dtype
+    names = {name for state in states for name in state if name.startswith("model.")}
+    for name in names:
+        held = [state[name] for state in states if name in state]
+        assert {part.dtype for part in held} == {master}
+        assert all(part.dim() == 1 for part in held)
+    own = [sum(state[name].numel() for name in names if name in state) for state in states]
+    whole = sum(weight.numel() for weight in alone(4).weights.values())
+    assert sum(own) == whole
+    assert all(
+        state[f"optimizer.{name.removeprefix('model.')}.exp_avg"].shape == state[name].shape
+        for state in states
+        for name in names
+        if name in state
+    )
+
+
+def test_weights_and_gradients_stand_only_while_they_are_used() -> None:
+    task = ids_task(1, SAMPLES, LENGTH)
+
+    def run(transport: Transport) -> None:
+        engine = engine_on(transport, compiled(3))
+        before = engine.full_weights()
+        engine.step(*share(engine, task.inputs[0], task.targets[0]))
+        weights = [weight for stage in engine.stages.values() for weight in stage.parameters()]
+        assert all(weight.isnan().all() and weight.grad is None for weight in weights)
+        assert sum(weight.untyped_storage().nbytes() for weight in weights) == len(weights) * 8
+        after = engine.full_weights()
+        assert all(weight.isfinite().all() for weight in after.values())
+        assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
+
+    run_local(4, run)
+
+
+WIDTH = 128
+
+
+def wide() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def squared_sum(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return (output - targets).square().sum(), float(len(output))
+
+
+def measure(plan: qs.Plan, dtype: torch.dtype = torch.float32) -> list[StateBytes]:
+    """Train two steps; returns each rank's peaks."""
+
+    def run(transport: Transport) -> StateBytes:
+        engine = Engine(
+            plan, [wide] * 8, squared_sum, adam, bucket_mb=0.01, block_costs=[1.0] * 8, dtype=dtype, transport=transport
+        )
+        inputs, targets = torch.randn(2, 16, WIDTH, dtype=dtype).unbind()
+        for _ in range(2):
+            engine.step(*share(engine, inputs, targets))
+        return engine.state_bytes()
+
+    return run_local(plan.mesh.size, run)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("mesh", "replicas"), [("dp=2,pp=2", 2), pytest.param("dp=4", 4, marks=slow)])
+def test_memory_is_that_of_the_formula_and_of_the_simulator(schedule: str, mesh: str, replicas: int) -> None:
+    held = 8 * (WIDTH + 1) * WIDTH * 4 / qs.Mesh.parse(mesh).pp
+    for zero in (0, *STAGES):
+        plan = qs.compile(schedule, mesh=mesh, microbatches=4, zero=zero)
+        stages = len(plan.layout.stages_of(0))
+        gathered = min(stages, 2) * held / stages
+        weights = held / replicas + gathered if zero == 3 else held
+        gradients = held / replicas + held / stages if zero >= 2 else held
+        optimizer = 2 * held / (replicas if zero else 1)
+        costs = qs.Costs(weights=held, gradients=held, optimizer_state=2 * held)
+        for rank, found in enumerate(measure(plan)):
+            assert found.weights == pytest.approx(weights, rel=0.01), (zero, rank)
+            assert found.gradients == pytest.approx(gradients, rel=0.01), (zero, rank)
+            assert found.optimizer == pytest.approx(optimizer, rel=0.01), (zero, rank)
+            simulated = plan.simulate(costs).peak_state[plan.mesh.coordinates(rank).get("pp", 0)]
+            assert found.total == pytest.approx(simulated, rel=0.01), (zero, rank)
+
+
+def test_masters_of_short_weights_are_shared_out_as_the_optimizers() -> None:
+    numbers = 8 * (WIDTH + 1) * WIDTH
+    plan = qs.compile("1f1b", mesh="dp=4", microbatches=2, zero=3)
+    for found in measure(plan, torch.bfloat16):
+        assert found.weights == pytest.approx(2 * numbers / 4 + 2 * numbers, rel=0.01)
+        assert found.gradients == pytest.approx(4 * numbers / 4 + 4 * numbers, rel=0.01)
+        assert found.optimizer == pytest.approx(12 * numbers / 4, rel=0.01)
+
+
+def test_weights_that_come_and_go_are_none_of_what_autograd_saves() -> None:
+    task = ids_task(1, SAMPLES, LENGTH)
+
+    def peak(zero: int) -> list[int]:
+        def run(transport: Transport) -> int:
+            engine = engine_on(transport, compiled(zero))
+            return engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))[1].peak
+
+        return run_local(4, run)
+
+    assert peak(3) == peak(0)
+
+
+def decaying(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    spared = [p for name, p in named_parameters if "bias" in name]
+    others = [p for name, p in named_parameters if "bias" not in name]
+    groups = [{"params": others}, {"params": spared, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_segments_go_by_the_names_of_their_parameters(zero: int) -> None:
+    task = ids_task(2, SAMPLES, LENGTH)
+
+    def run(zero: int, transport: Transport) -> dict[str, Tensor]:
+        engine = engine_on(transport, compiled(zero, "dp=2"), decaying)
+        for batch in zip(task.inputs, task.targets, strict=True):
+            engine.step(*share(engine, *batch))
+        return engine.full_weights()
+
+    expected = run_local(2, partial(run, 0))[0]
+    for found in run_local(2, partial(run, zero)):
+        assert all(torch.allclose(weight, expected[name], rtol=0, atol=1e-10) for name, weight in found.items())
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_pretrained_checkpoint_is_loaded_whole(tmp_path: Path, zero: int) -> None:
+    path, task = write(tmp_path, draw_checkpoint()), ids_task(1, SAMPLES, LENGTH)
+
+    def run(plan: qs.Plan, transport: Transport) -> float:
+        engine = make_engine(transport, plan, OPTIONS)
+        engine.load_pretrained(path)
+        return engine.step(*share(engine, task.inputs[0], task.targets[0])).loss.item()
+
+    expected = run_local(1, partial(run, qs.compile("1f1b", mesh="dp=1", microbatches=4)))
+    found = run_local(4, partial(run, compiled(zero)))
+    assert found == pytest.approx(expected * 4, abs=1e-10)
+
+
+JOB = """
+model: {name: gpt, options: {hidden: 32, depth: 2, tied: true}}
+data: {name: "DATA:load"}
+parallel: {mesh: "dp=2,pp=2", microbatches: 2, zero: ZERO}
+train: {epochs: EPOCHS, batch_size: 16, optimizer: {name: adamw, lr: 0.01, weight_decay: 0.1, decay: matrices}}
+runtime: {transport: local, precision: PRECISION}
+checkpoint: {dir: FOLDER}
+log: {path: LOG, every: 1}
+"""
+
+
+def run_job(tmp_path: Path, folder: str, zero: int, epochs: int, precision: str, *more: str) -> list[float]:
+    """Run a job; returns the losses of all steps, and of the validations."""
+    (tmp_path / "data.py").write_text(COUNTING)
+    job, log = tmp_path / "job.yaml", tmp_path / f"{folder}{epochs}.jsonl"
+    values = {"DATA": str(tmp_path / "data.py"), "FOLDER": str(tmp_path / folder), "LOG": str(log)}
+    text = JOB
+    for name, value in (values | {"ZERO": str(zero), "EPOCHS": str(epochs), "PRECISION": precision}).items():
+        text = text.replace(name, value)
+    job.write_text(text)
+    assert main(["--config", str(job), *more]) == 0
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [r.get("validation_loss", r["loss"]) for r in records if r["event"] in ("step", "epoch")]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_job_trains_to_the_same_losses(tmp_path: Path, zero: int) -> None:
+    expected = run_job(tmp_path, "whole", 0, 1, "float64")
+    assert run_job(tmp_path, "shared", zero, 1, "float64") == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_job_that_is_resumed_goes_on_as_if_never_stopped(tmp_path: Path, zero: int) -> None:
+    through = run_job(tmp_path, "through", zero, 2, "bfloat16")
+    begun = run_job(tmp_path, "stopped", zero, 1, "bfloat16")
+    resumed = run_job(tmp_path, "stopped", zero, 2, "bfloat16", "--resume")
+    assert begun + resumed == through
+
+
+def test_a_job_and_a_plan_that_share_out_differently_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=2).save(plan)
+    job = tmp_path / "job.yaml"
+    job.write_text('parallel: {mesh: "dp=2", zero: 3}\nruntime: {transport: local}\n')
+    assert main([str(plan), "--config", str(job)]) == 3
+    assert "zero is 3 in the job file but 2 in the plan" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_four_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    cases = [case for case in CASES if case.zero and case.world_size == 4]
+    assert {case.zero for case in cases} == set(STAGES)
+    require_equal(train_in_processes(tmp_path, 4, [("rendezvous", case) for case in cases], timeout_s=100))

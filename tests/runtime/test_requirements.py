@@ -1,0 +1,212 @@
+"""What cannot be run, or would train something else than what was meant, is refused in words before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.ir import instructions as ins
+from quintsched.ir.layout import Route
+from quintsched.ir.mesh import Mesh
+from quintsched.passes import TRAIN_PASSES, lower
+from quintsched.plan import ScheduleSpec
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.interpreter.rank_state import LossFn
+
+from .interpreter.test_refused_plans import WIDTH, Attention, alone, batch, linear, train
+from .toys import sgd
+
+TWO_RANKS = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_a_send_that_a_host_never_comes_to_is_refused_where_order_is_identity() -> None:
+    *last, send, metrics, clip, step = TWO_RANKS.programs[1]
+    assert isinstance(send, ins.SendGrad)
+    late = replace(TWO_RANKS, programs=(TWO_RANKS.programs[0], (*last, metrics, clip, send, step)))
+    assert late.check(profile="channel").sound
+    losses = [outcome.losses for outcome in train(late, [linear] * 2, batch(4))]
+    assert losses == [outcome.losses for outcome in train(TWO_RANKS, [linear] * 2, batch(4))]
+    with pytest.raises(qs.UnsoundError, match=r"rank 1: 7 ShareMetrics\(\) must end before 9 SendGrad\(") as refusal:
+        train(late, [linear] * 2, batch(4), rules="nccl")
+    assert "'channel, issued in program order' 2 waits close a circle" in str(refusal.value)
+
+
+def swapped(instruction: ins.Instruction) -> ins.Instruction:
+    """Say stage 1 for 0, and 0 for 1."""
+    changes: dict[str, object] = {}
+    for field in fields(instruction):
+        value = getattr(instruction, field.name)
+        if field.name == "stage":
+            changes["stage"] = 1 - value
+        elif field.name == "stages":
+            changes["stages"] = tuple(1 - stage for stage in value)
+    return replace(instruction, **changes)
+
+
+def test_a_route_through_the_model_backwards_is_refused() -> None:
+    programs = tuple(tuple(map(swapped, program)) for program in TWO_RANKS.programs)
+    routes = (Route((1, 0), TWO_RANKS.routes[0].microbatches),)
+    plan = replace(TWO_RANKS, stage_to_pp=(1, 0), routes=routes, programs=programs)
+    assert plan.check().sound
+    with pytest.raises(qs.MisfitError, match=r"visits the pieces of the model in the order \[1, 0\]"):
+        train(plan, [linear] * 2, batch(4))
+
+
+def on_one_rank(
+    routes: tuple[Route, ...], order: tuple[ins.Instruction, ...], parts: tuple[int, ...] | None
+) -> qs.Plan:
+    """Return a plan of two stages, both on the only rank."""
+    plan = qs.Plan(
+        mode="train",
+        schedule=ScheduleSpec("mine", 2, 2, 1, {}),
+        mesh=Mesh.parse("pp=1"),
+        stage_to_pp=(0, 0),
+        routes=routes,
+        buckets_per_stage=1,
+        programs=(order,),
+        stage_to_part=parts,
+    )
+    return lower(plan, TRAIN_PASSES)
+
+
+def test_a_route_through_a_part_of_the_model_is_refused() -> None:
+    order = (ins.Fwd(0, 0), ins.Fwd(1, 0), ins.Bwd(1, 0), ins.Bwd(0, 0), ins.Fwd(0, 1), ins.Bwd(0, 1))
+    plan = on_one_rank((Route((0, 1), (0,)), Route((0,), (1,))), order, None)
+    assert plan.check().sound
+    with pytest.raises(qs.MisfitError, match=r"in the order \[0\]; to be run, each route must visit all"):
+        train(plan, [linear] * 2, batch(4))
+
+
+def test_twins_on_one_rank_are_refused() -> None:
+    order = (ins.Fwd(0, 0), ins.Bwd(0, 0), ins.Fwd(1, 1), ins.Bwd(1, 1))
+    plan = on_one_rank((Route((0,), (0,)), Route((1,), (1,))), order, (0, 0))
+    assert plan.check().sound
+    with pytest.raises(qs.MisfitError, match=r"the twins \(0, 1\) hold the same piece of the model on one rank"):
+        train(plan, [linear], batch(4))
+
+
+# ---------------------------------------------------------------- what blocks and losses give
+
+
+class Giving(nn.Module):
+    """Gives what a function makes of its output."""
+
+    def __init__(self, give: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.give = give
+
+    def forward(self, x: Tensor) -> object:
+        return self.give(self.layer(x))
+
+
+WRONG_RESULTS: Mapping[str, tuple[Callable[[Tensor], object], str]] = {
+    "nothing": (lambda y: None, "returns a NoneType; it must return a tensor or a Carry"),
+    "list": (lambda y: [y], "returns a list"),
+    "dict": (lambda y: {"y": y}, "returns a dict"),
+    "one": (lambda y: (y,), "returns a tuple"),
+    "three": (lambda y: (y, y, y), "returns a tuple"),
+    "vector beside": (lambda y: (y, y.square().sum(1)), r"returns something of shape \(2,\) beside its output"),
+    "float beside": (lambda y: (y, 1.0), "returns something float beside its output"),
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("wrong", WRONG_RESULTS)
+def test_a_block_that_returns_something_else_is_named(wrong: str, number: int) -> None:
+    give, words = WRONG_RESULTS[wrong]
+    blocks = [linear, linear]
+    blocks[number] = lambda: Giving(give)
+    with pytest.raises(qs.MisfitError, match=f"block {number} {words}"):
+        train(TWO_RANKS, blocks, batch(4))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, target: (output - target).square().sum(1), r"it gave float32 \(2,\)"),
+        (lambda output, target: 1.0, "it gave a float"),
+        (lambda output, target: None, "it gave a NoneType"),
+        (lambda output, target: (output.sum(), 1.0, 2.0), "it gave a tuple"),
+    ],
+)
+def test_a_loss_function_that_gives_something_else_is_refused(loss: LossFn, words: str) -> None:
+    engine = Engine(alone(2), [linear], loss, sgd)
+    inputs, targets = (tensor.float() for tensor in batch(4))
+    with pytest.raises(qs.MisfitError, match=f"the loss function must give a tensor of no dimensions.*{words}"):
+        engine.step(inputs, targets)
+
+
+# ---------------------------------------------------------------- recomputation, slices, ties
+
+
+def layer_norm_of(noise: nn.Module) -> Blocks:
+    return [lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(nn.Identity(), noise))] * 2
+
+
+class Quiet(nn.Dropout):
+    """Somebody's own kind, which may do anything."""
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        nn.Dropout1d(0.1),
+        nn.AlphaDropout(0.1),
+        nn.FeatureAlphaDropout(0.1),
+        Quiet(0.1),
+        nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
+        nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.1),
+    ],
+    ids=lambda noise: type(noise).__name__,
+)
+def test_several_ranks_draw_no_masks_but_those_that_are_keyed(noise: nn.Module) -> None:
+    with pytest.raises(
+        qs.MisfitError,
+        match=rf"block [01] drops out by a {type(noise).__name__} \(1\.1\), .* over mesh pp=2; use nn.Dropout",
+    ):
+        train(TWO_RANKS, layer_norm_of(noise), batch(4))
+
+
+def test_one_rank_may_draw_as_it_likes() -> None:
+    (noisy,) = train(alone(), layer_norm_of(nn.AlphaDropout(0.5)), batch(4))
+    (plain,) = train(alone(), layer_norm_of(nn.AlphaDropout(0.0)), batch(4))
+    assert noisy.losses != plain.losses
+    assert len(train(TWO_RANKS, layer_norm_of(nn.AlphaDropout(0.0)), batch(4))) == 2
+
+
+def test_a_stage_has_blocks_enough_to_recompute_every_kth() -> None:
+    def plan(recompute: int) -> qs.Plan:
+        return qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=recompute)
+
+    with pytest.raises(qs.MisfitError, match=r"one of 3 blocks of stage [01] is to be recomputed, but it has 2"):
+        train(plan(3), [linear] * 4, batch(4))
+    train(plan(2), [linear] * 4, batch(4), steps=1)
+
+
+def test_extras_that_do_not_run_along_the_sequence_are_not_cut_as_if_they_did() -> None:
+    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=2)
+    with pytest.raises(qs.MisfitError, match=r"shift of shape \(4, 2\) does not run along the sequence of 6"):
+        train(plan, [Attention] * 2, batch(4, 6), shift=torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("names", [[], ["0.weight"], ["0.weight", "0.weight"]])
+def test_a_tie_names_two_weights(names: list[str]) -> None:
+    with pytest.raises(qs.MisfitError, match=rf"tied weight 'w' names {len(set(names))} weights; name at least two"):
+        train(alone(), [linear], batch(4), tied={"w": names})
+
+
+@pytest.mark.parametrize("names", [["0.weight", "1.weight"], ["0.weight", "3.weight"]])
+def test_a_model_that_ties_weights_does_not_go_both_ways(names: list[str]) -> None:
+    plan = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
+    with pytest.raises(qs.MisfitError, match=r"ties weights \(w\), which a bidirectional schedule cannot"):
+        train(plan, [linear] * 4, batch(8), tied={"w": names})

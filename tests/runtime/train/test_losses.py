@@ -1,0 +1,53 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from quintsched.runtime.data import IGNORED_TARGET
+from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+
+
+@settings(deadline=None)
+@given(real=st.integers(0, 6), padding=st.integers(0, 6), cut=st.integers(0, 12), seed=st.integers(0, 99))
+def test_sums_over_pieces_are_the_whole(real: int, padding: int, cut: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(real + padding, 4, dtype=torch.float64)
+    targets = torch.randint(4, (real + padding,))
+    targets[real:] = IGNORED_TARGET
+    pieces = [cross_entropy_sum(logits[part], targets[part]) for part in (slice(cut), slice(cut, None))]
+    assert sum(weight.item() for _, weight in pieces) == real
+    expected = F.cross_entropy(logits[:real], targets[:real], reduction="sum")
+    torch.testing.assert_close(pieces[0][0] + pieces[1][0], expected)
+    assert correct_sum(logits, targets) == (logits[:real].argmax(1) == targets[:real]).sum()
+
+
+def test_padding_has_no_gradient() -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    torch.autograd.backward(cross_entropy_sum(logits, torch.tensor([1, IGNORED_TARGET, IGNORED_TARGET]))[0])
+    assert logits.grad is not None
+    assert logits.grad[0].any()
+    assert not logits.grad[1:].any()
+
+
+def test_sequences() -> None:
+    logits, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, IGNORED_TARGET], [3, 2, 1]])
+    loss, weight = cross_entropy_sum(logits, targets)
+    torch.testing.assert_close(loss, cross_entropy_sum(logits.flatten(0, 1), targets.flatten())[0])
+    assert weight == 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_bf16_still_counts_beyond_256(dtype: torch.dtype, summed: torch.dtype) -> None:
+    logits, targets = torch.zeros(301, 2, dtype=dtype), torch.zeros(301, dtype=torch.int64)
+    loss, weight = cross_entropy_sum(logits, targets)
+    assert weight == correct_sum(logits, targets) == 301
+    assert {loss.dtype, weight.dtype, correct_sum(logits, targets).dtype} == {summed}
+
+
+def test_meta_device() -> None:
+    logits, targets = torch.empty(2, 4, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    assert [value.shape for value in cross_entropy_sum(logits, targets)] == [(), ()]

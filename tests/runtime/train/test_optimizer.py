@@ -1,0 +1,122 @@
+from typing import Literal, TypeAlias, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from quintsched.runtime.blocks.blocks import build_model, undecayed_weights
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.job.config import LearningRateConfig, OptimizerConfig
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.vit import ViTOptions, vit
+from quintsched.runtime.train.optimizer import build_optimizer, learning_rate_factor
+
+Shape: TypeAlias = Literal["constant", "linear", "cosine"]
+
+
+@pytest.mark.parametrize("name", get_args(Shape))
+@settings(deadline=None)
+@given(warmup=st.integers(0, 20), total=st.integers(1, 60), min_factor=st.floats(0, 1))
+def test_up_then_down_within_bounds(name: Shape, warmup: int, total: int, min_factor: float) -> None:
+    schedule = LearningRateConfig(name=name, warmup_steps=warmup, min_factor=min_factor)
+    factors = [learning_rate_factor(schedule, step, total) for step in range(total + 5)]
+    assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
+    rise, fall = factors[:warmup], factors[warmup:]
+    assert rise == sorted(rise)
+    assert fall == sorted(fall, reverse=True)
+    if warmup < total:
+        assert fall[0] == pytest.approx(1)
+        assert factors[total] == pytest.approx(1 if name == "constant" else min_factor)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1, 1, 0.8828427, 0.6, 0.3171573, 0.2]),
+    ],
+)
+def test_shapes(name: Shape, expected: list[float]) -> None:
+    schedule = LearningRateConfig(name=name, warmup_steps=2, min_factor=0.2)
+    factors = [learning_rate_factor(schedule, step, total_steps=6) for step in range(7)]
+    assert factors == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "settings"),
+    [
+        (
+            OptimizerConfig(name="sgd", lr=0.5, momentum=0.9, weight_decay=0.1),
+            torch.optim.SGD,
+            {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1},
+        ),
+        (
+            OptimizerConfig(name="adam", lr=0.5, betas=(0.1, 0.2)),
+            torch.optim.Adam,
+            {"lr": 0.5, "betas": (0.1, 0.2), "weight_decay": 0.0},
+        ),
+        (
+            OptimizerConfig(name="adamw", lr=0.5, weight_decay=0.1),
+            torch.optim.AdamW,
+            {"lr": 0.5, "betas": (0.9, 0.999), "weight_decay": 0.1},
+        ),
+    ],
+)
+def test_torchs_optimizers(config: OptimizerConfig, kind: type, settings: dict[str, object]) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = build_optimizer(config, layer.named_parameters())
+    assert type(optimizer) is kind
+    group = optimizer.param_groups[0]
+    assert group["foreach"] is True
+    assert {key: group[key] for key in settings} == settings
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_decay_spares_what_it_is_told(name: Literal["sgd", "adam", "adamw"]) -> None:
+    config = OptimizerConfig(name=name, lr=0.5, weight_decay=0.1, decay="matrices")
+    layer = nn.Linear(2, 2)
+    before = {key: weight.detach().clone() for key, weight in layer.named_parameters()}
+    optimizer = build_optimizer(config, layer.named_parameters(), {"bias"})
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(layer.bias, before["bias"])
+    assert not torch.equal(layer.weight, before["weight"])
+
+
+def test_a_rank_may_hold_nothing_that_decays() -> None:
+    norm = nn.LayerNorm(2)
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.1), norm.named_parameters(), {"weight", "bias"})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+def test_what_decay_spares_in_the_built_in_models() -> None:
+    text, images = DataSpec(input_shape=(8,), num_classes=5), DataSpec(input_shape=(1, 8, 8), num_classes=5)
+    untied, tied = (GPTOptions(depth=1, norm="rmsnorm", activation="swiglu", tied=tied) for tied in (False, True))
+    matrices = {f"1.{name}.weight" for name in ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.fc2")}
+    for options, expected in ((untied, {*matrices, "2.head.weight"}), (tied, matrices)):
+        blocks = gpt(text, options)
+        names = {name for name, _ in build_model(blocks).named_parameters()}
+        assert names - undecayed_weights(blocks, gpt_tied(options)) == expected
+    blocks = vit(images, ViTOptions(depth=1))
+    names = {name for name, _ in build_model(blocks).named_parameters()}
+    decayed = {f"1.{name}.weight" for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")}
+    assert names - undecayed_weights(blocks, {}) == decayed | {"0.proj.weight", "2.fc.weight"}
+
+
+def test_decay_spares_a_shared_embedding_under_whatever_name() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+            self.ids = nn.Embedding(4, 3)
+            self.ids.weight = self.head.weight
+
+    assert undecayed_weights([Lookup], {}) == {"0.head.weight", "0.head.bias"}

@@ -1,0 +1,287 @@
+"""The trainer: what it logs, when it stops, that a resumed run goes on to the same numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import quintsched as qs
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import Dataset, Split
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime.train.trainer import Trainer
+
+DATA = """
+import numpy as np
+from quintsched.runtime.data import Dataset, Split
+
+def load(train=45, validation=19):
+    random = np.random.default_rng(0)
+    def split(n):
+        targets = random.integers(0, 4, n)
+        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
+        return Split(inputs=inputs, targets=targets)
+    return Dataset(name="steps", train=split(train), validation=split(validation), num_classes=4)
+"""
+
+
+@pytest.fixture
+def data_file(tmp_path: Path) -> Path:
+    path = tmp_path / "steps.py"
+    path.write_text(DATA)
+    return path
+
+
+def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
+    values: dict[str, Any] = {
+        "model": {"options": {"hidden": 8, "depth": 2, "heads": 2}},
+        "data": {"name": f"{data_file}:load"},
+        "parallel": {"mesh": "dp=2,pp=2", "microbatches": 2},
+        "train": {"epochs": 3, "batch_size": 8, "optimizer": {"name": "adam", "lr": 3e-3}, "clip": 1.0},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return JobConfig.model_validate(values)
+
+
+def fit(config: JobConfig, *, resume: bool = False) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
+    plan = plan_of(config)
+
+    def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
+        said: list[str] = []
+        reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
+        trainer = Trainer(config, plan, transport, reporter)
+        history = trainer.fit(resume=resume)
+        return history, trainer.engine.full_weights(), said
+
+    return run_local(plan.mesh.size, run)
+
+
+def figures(history: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+    names = ("epoch", "step", "loss", "accuracy", "validation_loss", "validation_accuracy")
+    return [tuple(record[name] for name in names) for record in history]
+
+
+def test_the_mesh_does_not_change_the_figures(data_file: Path) -> None:
+    alone, _, _ = fit(job(data_file, parallel={"mesh": "dp=1", "microbatches": 1}))[0]
+    for history, _, _ in fit(job(data_file)):
+        assert np.allclose(figures(history), figures(alone), atol=1e-4)
+    assert alone[-1]["accuracy"] > alone[0]["accuracy"]
+
+
+def test_stages_cut_by_measured_costs_give_the_same_figures(data_file: Path) -> None:
+    measured = fit(job(data_file, parallel={"balance": "measured"}, train={"epochs": 1}))[0][0]
+    estimated = fit(job(data_file, train={"epochs": 1}))[0][0]
+    assert np.allclose(figures(measured), figures(estimated), atol=1e-5)
+
+
+def test_short_batches_count_each_sample_once(data_file: Path) -> None:
+    config = job(data_file, train={"epochs": 1, "optimizer": {"name": "sgd", "lr": 0.0}})
+    history, _, _ = fit(config)[0]
+    trainer_plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
+
+    def run(transport: Transport) -> tuple[float, float]:
+        trainer = Trainer(config, trainer_plan, transport)
+        found = trainer.validate()
+        return found["loss"], found["accuracy"]
+
+    ((loss, accuracy),) = run_local(1, run)
+    assert history[0]["validation_loss"] == pytest.approx(loss, rel=1e-6)
+    assert history[0]["validation_accuracy"] == accuracy
+    assert (accuracy * 19) == pytest.approx(round(accuracy * 19))
+
+
+def test_the_log(data_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "log.jsonl"
+    history, _, said = fit(job(data_file, log={"path": str(path), "every": 2}))[0]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records[0]["event"] == "start"
+    steps = [r for r in records if r["event"] == "step"]
+    assert [r["step"] for r in steps] == [2, 4, 6, 8, 10, 12, 14, 16, 18]
+    for record in steps:
+        assert 0 < record["bubble"] < 1
+        assert record["step_s"] > 0
+        assert record["samples_per_s"] > 0
+        assert math.isfinite(record["grad_norm"])
+        assert 0 <= record["accuracy"] <= 1
+    assert [r for r in records if r["event"] == "epoch"] == history
+    assert [line.split("  ")[0] for line in said] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+
+
+def test_a_trace_is_written_as_soon_as_its_last_step_is_over(data_file: Path, tmp_path: Path) -> None:
+    trace = {"trace": str(tmp_path / "trace"), "trace_first": 1, "trace_steps": 3}
+    interrupt_after(job(data_file, runtime=trace), steps=6)  # by then all ranks are through with step 4
+    written = sorted((tmp_path / "trace").iterdir())
+    assert [path.name for path in written] == [f"rank{rank}.json" for rank in range(4)]
+    for path in written:
+        assert [step["step"] for step in json.loads(path.read_text())["steps"]] == [1, 2, 3]
+
+
+def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: Path, tmp_path: Path) -> None:
+    trace = {"trace": str(tmp_path / "trace"), "trace_first": 4, "trace_steps": 9}
+    fit(job(data_file, train={"epochs": 1}, runtime=trace))
+    steps = json.loads((tmp_path / "trace" / "rank0.json").read_text())["steps"]
+    assert [step["step"] for step in steps] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "error", "words"),
+    [
+        ({"trace": "taken"}, qs.UsageError, "runtime.trace: cannot make .*taken: File exists"),
+        ({"trace": "free", "trace_first": 6}, qs.MisfitError, "trace_first is 6, but this run ends after 6 steps"),
+    ],
+)
+def test_a_trace_that_cannot_be_written_is_refused_before_training(
+    data_file: Path, tmp_path: Path, runtime: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    (tmp_path / "taken").touch()
+    config = job(data_file, train={"epochs": 1}, runtime=runtime | {"trace": str(tmp_path / runtime["trace"])})
+    trainers = []
+
+    def run(transport: Transport) -> None:
+        trainers.append(Trainer(config, plan_of(config), transport))
+        trainers[-1].fit()
+
+    with pytest.raises(error, match=words):
+        run_local(4, run)
+    assert not any(trainer.progress.step for trainer in trainers)
+    assert not (tmp_path / "free").exists()
+
+
+def test_early_stopping(data_file: Path) -> None:
+    for history, _, _ in fit(job(data_file, train={"epochs": 9, "patience": 2, "optimizer": {"lr": 0.0}})):
+        assert len(history) == 3
+
+
+@pytest.mark.parametrize(("every", "dropout"), [(0, 0.0), (4, 0.0), (4, 0.1)])
+def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Path, every: int, dropout: float) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"options": {"hidden": 8, "depth": 2, "heads": 2, "dropout": dropout}},
+        "train": {"lr_schedule": {"name": "cosine", "warmup_steps": 3}},
+    }
+    whole = fit(job(data_file, **sections))
+    saved = job(data_file, **sections, checkpoint={"dir": str(tmp_path / "c"), "every": every})
+    interrupt_after(saved, steps=10)
+    for (history, weights, said), (expected, expected_weights, _) in zip(fit(saved, resume=True), whole, strict=True):
+        assert said[0] == f"resumed after step {8 if every else 6}"
+        assert figures(history) == figures(expected)
+        assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
+
+
+def interrupt_after(config: JobConfig, steps: int) -> None:
+    plan = plan_of(config)
+
+    class Interrupted(Exception):
+        pass
+
+    def run(transport: Transport) -> None:
+        trainer = Trainer(config, plan, transport)
+        step = trainer.engine.step
+
+        def interrupted_step(*batch: Tensor | None) -> Any:
+            if trainer.progress.step == steps:
+                raise Interrupted
+            return step(*batch)
+
+        trainer.engine.step = interrupted_step  # type: ignore[method-assign, assignment]
+        trainer.fit()
+
+    with pytest.raises(Interrupted):
+        run_local(plan.mesh.size, run)
+
+
+def test_only_the_latest_checkpoints_stay_and_half_written_ones_are_not_loaded(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path / "c"), "every": 3, "keep": 2})
+    fit(config)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000015", "step-00000018"]
+    (tmp_path / "c" / "step-00000018" / "manifest.json").unlink()
+    assert "resumed after step 15" in fit(config, resume=True)[0][2]
+
+
+def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file: Path, tmp_path: Path) -> None:
+    config = job(
+        data_file,
+        model={"options": {"hidden": 8, "depth": 4, "heads": 2}},
+        parallel={"balance": "measured"},
+        train={"epochs": 1},
+        checkpoint={"dir": str(tmp_path / "c")},
+    )
+    fit(config)
+    costs = tmp_path / "c" / "block_costs.json"
+    measured = json.loads(costs.read_text())
+    assert len(measured) == 6
+    fit(config, resume=True)
+    assert json.loads(costs.read_text()) == measured
+    costs.write_text("{}")
+    with pytest.raises(qs.InputError, match=r"block_costs\.json: it must hold a list of numbers"):
+        fit(config, resume=True)
+
+
+def test_interrupted_checkpoints_are_cleared_away_by_later_ones(data_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "c" / "step-00000001").mkdir(parents=True)
+    fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")}))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000006"]
+
+
+def test_without_a_checkpoint_a_resumed_run_starts_at_the_beginning(data_file: Path, tmp_path: Path) -> None:
+    said = fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "none")}), resume=True)[0][2]
+    assert said[0] == "no checkpoint to resume from: starting at the beginning"
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "cut off", "missing"])
+def test_a_damaged_checkpoint_is_refused_by_name(data_file: Path, tmp_path: Path, fault: str) -> None:
+    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")})
+    fit(config)
+    path = next((tmp_path / "c").glob("*/rank-00002.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data if fault == "flipped bit" else data[:100])
+    if fault == "missing":
+        path.unlink()
+    with pytest.raises(qs.InputError, match=r"rank-00002\.safetensors: (the file is damaged|cannot read)"):
+        fit(config, resume=True)
+
+
+def test_a_checkpoint_of_another_mesh_is_refused(data_file: Path, tmp_path: Path) -> None:
+    checkpoint = {"dir": str(tmp_path / "c")}
+    fit(job(data_file, train={"epochs": 1}, checkpoint=checkpoint))
+    other = job(data_file, parallel={"mesh": "dp=4", "microbatches": 1}, checkpoint=checkpoint)
+    with pytest.raises(qs.MisfitError, match="written by another plan"):
+        fit(other, resume=True)
+
+
+def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = job(data_file, model={"options": {"hidden": 8, "depth": 4, "heads": 2}}, parallel={"mesh": "pp=4"})
+    loads: list[int] = []
+    split = Split(inputs=np.zeros((8, 1, 8, 8), np.float32), targets=np.zeros(8, np.int64))
+
+    def load(_: object) -> Dataset:
+        loads.append(1)
+        return Dataset(name="d", train=split, validation=split, num_classes=4)
+
+    monkeypatch.setattr("quintsched.runtime.train.trainer.load_dataset", load)
+    fit(config)
+    assert len(loads) == 2
+
+
+def test_a_trace_is_written_where_a_job_stops_early(data_file: Path, tmp_path: Path) -> None:
+    runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 40}
+    fit(job(data_file, train={"epochs": 9, "patience": 1, "optimizer": {"lr": 0.0}}, runtime=runtime))
+    assert len(list((tmp_path / "trace").iterdir())) == 4
+
+
+def test_a_trace_is_written_where_a_resumed_job_has_few_steps_left(data_file: Path, tmp_path: Path) -> None:
+    saved = {"dir": str(tmp_path / "c")}
+    interrupt_after(job(data_file, checkpoint=saved), steps=13)
+    runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 8}
+    fit(job(data_file, checkpoint=saved, runtime=runtime), resume=True)
+    assert len(list((tmp_path / "trace").iterdir())) == 4

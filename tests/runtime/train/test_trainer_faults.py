@@ -1,0 +1,320 @@
+"""Faults that a review found, each with the test that would have shown it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime.checkpoint import checkpoints as checkpoint
+from quintsched.runtime.checkpoint.checkpoints import Checkpoints
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.interpreter.rank_state import Clock
+from quintsched.runtime.stage.build import Stage
+from quintsched.runtime.state.master_weights import Masters
+from quintsched.runtime.state.state_dict import load_state
+
+from ..toys import sgd
+from .test_trainer import data_file, figures, fit, interrupt_after, job
+
+__all__ = ["data_file"]
+
+mse = nn.functional.mse_loss
+
+
+def plan(mesh: str) -> qs.Plan:
+    return qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(torch.tanh(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+X, Y = torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(1, 2, 16).reshape(4, 4)
+
+# ---------------------------------------------------------------- engine
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_steps_changes_nothing(set_to_none: bool) -> None:
+    def train(clears: bool) -> Tensor:
+        engine = Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)], mse, sgd)
+        for _ in range(3):
+            engine.step(X, Y)
+            if clears:
+                engine.optimizer.zero_grad(set_to_none=set_to_none)
+        return engine.full_weights()["0.weight"]
+
+    assert torch.equal(train(True), train(False))
+
+
+@pytest.mark.parametrize("as_modules", [False, True])
+def test_tokens_into_weights_of_another_type(as_modules: bool) -> None:
+    builders = [lambda: nn.Embedding(10, 4), lambda: nn.LayerNorm(4), lambda: nn.Linear(4, 4)]
+
+    def run(transport: Transport) -> Tensor:
+        blocks = [build() for build in builders] if as_modules else builders
+        engine = Engine(plan("pp=2"), blocks, mse, sgd, dtype=torch.float64, transport=transport)
+        return engine.step(torch.arange(4), Y.double()).loss
+
+    assert all(torch.isfinite(loss) for loss in run_local(2, run))
+
+
+def test_block_costs_must_be_those_of_the_blocks() -> None:
+    with pytest.raises(qs.UsageError, match="2 block_costs for 4 blocks"):
+        Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)] * 4, mse, sgd, block_costs=[1, 1])
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_a_weight_that_would_part_silently_is_refused(mesh: str) -> None:
+    def run(transport: Transport) -> None:
+        block = Mlp()
+        Engine(plan(mesh), [block, block], mse, sgd, transport=transport)
+
+    with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share the weight 'fc1\.weight'"):
+        run_local(2, run)
+
+
+def test_a_weight_may_be_shared_within_a_stage() -> None:
+    shared, apart = Mlp(), Mlp()
+    apart.load_state_dict(shared.state_dict())
+    engine = Engine(plan("pp=1"), [shared, shared], mse, sgd)
+    engine.step(X, Y)
+    optimizer = sgd(list(apart.parameters()))
+    (sum(mse(apart(apart(x)), y) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)) / 2).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.allclose(engine.full_weights()["0.fc1.weight"], apart.fc1.weight)
+
+
+def test_a_weight_of_the_loss_may_be_a_number() -> None:
+    engine = Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)], lambda o, t: ((o - t).square().sum(), t.numel()), sgd)
+    result = engine.step(X, Y)
+    assert result.weight == 16
+    assert torch.isfinite(result.loss)
+
+
+def test_a_state_from_before_the_first_step_takes_the_momentum_away() -> None:
+    engine = Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)], mse, sgd)
+    start = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    first = [engine.step(X, Y).loss.item() for _ in range(3)]
+    engine.load_state_dict(start)
+    assert [engine.step(X, Y).loss.item() for _ in range(3)] == first
+
+
+def test_loaded_optimizer_state_lies_beside_its_parameter() -> None:
+    stages = {0: Stage(0, {0: nn.Linear(2, 2, bias=False, device="meta")})}
+    optimizer = torch.optim.Adam(stages[0].parameters())
+    state = {"model.0.weight": torch.ones(2, 2), "optimizer.0.weight.exp_avg": torch.ones(2, 2)}
+    load_state(stages, {(0,): optimizer}, Masters(stages), state | {"optimizer.0.weight.step": torch.tensor(1.0)})
+    kept = optimizer.state[stages[0].get_parameter("blocks.0.weight")]
+    assert kept["exp_avg"].is_meta
+    assert not kept["step"].is_meta
+
+
+def test_a_gpu_clock_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """An event of a stream that is done at once; the stretches last 1, 2, 3, … ms."""
+
+        count = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.at_ms = 0.0
+
+        def record(self) -> None:
+            Event.count += 1
+            self.at_ms = Event.count**2 / 4
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at_ms - self.at_ms
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    clock = Clock(torch.device("cuda"))
+    for _ in range(100):
+        clock.start()
+        clock.stop()
+    assert not clock._events
+    assert clock.read_s() == pytest.approx(sum(((2 * n) ** 2 - (2 * n - 1) ** 2) / 4 for n in range(1, 101)) / 1000)
+
+
+ALIASES = """
+import os, sys, time, torch
+from torch import nn
+import quintsched as qs
+from quintsched.runtime import Engine
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.1)
+        return gradient
+
+class First(nn.Linear):
+    def forward(self, x):
+        return Slow.apply(super().forward(x))
+
+class Last(nn.Linear):
+    def forward(self, x):
+        time.sleep(0 if x.is_meta or self.training else 0.1)
+        return super().forward(x.flatten(1))
+
+torch.manual_seed(0)
+x, y = torch.randn(16, 4), torch.randn(16, 4)
+blocks = [lambda: First(4, 4), lambda: nn.Unflatten(1, (2, 2)), lambda: Last(4, 4)]
+mesh = f"pp={os.environ['WORLD_SIZE']}"
+engine = Engine(qs.compile("gpipe", mesh=mesh, microbatches=8), blocks, nn.functional.mse_loss,
+                lambda p: torch.optim.SGD(p, lr=0.1), block_costs=[1, 1, 1])
+found = [engine.evaluate(x, y).loss.item(), engine.step(x, y).grad_norm.item()]
+if engine.transport.rank == 0:
+    print(found)
+engine.close()
+"""
+
+
+@pytest.mark.processes
+def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer(tmp_path: Path) -> None:
+    script = tmp_path / "aliases.py"
+    script.write_text(ALIASES)
+
+    def figures_on(ranks: int) -> list[float]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(script)]
+        done = subprocess.run(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found: list[float] = json.loads(done.stdout)
+        return found
+
+    assert figures_on(3) == pytest.approx(figures_on(1), rel=1e-5)
+
+
+# ---------------------------------------------------------------- trainer and checkpoints
+
+
+def checkpointed(data_file: Path, tmp_path: Path, **sections: Any) -> Any:
+    return job(data_file, checkpoint={"dir": str(tmp_path / "c")} | sections.pop("checkpoint", {}), **sections)
+
+
+def test_resume_where_checkpoints_fall_on_the_end_of_an_epoch(data_file: Path, tmp_path: Path) -> None:
+    config = checkpointed(data_file, tmp_path, checkpoint={"every": 6})
+    interrupt_after(config, steps=7)
+    assert figures(fit(config, resume=True)[0][0]) == figures(fit(job(data_file))[0][0])
+
+
+def test_the_only_checkpoint_is_never_taken_away(
+    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = checkpoint._write
+
+    def noted(path: Path, data: bytes) -> None:
+        if path.name == checkpoint.MANIFEST:
+            written.append(path.parent.name)
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "_write", noted)
+    fit(checkpointed(data_file, tmp_path, train={"epochs": 2}, checkpoint={"every": 3, "keep": 1}))
+    assert written == [f"step-{step:08d}" for step in (3, 6, 9, 12)]
+
+
+def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path) -> None:
+    train = {"optimizer": {"name": "sgd", "lr": 1e30}, "clip": None, "epochs": 2}
+    config = checkpointed(data_file, tmp_path, train=train, checkpoint={"every": 4})
+    interrupt_after(config, steps=5)
+    history, _, _ = fit(config, resume=True)[0]
+    assert [record["step"] for record in history] == [6, 12]
+    assert math.isnan(history[-1]["loss"])
+
+
+def test_a_first_validation_loss_that_is_not_finite_is_no_best(data_file: Path) -> None:
+    config = job(data_file, train={"epochs": 4, "patience": 3, "optimizer": {"lr": 0.0}})
+
+    def run(transport: Transport) -> float | None:
+        from quintsched.runtime.launch.to_plan import plan_of
+        from quintsched.runtime.train.trainer import Trainer
+
+        trainer = Trainer(config, plan_of(config), transport)
+        for loss in (math.nan, 3.0, 2.0):
+            trainer._watch_for_gain(loss)
+        assert not trainer.progress.stopped
+        return trainer.progress.best
+
+    assert run_local(4, run) == [2.0] * 4
+
+
+def test_the_bubble_leaves_validation_out(data_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    fit(
+        job(
+            data_file,
+            data={"options": {"validation": 1000}},
+            parallel={"mesh": "dp=1", "microbatches": 1},
+            log={"path": str(path), "every": 4},
+        )
+    )
+    told = [record["bubble"] for record in map(json.loads, path.read_text().splitlines()) if record["event"] == "step"]
+    assert len(told) == 3
+    assert all(0 <= bubble <= 1 for bubble in told)
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    for name in ("step-00000006", "step-00000007-best", "step-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / checkpoint.MANIFEST).write_text("{}")
+    assert Checkpoints(tmp_path, 1).latest() == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, r"/version: Input should be 1"),
+        ({"format": "other"}, r"/format: Input should be 'quintsched\.checkpoint'"),
+        ({"progress": {"epoch": "one"}}, r"the checkpoint's progress: /epoch"),
+        ({"progress": {"epoc": 1}}, r"the checkpoint's progress: /epoc: "),
+    ],
+)
+def test_a_manifest_that_cannot_be_understood_is_refused(
+    data_file: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = checkpointed(data_file, tmp_path, train={"epochs": 1})
+    fit(config)
+    path = tmp_path / "c" / "step-00000006" / checkpoint.MANIFEST
+    manifest = copy.deepcopy(json.loads(path.read_text()))
+    for key, value in change.items():
+        manifest[key] = manifest[key] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(qs.InputError, match=message):
+        fit(config, resume=True)
+
+
+def test_resume_with_another_batch_size_is_refused(data_file: Path, tmp_path: Path) -> None:
+    config = checkpointed(data_file, tmp_path, checkpoint={"every": 4})
+    interrupt_after(config, steps=5)
+    other = checkpointed(data_file, tmp_path, train={"batch_size": 16}, checkpoint={"every": 4})
+    with pytest.raises(qs.MisfitError, match="epochs have 6 batches, but here it is 3"):
+        fit(other, resume=True)
