@@ -1,60 +1,152 @@
-"""A plan's instructions as arrays, one row each, rank after rank: for what looks at all of them at once.
+"""A plan's instructions as arrays, one row each, rank after rank. These arrays are the plan.
 
-row     0    1    2   …        rank 0's program, then rank 1's, …
-op      Fwd  Send Bwd …        index into `instructions.ALL`
-stage, unit, peer              -1 where an instruction has none; `unit` is its microbatch, or its bucket
+    row          0    1        2    …        rank 0's program, then rank 1's, …
+    op           Fwd  SendAct  Bwd  …        index into `instructions.ALL`
+    stage        0    0        0    …        a column for every field that an instruction of the plan has;
+    microbatch   0    0        0    …        -1 where an instruction has no such field
+    peer         -1   1        -1   …
+    stages       -1   -1       -1   …        what is not a number stands in `table`, and its place there in the column
+
+`Programs` and `Program` show them as sequences of instructions, each made when somebody looks at it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
+from operator import attrgetter
+from typing import Any, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from quintsched.errors import UnsoundError
 from quintsched.ir.instructions import ALL, Instruction
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+Codes: TypeAlias = npt.NDArray[np.uint8]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Amounts: TypeAlias = npt.NDArray[np.float64]
 
-_CODES = {kind: code for code, kind in enumerate(ALL)}
+ABSENT = -1
+LARGEST = 2**31 - 1
+"""The largest number that an instruction may hold, and its negative the smallest."""
+
+CODES = {kind: code for code, kind in enumerate(ALL)}
+"""What `op` calls each class of instruction."""
+
+FIELDS: dict[type[Instruction], tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in ALL}
+"""The fields of each class of instruction, in order."""
+
+NUMBERS = frozenset(field.name for kind in ALL for field in fields(kind) if str(field.type) == "int")
+"""The fields that are numbers; all others stand in the table."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Columns:
-    """The arrays; all but `first` have one entry per instruction. `first[k]` is the row of rank k's first one."""
+    """The arrays; `first[k]` is the row of rank k's first instruction, all else has one entry per row.
+
+    `columns` holds the fields, by name; one that no instruction of the plan has may be missing. `table` holds what is
+    not a number: axes, stages, names.
+    """
 
     first: Ints
-    rank: Ints
-    op: Ints
-    stage: Ints
-    unit: Ints
-    peer: Ints
+    op: Codes
+    columns: Mapping[str, Ints]
+    table: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, programs: tuple[tuple[Instruction, ...], ...]) -> Columns:
-        """Read the arrays off the programs; O(instructions)."""
-        sizes = np.array([len(program) for program in programs], dtype=np.int64)
-        rows = list(chain.from_iterable(programs))
-        return cls(
-            first=np.concatenate([[0], np.cumsum(sizes)]),
-            rank=np.repeat(np.arange(len(programs)), sizes),
-            op=_ints([_CODES[type(i)] for i in rows]),
-            stage=_ints([getattr(i, "stage", -1) for i in rows]),
-            unit=_ints([getattr(i, "microbatch", -1) for i in rows]),
-            peer=_ints([getattr(i, "peer", -1) for i in rows]),
-        )
+    def of(cls, programs: Iterable[Iterable[Instruction]]) -> Columns:
+        """Read the arrays off programs; O(instructions).
+
+        Raises `UnsoundError` for what is no instruction, or holds what does not belong there: only whole numbers that
+        fit into 32 bits are numbers here (numpy's too, but no bool).
+        """
+        lists = [list(program) for program in programs]
+        first = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        rows = list(chain.from_iterable(lists))
+        try:
+            op = np.array([CODES[type(i)] for i in rows], dtype=np.uint8)
+        except KeyError:
+            row = next(row for row, i in enumerate(rows) if type(i) not in CODES)
+            raise UnsoundError(f"{_place(first, row)}: {rows[row]!r} is no instruction") from None
+        found, table = dict[str, Ints](), dict[Any, int]()
+        for code in np.unique(op).tolist():
+            where = np.flatnonzero(op == code)
+            mine = [rows[row] for row in where.tolist()] if len(where) < len(rows) else rows
+            for name in FIELDS[ALL[code]]:
+                values = list(map(attrgetter(name), mine))
+                column = found.setdefault(name, np.full(len(rows), ABSENT))
+                try:
+                    column[where] = _numbers(values) if name in NUMBERS else _interned(values, table)
+                except _WrongValue as wrong:
+                    row = int(where[wrong.at])
+                    raise UnsoundError(f"{_place(first, row)}, {rows[row]}: {name} {wrong}") from None
+        return cls(first, op, found, tuple(table))
+
+    @classmethod
+    def make(cls, kind: type[Instruction], rank: Ints, num_ranks: int, **values: Any) -> Columns:
+        """Return rows of one class, ordered by rank: `values` are arrays for numbers, and one value for all else."""
+        table = tuple(value for name, value in values.items() if name not in NUMBERS)
+        columns = {
+            name: np.asarray(value, np.int64) if name in NUMBERS else np.full(len(rank), table.index(value))
+            for name, value in values.items()
+        }
+        return cls(_firsts(rank, num_ranks), np.full(len(rank), CODES[kind], np.uint8), columns, table)
 
     def __len__(self) -> int:
         return len(self.op)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Columns):
+            return NotImplemented
+        if not (np.array_equal(self.first, other.first) and np.array_equal(self.op, other.op)):
+            return False
+        return all(_same(self, other, name) for name in {*self.columns, *other.columns})
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many programs there are."""
+        return len(self.first) - 1
+
+    def column(self, name: str) -> Ints:
+        """The column of a field, all `ABSENT` where no instruction has it."""
+        found = self.columns.get(name)
+        return np.broadcast_to(np.int64(ABSENT), len(self)) if found is None else found
+
+    @property
+    def stage(self) -> Ints:
+        """The stage of each row."""
+        return self.column("stage")
+
+    @property
+    def unit(self) -> Ints:
+        """The microbatch (or slice of one) of each row."""
+        return self.column("microbatch")
+
+    @property
+    def peer(self) -> Ints:
+        """The pipeline rank at the other end of each message."""
+        return self.column("peer")
+
+    @cached_property
+    def rank(self) -> Ints:
+        """The pipeline rank of each row."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.first))
+
     def are(self, *kinds: type[Instruction]) -> Flags:
         """Which rows hold an instruction of one of these classes (or of a class below them)."""
         wanted = np.array([issubclass(kind, kinds) for kind in ALL])
-        return wanted[self.op]
+        found: Flags = wanted[self.op]
+        return found
+
+    def rows_where(self, *kinds: type[Instruction]) -> Ints:
+        """The rows of these classes, in rising order."""
+        return np.flatnonzero(self.are(*kinds))
 
     def rows_of(self, rank: int) -> range:
         """The rows of one rank's program."""
@@ -62,9 +154,192 @@ class Columns:
 
     def place(self, row: int) -> tuple[int, int]:
         """Return (rank, index in its program) of a row."""
-        rank = int(self.rank[row])
+        rank = int(np.searchsorted(self.first, row, side="right")) - 1
         return rank, int(row - self.first[rank])
 
+    def instruction(self, row: int) -> Instruction:
+        """The instruction in a row."""
+        kind = ALL[self.op[row]]
+        return kind(*(self._value(name, int(self.columns[name][row])) for name in FIELDS[kind]))
 
-def _ints(values: list[int]) -> Ints:
-    return np.array(values, dtype=np.int64)
+    def instructions(self, rows: Sequence[int] | range) -> list[Instruction]:
+        """The instructions of many rows."""
+        where = slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+        codes = self.op[where]
+        values = {name: self._values(name, column[where]) for name, column in self.columns.items()}
+        makers = [
+            (kind, [values[name] for name in FIELDS[kind]]) if code in codes else None for code, kind in enumerate(ALL)
+        ]
+        made = []
+        for k, code in enumerate(codes.tolist()):
+            kind, of_kind = makers[code]  # type: ignore[misc]
+            made.append(kind(*[column[k] for column in of_kind]))
+        return made
+
+    def _value(self, name: str, number: int) -> Any:
+        return number if name in NUMBERS else self.table[number]
+
+    def _values(self, name: str, column: Ints) -> list[Any]:
+        numbers = column.tolist()
+        return numbers if name in NUMBERS else [self.table[n] if n >= 0 else None for n in numbers]
+
+    def values(self, name: str, rows: Ints) -> list[Any]:
+        """The field `name` of these rows, which all have it."""
+        return self._values(name, self.column(name)[rows])
+
+    def take(self, rows: Ints, first: Ints) -> Columns:
+        """Return the columns that hold these rows, in this order; `first` says where each rank's begin."""
+        return Columns(first, self.op[rows], {name: c[rows] for name, c in self.columns.items()}, self.table)
+
+    def insert(self, before: Ints, *blocks: Columns) -> Columns:
+        """Return the columns with more rows, each `before` a row of its rank, or before the end of its rank's program.
+
+        `before` has an entry for every row of the blocks, block after block. Rows that come before the same one stand
+        in the order given.
+        """
+        rank = np.concatenate([block.rank for block in blocks])
+        order = np.lexsort((before, rank))
+        places = np.empty(len(rank), np.int64)
+        places[order] = before[order] + np.arange(len(rank))
+        moved = np.cumsum(np.bincount(before, minlength=len(self) + 1)[: len(self)])
+        first = self.first + np.r_[0, np.cumsum(np.bincount(rank, minlength=self.num_ranks))]
+        ends = np.cumsum([0, *map(len, blocks)])
+        new = [(places[a:b], block) for a, b, block in zip(ends[:-1], ends[1:], blocks, strict=True)]
+        return woven(first, (np.arange(len(self)) + moved, self), *new)
+
+    def append(self, *blocks: Columns) -> Columns:
+        """Return the columns with the rows of the blocks at the end of their ranks' programs, block after block."""
+        return self.insert(np.concatenate([self.first[block.rank + 1] for block in blocks]), *blocks)
+
+
+def woven(first: Ints, *parts: tuple[Ints, Columns]) -> Columns:
+    """Return columns whose rows are those of the parts, each at the places given with it."""
+    size = int(first[-1])
+    op, found, table = np.empty(size, np.uint8), dict[str, Ints](), dict[Any, int]()
+    for places, part in parts:
+        op[places] = part.op
+        places_in_table = np.array([*(table.setdefault(value, len(table)) for value in part.table), ABSENT])
+        for name, column in part.columns.items():
+            if name not in found:
+                found[name] = np.full(size, ABSENT)
+            found[name][places] = column if name in NUMBERS else places_in_table[column]
+    return Columns(first, op, found, tuple(table))
+
+
+class Program(Sequence[Instruction]):
+    """One rank's list of instructions: a view of its rows, equal to any sequence of the same instructions."""
+
+    __slots__ = ("_columns", "_rows")
+
+    def __init__(self, columns: Columns, rank: int) -> None:
+        self._columns, self._rows = columns, columns.rows_of(rank)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Instruction: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Instruction, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Instruction | tuple[Instruction, ...]:
+        rows = self._rows[index]
+        return tuple(self._columns.instructions(rows)) if isinstance(rows, range) else self._columns.instruction(rows)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self._columns.instructions(self._rows))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))  # noqa: B905
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class Programs(Sequence[Program]):
+    """One program per pipeline rank: `programs[k]` is rank k's, a view of the columns."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    @classmethod
+    def of(cls, programs: Iterable[Iterable[Instruction]]) -> Programs:
+        """Read programs; raises what `Columns.of` does."""
+        return programs if isinstance(programs, cls) else cls(Columns.of(programs))
+
+    def __len__(self) -> int:
+        return self.columns.num_ranks
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Program: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Program, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Program | tuple[Program, ...]:
+        ranks = range(len(self))[index]
+        return tuple(map(self._program, ranks)) if isinstance(ranks, range) else self._program(ranks)
+
+    def _program(self, rank: int) -> Program:
+        return Program(self.columns, rank)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Programs):
+            return self.columns == other.columns
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class _WrongValue(Exception):
+    """The value `at` a place of a column does not belong there."""
+
+    def __init__(self, at: int, why: str) -> None:
+        super().__init__(why)
+        self.at = at
+
+
+def _numbers(values: list[Any]) -> Ints:
+    """Return whole numbers as an array; raises `_WrongValue`."""
+    if not {*map(type, values)} <= {int}:
+        for at, value in enumerate(values):
+            if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+                raise _WrongValue(at, f"is {value!r}; give a whole number")
+    if max(map(abs, values), default=0) > LARGEST:
+        at = next(at for at, value in enumerate(values) if abs(value) > LARGEST)
+        raise _WrongValue(at, f"is larger than any number of a plan, {LARGEST}")
+    return np.array(values, np.int64)
+
+
+def _interned(values: list[Any], table: dict[Any, int]) -> list[int]:
+    """Return the places of names, axes or stages in the table; raises `_WrongValue`."""
+    found = []
+    for at, value in enumerate(values):
+        entries = value if isinstance(value, tuple) else (value,)
+        if not all(type(entry) is str or (type(entry) is int and isinstance(value, tuple)) for entry in entries):
+            raise _WrongValue(at, f"is {value!r}; give a name, or a tuple of names or whole numbers")
+        found.append(table.setdefault(value, len(table)))
+    return found
+
+
+def _same(one: Columns, other: Columns, name: str) -> bool:
+    """Whether a field is the same in both, whose rows hold the same classes of instructions."""
+    theirs = other.column(name)
+    if name not in NUMBERS:
+        at = {value: place for place, value in enumerate(one.table)}
+        theirs = np.array([*(at.get(value, ABSENT - 1) for value in other.table), ABSENT])[theirs]
+    return np.array_equal(one.column(name), theirs)
+
+
+def _firsts(rank: Ints, num_ranks: int) -> Ints:
+    """Return the first row of each rank, and the end, of rows that are ordered by rank."""
+    return np.r_[0, np.cumsum(np.bincount(rank, minlength=num_ranks))]
+
+
+def _place(first: Ints, row: int) -> str:
+    rank = int(np.searchsorted(first, row, side="right")) - 1
+    return f"rank {rank} instruction {row - int(first[rank])}"

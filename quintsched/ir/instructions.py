@@ -5,18 +5,38 @@
 
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
 
-What an instruction needs and makes is said in `quintsched.ir.dataflow`, and only there; what it does, in the
-handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule there, a handler there.
+A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
+work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.dataflow`, and only
+there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule
+there, a handler there, and a step of the symbolic proof; a test over all of them says which is missing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """What all instructions have in common."""
+
+    letters: ClassVar[str] = ""
+    """How grids and pictures show it; only classes that have letters stand in plans."""
+    costs: ClassVar[tuple[str, ...]] = ()
+    """Which of the simulator's costs add up to its time."""
+    begins_backward: ClassVar[bool] = False
+    """Whether it takes the saved activations of a microbatch."""
+    ends_backward: ClassVar[bool] = False
+    """Whether it completes the weight gradient of a microbatch."""
+    needs_weights: ClassVar[bool] = False
+    """Whether it computes with the weights of its stage; the weight half of a backward does not."""
+    whole_mesh: ClassVar[bool] = False
+    """Whether it is a collective in which all pipeline ranks take part."""
+    among_replicas: ClassVar[bool] = False
+    """Whether it is a collective among the replicas of a pipeline rank."""
+    on_bucket: ClassVar[str] = ""
+    """The collective on one gradient bucket that it is: "all_reduce", "reduce_scatter" or "all_gather"."""
 
     @property
     def op(self) -> str:
@@ -44,6 +64,8 @@ class Compute(Instruction):
 class Message(Instruction):
     """One end of a message between two pipeline ranks; `peer` is the other end's pp coordinate."""
 
+    costs: ClassVar[tuple[str, ...]] = ("p2p",)
+
     stage: int
     microbatch: int
     peer: int
@@ -60,183 +82,198 @@ class Recv(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class GatherParams(Instruction):
+    """Materialise the full weights of `stage`, of which each rank holds a shard."""
+
+    letters: ClassVar[str] = "GP"
+    costs: ClassVar[tuple[str, ...]] = ("gather_params",)
+    among_replicas: ClassVar[bool] = True
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecvAct(Recv):
     """Receive the input activation of `stage`."""
+
+    letters: ClassVar[str] = "RA"
 
 
 @dataclass(frozen=True, slots=True)
 class Fwd(Compute):
     """Run the stage forward; on the last stage of the route, the loss too."""
 
+    letters: ClassVar[str] = "F"
+    costs: ClassVar[tuple[str, ...]] = ("forward",)
+    needs_weights: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Compute):
     """Rerun a forward whose activations were dropped."""
+
+    letters: ClassVar[str] = "RF"
+    costs: ClassVar[tuple[str, ...]] = ("recompute",)
+    needs_weights: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
 class SendAct(Send):
     """Send the output activation of `stage`."""
 
+    letters: ClassVar[str] = "SA"
+
 
 @dataclass(frozen=True, slots=True)
 class RecvGrad(Recv):
     """Receive the gradient of `stage`'s output."""
+
+    letters: ClassVar[str] = "RG"
 
 
 @dataclass(frozen=True, slots=True)
 class Bwd(Compute):
     """Full backward: the gradient of the input and of the weights."""
 
+    letters: ClassVar[str] = "B"
+    costs: ClassVar[tuple[str, ...]] = ("backward_input", "backward_weight")
+    begins_backward: ClassVar[bool] = True
+    ends_backward: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True)
 class BwdInput(Compute):
     """The half of a backward that makes the gradient of the input."""
+
+    letters: ClassVar[str] = "I"
+    costs: ClassVar[tuple[str, ...]] = ("backward_input",)
+    begins_backward: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
 class BwdWeight(Compute):
     """The half of a backward that makes the gradient of the weights."""
 
-
-@dataclass(frozen=True, slots=True)
-class SendGrad(Send):
-    """Send the gradient of `stage`'s input."""
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceBucket(Instruction):
-    """Sum one gradient bucket of `stage` over the named axes."""
-
-    stage: int
-    bucket: int
-    axes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatterBucket(Instruction):
-    """Sum what a gradient bucket of `stage` holds since the last such part, and keep only a share of the sum."""
-
-    stage: int
-    bucket: int
-    axes: tuple[str, ...]
-    part: int
-
-
-@dataclass(frozen=True, slots=True)
-class AllGatherBucket(Instruction):
-    """Give every rank the whole weights of one bucket of `stage` again, of which each has stepped its share."""
-
-    stage: int
-    bucket: int
-    axes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GatherParams(Instruction):
-    """Materialise the full weights of `stage`, of which each rank holds a share."""
-
-    stage: int
+    letters: ClassVar[str] = "W"
+    costs: ClassVar[tuple[str, ...]] = ("backward_weight",)
+    ends_backward: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
 class FreeParams(Instruction):
     """Drop the full weights of `stage`."""
 
+    letters: ClassVar[str] = "FP"
+
     stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrad(Send):
+    """Send the gradient of `stage`'s input."""
+
+    letters: ClassVar[str] = "SG"
 
 
 @dataclass(frozen=True, slots=True)
 class SyncTied(Instruction):
     """Add up the gradients of what several stages hold: a named weight, or all that twins do (params "stage")."""
 
+    letters: ClassVar[str] = "tied"
+
     params: str
     stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OnBucket(Instruction):
+    """A collective over `axes`, the replicas, on one gradient bucket of `stage`."""
+
+    among_replicas: ClassVar[bool] = True
+
+    stage: int
+    bucket: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceBucket(OnBucket):
+    """Sum one gradient bucket of `stage` over the named axes."""
+
+    letters: ClassVar[str] = "AR"
+    costs: ClassVar[tuple[str, ...]] = ("reduce_scatter", "all_gather")
+    on_bucket: ClassVar[str] = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatterBucket(OnBucket):
+    """Sum what a gradient bucket of `stage` holds since its last such reduction, and keep only a shard of the sum.
+
+    `part` numbers the reductions of the bucket.
+    """
+
+    letters: ClassVar[str] = "RS"
+    costs: ClassVar[tuple[str, ...]] = ("reduce_scatter",)
+    on_bucket: ClassVar[str] = "reduce_scatter"
+
+    part: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShareMetrics(Instruction):
     """Give loss, loss weight and metrics of the last stage to every rank, without waiting for them."""
 
+    letters: ClassVar[str] = "metrics"
+    whole_mesh: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True)
 class ClipGrad(Instruction):
     """The global gradient norm over the whole mesh; scales where the job gives a threshold."""
+
+    letters: ClassVar[str] = "clip"
+    costs: ClassVar[tuple[str, ...]] = ("clip",)
+    whole_mesh: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
 class OptStep(Instruction):
     """The optimizer step of these stages."""
 
+    letters: ClassVar[str] = "step"
+    costs: ClassVar[tuple[str, ...]] = ("optimizer",)
+
     stages: tuple[int, ...]
 
 
-ALL: tuple[type[Instruction], ...] = (
-    GatherParams,
-    RecvAct,
-    Fwd,
-    Recompute,
-    SendAct,
-    RecvGrad,
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    FreeParams,
-    SendGrad,
-    SyncTied,
-    AllReduceBucket,
-    ReduceScatterBucket,
-    ShareMetrics,
-    ClipGrad,
-    OptStep,
-    AllGatherBucket,
+@dataclass(frozen=True, slots=True)
+class AllGatherBucket(OnBucket):
+    """Give every rank the whole weights of one bucket of `stage` again, of which each has stepped its shard."""
+
+    letters: ClassVar[str] = "AG"
+    costs: ClassVar[tuple[str, ...]] = ("all_gather",)
+    on_bucket: ClassVar[str] = "all_gather"
+
+
+ALL: tuple[type[Instruction], ...] = tuple(
+    kind for kind in list(globals().values()) if isinstance(kind, type) and getattr(kind, "letters", "")
 )
-"""Every instruction there is."""
+"""Every instruction there is, in the order of this file."""
 
-BEGINS_BACKWARD: tuple[type[Compute], ...] = (Bwd, BwdInput)
-"""What takes the saved activations of a microbatch."""
+COMPUTATIONS: tuple[type[Compute], ...] = tuple(kind for kind in ALL if issubclass(kind, Compute))
+"""What a schedule may yield."""
 
-ENDS_BACKWARD: tuple[type[Compute], ...] = (Bwd, BwdWeight)
-"""What completes the weight gradient of a microbatch."""
-
-WHOLE_MESH: tuple[type[Instruction], ...] = (ShareMetrics, ClipGrad)
-"""The collectives in which all pipeline ranks take part."""
-
-NEEDS_WEIGHTS: tuple[type[Compute], ...] = (Fwd, Recompute, Bwd, BwdInput)
-"""What computes with the weights of its stage; the weight half of a backward does not."""
-
-ON_BUCKETS: tuple[type[Instruction], ...] = (AllReduceBucket, ReduceScatterBucket, AllGatherBucket)
-"""The collectives on one bucket of a stage, among replicas."""
-
-AMONG_REPLICAS: tuple[type[Instruction], ...] = (*ON_BUCKETS, GatherParams)
-"""All collectives among replicas."""
-
-SHORT: dict[type[Instruction], str] = {
-    RecvAct: "RA",
-    Fwd: "F",
-    Recompute: "RF",
-    SendAct: "SA",
-    RecvGrad: "RG",
-    Bwd: "B",
-    BwdInput: "I",
-    BwdWeight: "W",
-    SendGrad: "SG",
-    SyncTied: "tied",
-    AllReduceBucket: "AR",
-    ReduceScatterBucket: "RS",
-    AllGatherBucket: "AG",
-    GatherParams: "GP",
-    FreeParams: "FP",
-    ShareMetrics: "metrics",
-    ClipGrad: "clip",
-    OptStep: "step",
-}
-"""The letters by which grids and pictures show an instruction."""
+BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
+ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)
+NEEDS_WEIGHTS = tuple(kind for kind in COMPUTATIONS if kind.needs_weights)
+WHOLE_MESH = tuple(kind for kind in ALL if kind.whole_mesh)
+AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 
 
 def short(instruction: Instruction, *, with_stage: bool = True) -> str:
     """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1)."""
-    letters = SHORT[type(instruction)]
     stage = str(instruction.stage) if with_stage and hasattr(instruction, "stage") else ""
     number = getattr(instruction, "microbatch", getattr(instruction, "bucket", ""))
-    return f"{stage}{letters}{number}"
+    return f"{stage}{instruction.letters}{number}"
