@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from quintsched.compiler import compile
     from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
     from quintsched.ir.mesh import Mesh
-    from quintsched.plan import Plan
+    from quintsched.plan import Plan, simulate
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
     from quintsched.simulation.costs import Costs
-    from quintsched.simulation.simulator import Simulation, simulate
+    from quintsched.simulation.simulator import Simulation
     from quintsched.verify.diagnostics import Finding
     from quintsched.verify.soundness import Verdict, check
 
@@ -33,9 +33,9 @@ _HOMES = {
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
     "verify.diagnostics": ("Finding",),
     "ir.mesh": ("Mesh",),
-    "plan": ("Plan",),
+    "plan": ("Plan", "simulate"),
     "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),
-    "simulation.simulator": ("Simulation", "simulate"),
+    "simulation.simulator": ("Simulation",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

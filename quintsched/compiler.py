@@ -5,21 +5,21 @@ schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from quintsched.collectives.timing import Wire
-from quintsched.errors import UnsoundError, UsageError
-from quintsched.ir.instructions import ALL, Compute
-from quintsched.ir.layout import Route, Zero
+from quintsched.errors import UsageError
 from quintsched.ir.mesh import Mesh
-from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Watch, lower
-from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
-from quintsched.schedules import Schedule, Shape, find_schedule, own_code
+from quintsched.ir.plan_data import MAX_BUCKETS, PlanData
+from quintsched.ir.zero import Zero
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
+from quintsched.passes.spell_collectives import spell_out
+from quintsched.plan import Plan
+from quintsched.schedules import Schedule, Shape, find_schedule
+from quintsched.schedules.kit.order import order_of_computation
 from quintsched.simulation.costs import Costs
-from quintsched.verify.collectives import spell_out
-from quintsched.verify.soundness import check_order
+from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import recompute_faults, tied_faults, zero_faults
 
 ORDER = "order"
@@ -43,7 +43,7 @@ def compile(
     wire: Wire | None = None,
     zero: int = 0,
     zero_every: int = 1,
-    after: Watch | None = None,
+    after: Callable[[str, Plan], None] | None = None,
 ) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
 
@@ -85,15 +85,16 @@ def compile(
     order = _with_tied(order_of_computation(found, shape, mesh, buckets_per_stage), tied or {})
     order = replace(order, zero=_zero(zero, zero_every, order))
     check_order(order).raise_if_unsound()
-    if after:
-        after(ORDER, order)
+    watch = (lambda name, data: after(name, Plan.of(data))) if after else None
+    if watch:
+        watch(ORDER, order)
     passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
-    plan = spell_out(lower(order, passes, watch=after, verify=after is not None), communication, wire)
-    verdict = plan.check(profile="blocking")
+    plan = spell_out(lower(order, passes, watch=watch, verify=watch is not None), communication, wire)
+    verdict = check(plan, profile="blocking")
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow, and names the pass that is to blame
     verdict.raise_if_unsound()
-    return plan
+    return Plan.of(plan)
 
 
 def evaluation_of(plan: Plan) -> Plan:
@@ -117,7 +118,7 @@ def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape)
     return asked if any(asked) else ()
 
 
-def _with_tied(order: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
+def _with_tied(order: PlanData, tied: Mapping[str, Sequence[int]]) -> PlanData:
     """Return the order with named weights tied; raises `UsageError`."""
     if not tied:
         return order
@@ -128,51 +129,9 @@ def _with_tied(order: Plan, tied: Mapping[str, Sequence[int]]) -> Plan:
     return plan
 
 
-def _zero(stage: int, every: int, order: Plan) -> Zero:
+def _zero(stage: int, every: int, order: PlanData) -> Zero:
     """Return what replicas share out; raises `UsageError`."""
     zero = Zero(stage, every)
     for fault in zero_faults(zero, order.mesh, order.mode):
         raise UsageError(f"{order.schedule.name}: {fault}")
     return zero
-
-
-def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1) -> Plan:
-    """Return the plan that holds only what the schedule says: which computations, in which order."""
-    stages = range(len(shape.stage_to_pp))
-    half = len(stages) // 2
-    options = {} if shape.memory_cap is None else {"memory_cap": shape.memory_cap}
-    return Plan(
-        mode=schedule.mode,
-        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices, options),
-        mesh=mesh,
-        stage_to_pp=shape.stage_to_pp,
-        routes=_routes(schedule, shape),
-        buckets_per_stage=buckets_per_stage,
-        programs=tuple(_program(schedule, rank, shape) for rank in range(shape.pp)),
-        stage_to_part=tuple(stage % half for stage in stages) if schedule.bidirectional else None,
-        recompute=shape.recompute,
-    )
-
-
-def _routes(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
-    """One route through all stages, or two through half of the stages with half of the microbatches each."""
-    stages, units = range(len(shape.stage_to_pp)), range(shape.num_units)
-    if not schedule.bidirectional:
-        return (Route(tuple(stages), tuple(units)),)
-    half, middle = len(stages) // 2, len(units) // 2
-    return (
-        Route(tuple(stages[:half]), tuple(units[:middle])),
-        Route(tuple(stages[half:]), tuple(units[middle:])),
-    )
-
-
-def _program(schedule: Schedule, rank: int, shape: Shape) -> Program:
-    """Return one rank's order; raises `UnsoundError` where the schedule's own code fails or yields something else."""
-    where = f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches, {shape.chunks} chunks, rank {rank}"
-    most = sum(issubclass(kind, Compute) for kind in ALL) * shape.num_units * len(shape.stages_of(rank))
-    with own_code(where):
-        program = tuple(islice(schedule.order(rank, shape), most + 1))  # one too many is enough to refuse it
-    for index, found in enumerate(program):
-        if not isinstance(found, Compute):
-            raise UnsoundError(f"{where}: the schedule yields {found!r} at {index}; it may yield computations only")
-    return program

@@ -34,7 +34,7 @@ def check(
 
     For a schedule of your own, every shape of the ranges is compiled and proved.
     """
-    from quintsched.graph.plan_events import find_profile
+    from quintsched.graph.profiles import find_profile
     from quintsched.user_code import names_file
 
     find_profile(profile)

@@ -192,7 +192,7 @@ def show(
 
 
 def _show_grid(plan: Plan, as_json: bool) -> None:
-    from quintsched.text.listing import time_grid
+    from quintsched.simulation.time_grid import time_grid
 
     simulation = simulate_plan(plan)
     if as_json:

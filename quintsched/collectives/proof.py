@@ -18,7 +18,7 @@ import numpy as np
 
 from quintsched.collectives.program import ChunkMessage, CollectivePlan, Half, RecvChunk, SendChunk, SendRecv, Step
 from quintsched.errors import UnsoundError
-from quintsched.graph.plan_events import EventGraph, stretches
+from quintsched.graph.event_graph import EventGraph, stretches
 from quintsched.verify.diagnostics import Finding, Point
 
 MOST_FINDINGS = 10

@@ -7,12 +7,14 @@ pointer to the place.
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.collectives.choice import Communication, Means
@@ -21,15 +23,20 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.formats.collective_json import CollectiveEntry, entries
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
-from quintsched.ir.layout import Route, Zero
+from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints, Programs
+from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES, Mesh
-from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, Plan, Program, ScheduleSpec
+from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
+from quintsched.ir.zero import Zero
 from quintsched.verify.wellformed import malformations
 
 FORMAT = "quintsched.plan"
 VERSION = 1
 MAX_BYTES = 2**31
 LARGEST = 2**24
+
+PROGRAMS, END = '\n "programs": [\n', "]}\n"
+"""What stands before the programs, and after them."""
 
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Index = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -82,7 +89,7 @@ class _PlanFile(_Strict):
     programs: list[list[Any]]
 
 
-def dumps(plan: Plan) -> str:
+def dumps(plan: PlanData) -> str:
     """Return the text of a plan file: one instruction per line, keys in a fixed order."""
     head: dict[str, object] = {
         "format": FORMAT,
@@ -107,8 +114,7 @@ def dumps(plan: Plan) -> str:
         "program_axes": ["pp"],
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}," for key, value in head.items()]
-    programs = ",\n".join(f"  [{_program_text(program)}]" for program in plan.programs)
-    return "{" + "\n".join(lines)[1:] + f'\n "programs": [\n{programs}]}}\n'
+    return "{" + "\n".join(lines)[1:] + PROGRAMS + ",\n".join(program_texts(plan.columns)) + END
 
 
 def _communication_entries(communication: Communication) -> dict[str, object]:
@@ -124,8 +130,22 @@ def _communication_entries(communication: Communication) -> dict[str, object]:
     }
 
 
-def _program_text(program: Program) -> str:
-    return ",\n   ".join(json.dumps(encode(instruction)) for instruction in program)
+def program_texts(columns: Columns) -> Iterator[str]:
+    """Yield the text of each rank's program."""
+    texts = [json.dumps(list(value) if isinstance(value, tuple) else value) for value in columns.table]
+    lines = np.empty(len(columns), object)
+    for kind in ins.ALL:
+        rows = columns.rows_where(kind)
+        if len(rows):
+            keys = (f'"{name}": %{"d" if name in NUMBERS else "s"}' for name in FIELDS[kind])
+            template = "{" + ", ".join([f'"op": "{kind.__name__}"', *keys]) + "}"
+            values = [columns.column(name)[rows].tolist() for name in FIELDS[kind]]
+            for place, name in enumerate(FIELDS[kind]):
+                if name not in NUMBERS:
+                    values[place] = [texts[number] for number in values[place]]
+            lines[rows] = [template % of_row for of_row in zip(*values, strict=True)] if values else template
+    for rows in map(columns.rows_of, range(columns.num_ranks)):
+        yield "  [" + ",\n   ".join(lines[rows.start : rows.stop].tolist()) + "]"
 
 
 def encode(instruction: ins.Instruction) -> dict[str, object]:
@@ -133,10 +153,62 @@ def encode(instruction: ins.Instruction) -> dict[str, object]:
     return {"op": instruction.op} | {name: getattr(instruction, name) for name in _CODECS[instruction.op].names}
 
 
-def loads(text: str | bytes) -> Plan:
+def loads(text: str | bytes) -> PlanData:
     """Read a plan; raises `InputError` with a JSON pointer to the first fault. The plan is well-formed, not proved."""
     if len(text) > MAX_BYTES:
         raise InputError(f"the file has {len(text)} bytes; a plan has at most {MAX_BYTES}")
+    return _loads_as_written(text) or _loads_strictly(text)
+
+
+def _loads_as_written(text: str | bytes) -> PlanData | None:
+    """Read a file that is written as `dumps` writes it, which is quick to see; None for any other.
+
+    Each program is read with the standard parser, and is what it seems to be if it would be written the same again.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        head, _, body = text.partition(PROGRAMS)
+        if not body.endswith("]" + END):
+            return None
+        file = _head(head + PROGRAMS + END)
+        chunks = body.removesuffix(END).split(",\n  [")
+        chunks = [chunks[0], *(f"  [{chunk}" for chunk in chunks[1:])]
+        columns = Columns.stack([_program_as_written(chunk) for chunk in chunks])
+    except (InputError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    same = all(map(operator.eq, program_texts(columns), chunks))
+    return _wellformed(_plan_of(file, Programs(columns))) if same else None
+
+
+def _program_as_written(text: str) -> Columns:
+    """Return the columns of one program; raises anything for what is not written as we do."""
+    entries = json.loads(text)
+    op = np.array([_CODE_OF[entry["op"]] for entry in entries], np.uint8)
+    columns: dict[str, Ints] = {}
+    table: dict[Any, int] = {}
+    for code in np.unique(op).tolist():
+        rows = np.flatnonzero(op == code)
+        mine = [entries[row] for row in rows.tolist()]
+        for name in FIELDS[ins.ALL[code]]:
+            column = columns.setdefault(name, np.full(len(op), ABSENT))
+            values = [entry[name] for entry in mine]
+            if name not in NUMBERS:
+                read = _READERS[_TYPES[name]]
+                values = [table.setdefault(read(value, name), len(table)) for value in values]
+            elif min(values) < 0 or max(values) > LARGEST:
+                raise ValueError(name)
+            column[rows] = values
+    return Columns(np.array([0, len(op)]), op, columns, tuple(table))
+
+
+def _loads_strictly(text: str | bytes) -> PlanData:
+    file = _head(text)
+    programs = [tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)]
+    return _wellformed(_plan_of(file, Programs.of(programs)))
+
+
+def _head(text: str | bytes) -> _PlanFile:
+    """Return a file whose programs are not looked at yet."""
     data = parse_strict(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(f'/format: this is not a plan file; it must say "format": "{FORMAT}"')
@@ -146,17 +218,19 @@ def loads(text: str | bytes) -> Plan:
     if version > VERSION:
         raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
     try:
-        file = _PlanFile.model_validate_json(json.dumps(data))
+        return _PlanFile.model_validate_json(json.dumps(data))
     except ValidationError as error:
         raise InputError(describe_faults(error)) from error
-    plan = _plan_of(file)
+
+
+def _wellformed(plan: PlanData) -> PlanData:
     for malformation in malformations(plan):
         where = pointer("programs", malformation.rank, malformation.index) if malformation.rank is not None else "/"
         raise InputError(f"{where}: {malformation.message}")
     return plan
 
 
-def _plan_of(file: _PlanFile) -> Plan:
+def _plan_of(file: _PlanFile, programs: Programs) -> PlanData:
     if len({name for name, _ in file.mesh}) != len(file.mesh):
         raise InputError("/mesh: an axis is given twice")
     mode: Mode = file.mode
@@ -165,11 +239,11 @@ def _plan_of(file: _PlanFile) -> Plan:
         mesh = Mesh(**dict(file.mesh))
     except UsageError as error:
         raise InputError(f"/mesh: {error}") from error
-    _refuse_absurd(file)
+    _refuse_absurd(file, len(programs.columns))
     routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
         routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches * schedule.slices)))]
-    return Plan(
+    return PlanData(
         mode=mode,
         schedule=ScheduleSpec(
             schedule.name, schedule.microbatches, schedule.chunks, schedule.slices, options=schedule.options
@@ -178,7 +252,7 @@ def _plan_of(file: _PlanFile) -> Plan:
         stage_to_pp=tuple(file.stage_to_pp),
         routes=tuple(routes),
         buckets_per_stage=file.buckets_per_stage,
-        programs=tuple(tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)),
+        programs=programs,
         stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
         recompute=_recompute_of(file),
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
@@ -204,9 +278,8 @@ def _recompute_of(file: _PlanFile) -> tuple[int, ...]:
     return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
 
 
-def _refuse_absurd(file: _PlanFile) -> None:
+def _refuse_absurd(file: _PlanFile, num_instructions: int) -> None:
     """Refuse sizes that the programs cannot fill, before anything is made as large as they say."""
-    num_instructions = sum(map(len, file.programs))
     visits = [(len(route.stages), len(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
         visits = [(len(file.stage_to_pp), file.schedule.microbatches * file.schedule.slices)]
@@ -290,9 +363,11 @@ class _Codec:
 
 
 _CODECS = {make.__name__: _Codec(make) for make in ins.ALL}
+_CODE_OF = {kind.__name__: code for code, kind in enumerate(ins.ALL)}
+_TYPES = {field.name: str(field.type) for kind in ins.ALL for field in fields(kind)}
 
 
-def save(plan: Plan, path: Path) -> None:
+def save(plan: PlanData, path: Path) -> None:
     """Write a plan file by way of a temporary name, so that a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -303,7 +378,7 @@ def save(plan: Plan, path: Path) -> None:
         raise UsageError(f"{path}: cannot write the plan: {error.strerror}") from error
 
 
-def load(path: Path) -> Plan:
+def load(path: Path) -> PlanData:
     """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
     try:
         data = path.read_bytes()

@@ -22,8 +22,8 @@ from functools import cached_property
 from string import Template
 
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.graph.plan_events import find_profile
-from quintsched.ir.dataflow import Flow, flow, gatherings
+from quintsched.graph.profiles import find_profile
+from quintsched.ir.dataflow import Flow, flow, gatherings_of
 from quintsched.ir.instructions import (
     AMONG_REPLICAS,
     WHOLE_MESH,
@@ -34,8 +34,8 @@ from quintsched.ir.instructions import (
     Send,
     SyncTied,
 )
+from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import AMBIENT, TRAVELS, Value
-from quintsched.plan import Plan
 from quintsched.verify.wellformed import malformations
 
 MAX_PROCESSES = 255
@@ -70,7 +70,7 @@ ASSERTED = {
 AWAITED = {"make": "ever[x] = true", "need": "ever[x]", "take": "ever[x]"}
 
 
-def to_promela(plan: Plan, *, profile: str = "blocking", buffer: int = 0) -> str:
+def to_promela(plan: PlanData, *, profile: str = "blocking", buffer: int = 0) -> str:
     """Return the SPIN model of a plan under a transport profile.
 
     `buffer` is how many messages a channel holds; 0 is a rendezvous. Raises `UsageError` for an unknown profile, a
@@ -89,7 +89,7 @@ def to_promela(plan: Plan, *, profile: str = "blocking", buffer: int = 0) -> str
 class _Model:
     """The model of a plan while it is written; channels, groups and collectives are numbered as they come up."""
 
-    plan: Plan
+    plan: PlanData
     profile: str
     buffer: int
     malformed: set[tuple[int | None, int | None]]
@@ -169,14 +169,18 @@ class _Model:
         found = flow(i, layout, rank) if known and layout.rank_of(i.stage) == rank else Flow()
         return found if found != Flow() else None
 
+    @property
+    def _gatherings(self) -> list[list[int]]:
+        """Which gathering of its stage's weights each instruction of each rank uses."""
+        columns = self.plan.columns
+        numbers = gatherings_of(columns).tolist()
+        return [numbers[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks))]
+
     @cached_property
     def _flows(self) -> list[list[Flow | None]]:
         return [
-            [
-                self._flow(rank, index, i, gathering)
-                for index, (i, gathering) in enumerate(zip(program, gatherings(program), strict=True))
-            ]
-            for rank, program in enumerate(self.plan.programs)
+            [self._flow(rank, index, i, gathering) for index, (i, gathering) in enumerate(zip(*both, strict=True))]
+            for rank, both in enumerate(zip(self.plan.programs, self._gatherings, strict=True))
         ]
 
     @cached_property

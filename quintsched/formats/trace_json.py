@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer
-from quintsched.plan import Plan
+from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.simulator import Times
 
 FORMAT = "quintsched.simulation.measured"
@@ -97,12 +97,12 @@ def file_name(rank: int) -> str:
     return f"rank{rank}.json"
 
 
-def digest_of(plan: Plan) -> str:
+def digest_of(plan: PlanData) -> str:
     """Return what a trace knows its plan by: the SHA-256 of the plan file's text."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
-def load_ranks(directory: Path, plan: Plan) -> tuple[RankTrace, ...]:
+def load_ranks(directory: Path, plan: PlanData) -> tuple[RankTrace, ...]:
     """Read the files of all ranks of a plan.
 
     Raises `UsageError` (no such directory), `MisfitError` (a trace of another plan) or `InputError` (a rank without
@@ -123,7 +123,7 @@ def load_ranks(directory: Path, plan: Plan) -> tuple[RankTrace, ...]:
     return ranks
 
 
-def _load_rank(path: Path, plan: Plan, digest: str, rank: int) -> RankTrace:
+def _load_rank(path: Path, plan: PlanData, digest: str, rank: int) -> RankTrace:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -152,7 +152,7 @@ def _read(text: bytes) -> _RankFile:
         raise InputError(describe_faults(error)) from error
 
 
-def _rank_trace(file: _RankFile, plan: Plan, rank: int) -> RankTrace:
+def _rank_trace(file: _RankFile, plan: PlanData, rank: int) -> RankTrace:
     pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
     if (file.rank, file.pp_rank) != (rank, pp_rank):
         raise InputError(f"/rank: it is of rank {file.rank}, pp rank {file.pp_rank}, not of rank {rank}, {pp_rank}")

@@ -1,172 +1,123 @@
-"""The event graph: a plan's instructions as events, and what each event has to wait for.
+"""A plan's instructions as events: a send and its receive are one, and so are a collective and its peers.
 
-    rank 0   Fwd ──▶ SendAct ┐                 a send and its receive are ONE event,
-                             ├─ one event      a collective and its peers are ONE event;
-    rank 1           RecvAct ┘ ──▶ Fwd         order within a queue and data flow are the edges
-
-Which instructions share a queue depends on the transport profile. Under `blocking` everything on a rank is in
-one queue; the others relax that step by step, so a plan that is free of deadlock under one profile is free under
-all that follow it. With no wildcard receive and no branch, a plan is free of deadlock exactly if the graph has no
-cycle. The simulator times the same graph.
+rank 0   Fwd ──▶ SendAct ┐
+                         ├─ one event
+rank 1           RecvAct ┘ ──▶ Fwd
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from quintsched.errors import UsageError, suggest
-from quintsched.ir.columns import Columns, Ints
-from quintsched.ir.dataflow import Flows, Uses
-from quintsched.ir.instructions import (
-    AMONG_REPLICAS,
-    WHOLE_MESH,
-    FreeParams,
-    GatherParams,
-    Recv,
-    Send,
-    ShareMetrics,
-    SyncTied,
-)
-from quintsched.ir.values import TRAVELS
+from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.instructions import WHOLE_MESH, Recv, Send, SyncTied
+from quintsched.ir.plan_data import PlanData
 
-if TYPE_CHECKING:
-    from quintsched.plan import Plan
-
-NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_GROUP_QUEUE = range(-1, 4)
 NO_GROUP = -1
 
-MessageQueues = Callable[[Ints, Ints, int], Ints]
-"""(sources, destinations, number of ranks) → a number per message, equal where messages share a queue."""
 
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """The sends, or the receives, of all channels, sorted by channel; on each channel in program order.
 
-@dataclass(frozen=True)
-class Profile:
-    """How a transport serialises what a rank does.
-
-    `one_queue`: everything in one. `one_wire`: all messages and collectives in one. Else collectives have a queue
-    per group, and `message_queues` (None: no order) says which messages share one.
+    `counts[c]` says how many there are on channel c, `numbers` counts them from 0 on each.
     """
 
-    name: str
-    stands_for: str
-    one_queue: bool = False
-    one_wire: bool = False
-    message_queues: MessageQueues | None = None
-
-    def queues(self, events: Events) -> Ints:
-        """Return the number of each row's queue on its rank; `NO_QUEUE` where nothing orders it."""
-        columns, channels, groups = events.columns, events.channels, events.groups
-        queues = np.full(len(columns), COMPUTE_QUEUE)
-        if self.one_queue:
-            return queues
-        queues[columns.are(*AMONG_REPLICAS)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
-        collective = groups != NO_GROUP
-        queues[collective] = WIRE_QUEUE if self.one_wire else FIRST_GROUP_QUEUE + groups[collective]
-        queues[channels.rows] = self._message_queues(channels, FIRST_GROUP_QUEUE + int(groups.max(initial=0)) + 1)
-        return queues
-
-    def _message_queues(self, channels: Channels, first: int) -> Ints | int:
-        if self.one_wire:
-            return WIRE_QUEUE
-        if self.message_queues is None:
-            return NO_QUEUE
-        return first + self.message_queues(channels.sources, channels.destinations, channels.num_ranks)
-
-
-PROFILES: dict[str, Profile] = {
-    profile.name: profile
-    for profile in (
-        Profile("blocking", "host-blocking calls; gloo's send at any size", one_queue=True),
-        Profile("single-stream", "one NCCL communicator and stream", one_wire=True),
-        Profile(
-            "pair-stream",
-            "NCCL pair communicators made up front",
-            message_queues=lambda s, d, n: np.minimum(s, d) * n + np.maximum(s, d),
-        ),
-        Profile("channel", "one queue per directed channel", message_queues=lambda s, d, n: s * n + d),
-        Profile("tagged", "gloo with tags"),
-    )
-}
-"""Strictest first: each profile's waits include those of all that follow it."""
-
-
-def find_profile(name: str) -> Profile:
-    """Return the transport profile of this name; raises `UsageError`."""
-    if name not in PROFILES:
-        raise UsageError(f"unknown transport profile {name!r}{suggest(name, PROFILES)}")
-    return PROFILES[name]
-
-
-@dataclass(frozen=True)
-class Channels:
-    """The messages of a plan. `numbers[i]` counts the sends, and likewise the receives, of a channel from 0."""
-
-    num_ranks: int
     rows: Ints
+    channels: Ints
+    counts: Ints
+
+    @cached_property
+    def starts(self) -> Ints:
+        """Where each channel begins."""
+        return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """The number of each end on its channel."""
+        return np.arange(len(self.rows)) - self.starts[self.channels]
+
+
+@dataclass(frozen=True, eq=False)
+class Channels:
+    """The messages of a plan. Channel c goes from pipeline rank `sources[c]` to `destinations[c]`."""
+
     sources: Ints
     destinations: Ints
-    numbers: Ints
-    sends: npt.NDArray[np.bool_]
+    sends: Ends
+    receives: Ends
 
     @classmethod
     def of(cls, columns: Columns) -> Channels:
-        """Find source, destination and number of every message."""
-        num_ranks = len(columns.first) - 1
-        rows = np.flatnonzero(columns.are(Send, Recv))
-        sends = columns.are(Send)[rows]
-        rank, peer = columns.rank[rows], columns.peer[rows]
-        sources, destinations = np.where(sends, rank, peer), np.where(sends, peer, rank)
-        numbers = _count_within((sources * num_ranks + destinations) * 2 + sends)
-        return cls(num_ranks, rows, sources, destinations, numbers, sends)
+        """Find the channel of every message, and its number there."""
+        num_ranks = columns.num_ranks
+        sent, received = columns.rows_where(Send), columns.rows_where(Recv)
+        of_sends = columns.rank[sent] * num_ranks + columns.peer[sent]
+        of_receives = columns.peer[received] * num_ranks + columns.rank[received]
+        names = np.union1d(_distinct(of_sends), _distinct(of_receives))
+        ends = []
+        for rows, of_rows in ((sent, of_sends), (received, of_receives)):
+            number = np.searchsorted(names, of_rows)
+            order = np.argsort(shrunk(number), kind="stable")
+            counts = np.bincount(number, minlength=len(names))
+            ends.append(Ends(rows[order], number[order], counts))
+        return cls(*np.divmod(names, num_ranks), *ends)
+
+    @property
+    def num_channels(self) -> int:
+        """How many directed pairs of ranks exchange messages."""
+        return len(self.sources)
 
     @cached_property
     def pairs(self) -> tuple[Ints, Ints]:
         """The rows of the k-th send and of the k-th receive of a channel, for all k that have both."""
-        identity = (self.sources * self.num_ranks + self.destinations) * (len(self.rows) + 1) + self.numbers
-        _, sent, received = np.intersect1d(
-            identity[self.sends], identity[~self.sends], assume_unique=True, return_indices=True
-        )
-        return self.rows[self.sends][sent], self.rows[~self.sends][received]
+        both = np.minimum(self.sends.counts, self.receives.counts)
+        sent = self.sends.numbers < both[self.sends.channels]
+        received = self.receives.numbers < both[self.receives.channels]
+        return self.sends.rows[sent], self.receives.rows[received]
+
+    def uneven(self) -> list[int]:
+        """The channels that have more sends than receives, or fewer."""
+        return np.flatnonzero(self.sends.counts != self.receives.counts).tolist()
 
 
-def _count_within(groups: Ints) -> Ints:
-    """Return, for each entry, how many entries of the same group stand before it."""
-    order = np.argsort(groups, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(groups[order]) != 0]) if len(groups) else np.zeros(0, np.int64)
-    counts = np.arange(len(groups)) - np.repeat(starts, np.diff(np.r_[starts, len(groups)]))
-    numbers = np.empty_like(groups)
-    numbers[order] = counts
-    return numbers
+def _distinct(values: Ints) -> Ints:
+    """Return the distinct ones of values that come in long runs."""
+    changes = np.flatnonzero(np.diff(values)) + 1
+    return np.unique(values[np.r_[0, changes]]) if len(values) else values
 
 
-def pipeline_collectives(plan: Plan) -> dict[tuple[int, ...], dict[int, list[int]]]:
+def shrunk(numbers: Ints) -> Ints:
+    """Return numbers from 0 on in 16 bits, if they fit: those are sorted in linear time."""
+    return numbers.astype(np.uint16) if numbers.max(initial=0) < 2**16 else numbers  # type: ignore[return-value]
+
+
+def pipeline_collectives(plan: PlanData) -> dict[tuple[int, ...], dict[int, list[int]]]:
     """Return per group of pipeline ranks, and per rank, the rows of its collectives in program order.
 
     A sum over stages that are all on one rank is none: nobody else takes part.
     """
-    everybody = tuple(range(len(plan.programs)))
+    columns = plan.columns
+    everybody = tuple(range(columns.num_ranks))
     found: dict[tuple[int, ...], dict[int, list[int]]] = {everybody: {}}
-    for row in np.flatnonzero(plan.columns.are(*WHOLE_MESH, SyncTied)).tolist():
-        rank, index = plan.columns.place(row)
-        instruction = plan.programs[rank][index]
+    rows = columns.rows_where(*WHOLE_MESH, SyncTied)
+    tied = columns.are(SyncTied)[rows].tolist()
+    for row, rank, is_tied in zip(rows.tolist(), columns.rank[rows].tolist(), tied, strict=True):
         members = everybody
-        if isinstance(instruction, SyncTied):
-            members = plan.layout.ranks_of(instruction.stages)
+        if is_tied:
+            members = plan.layout.ranks_of(columns.values("stages", np.array([row]))[0])
             if len(members) == 1:
                 continue
         found.setdefault(members, {}).setdefault(rank, []).append(row)
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Events:
-    """Which rows are one event: `of[row]` is its number; numbers are dense.
+    """Which rows are one event: `of[row]` is its number; numbers are dense, in the order of their first rows.
 
     `groups[row]` numbers the group of pipeline ranks of a collective; `NO_GROUP` for everything else.
     """
@@ -175,35 +126,44 @@ class Events:
     channels: Channels
     groups: Ints
     of: Ints
+    first_rows: Ints
 
     @classmethod
-    def merge(cls, plan: Plan) -> Events:
+    def merge(cls, plan: PlanData) -> Events:
         """Merge the k-th send of a channel with its k-th receive, and the k-th collectives of a group.
 
-        What has no partner stands alone; `check` reports such faults before it asks for this.
+        What has no partner stays alone; `check` reports such faults before it asks for this.
         """
         columns = plan.columns
         channels = Channels.of(columns)
         leader = np.arange(len(columns))
         sent, received = channels.pairs
-        leader[received] = sent
+        leader[sent] = leader[received] = np.minimum(sent, received)
         groups = np.full(len(columns), NO_GROUP)
         for number, (members, issued) in enumerate(pipeline_collectives(plan).items()):
             for together in zip(*(issued.get(rank, ()) for rank in members), strict=False):
-                leader[list(together)] = together[0]
+                leader[list(together)] = min(together)
             for rows in issued.values():
                 groups[rows] = number
-        return cls(columns, channels, groups, np.unique(leader, return_inverse=True)[1])
+        leads = leader == np.arange(len(columns))
+        return cls(columns, channels, groups, (np.cumsum(leads) - 1)[leader], np.flatnonzero(leads))
 
-    @cached_property
+    @classmethod
+    def apart(cls, plan: PlanData) -> Events:
+        """Return events of one instruction each."""
+        merged, rows = cls.merge(plan), np.arange(len(plan.columns))
+        return cls(merged.columns, merged.channels, merged.groups, rows, rows)
+
+    @property
     def num_events(self) -> int:
         """How many events there are."""
-        return int(self.of.max(initial=-1)) + 1
+        return len(self.first_rows)
 
-    @cached_property
-    def first_rows(self) -> Ints:
-        """The first row of each event."""
-        return np.unique(self.of, return_index=True)[1]
+    def of_pipeline(self) -> Flags:
+        """Which rows are messages or collectives among pipeline ranks."""
+        found = self.groups != NO_GROUP
+        found[self.channels.sends.rows] = found[self.channels.receives.rows] = True
+        return found
 
     def member(self, event: int, rank: int) -> int:
         """Return the event's row on `rank`, or its first one."""
@@ -212,180 +172,9 @@ class Events:
         return int(here[0] if len(here) else rows[0])
 
 
-@dataclass(frozen=True)
-class EventGraph:
-    """Edges `sources[i]` → `targets[i]`, each owed to rank `ranks[i]`; the target waits for the source."""
-
-    num_events: int
-    sources: Ints
-    targets: Ints
-    ranks: Ints
-
-    def run(self, durations: Sequence[float] | None = None) -> Run:
-        """Run every event as early as its predecessors allow; O(events + edges). Without durations, just in order."""
-        num_events = self.num_events
-        order = np.argsort(self.sources, kind="stable")
-        first = np.searchsorted(self.sources[order], np.arange(num_events + 1)).tolist()
-        following = self.targets[order].tolist()
-        waiting = np.bincount(self.targets, minlength=num_events).tolist()
-        if durations is None:
-            return _run_in_order(first, following, waiting)
-        return _run_in_time(first, following, waiting, durations)
-
-    def cycle(self, waiting: Sequence[int]) -> list[tuple[int, int]]:
-        """Return one cycle among the events that still wait, as (event, rank on which the next one waits for it).
-
-        The way back from an event stays on a rank as long as it can: so it comes to where that rank stands, and only
-        there goes over to the rank that is waited for.
-        """
-        stuck = np.asarray(waiting) > 0
-        edges = np.flatnonzero(stuck[self.sources] & stuck[self.targets])
-        columns = (self.targets[edges].tolist(), self.ranks[edges].tolist(), self.sources[edges].tolist())
-        blockers: dict[int, dict[int, int]] = {}
-        for target, rank, source in zip(*columns, strict=True):
-            blockers.setdefault(target, {}).setdefault(rank, source)
-        event, ranks = next(iter(blockers.items()))
-        rank = next(iter(ranks))
-        seen: dict[tuple[int, int], int] = {}
-        walk: list[tuple[int, int]] = []
-        while True:
-            rank = rank if rank in blockers[event] else next(iter(blockers[event]))
-            if (event, rank) in seen:
-                return walk[seen[event, rank] :][::-1]
-            seen[event, rank] = len(walk)
-            event = blockers[event][rank]
-            walk.append((event, rank))
-
-
-def stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return a cycle as (event, later event, rank), with the steps that follow each other on a rank taken as one."""
-    ranks = [rank for _, rank in cycle]
-    starts = [k for k, rank in enumerate(ranks) if rank != ranks[k - 1]] or list(range(len(cycle)))
-    return [
-        (cycle[start][0], cycle[end][0], ranks[start])
-        for start, end in zip(starts, [*starts[1:], starts[0]], strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of an event graph: `waiting` is not 0 for events that never began; `cause` is what an event waited for."""
-
-    num_done: int
-    waiting: list[int]
-    start: list[float]
-    cause: list[int]
-
-    @property
-    def finished(self) -> bool:
-        """Whether every event ran: exactly then the graph has no cycle."""
-        return self.num_done == len(self.waiting)
-
-
-def _run_in_order(first: list[int], following: list[int], waiting: list[int]) -> Run:
-    ready = [event for event, count in enumerate(waiting) if not count]
-    for event in ready:
-        for target in following[first[event] : first[event + 1]]:
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
-    return Run(len(ready), waiting, [], [])
-
-
-def _run_in_time(first: list[int], following: list[int], waiting: list[int], durations: Sequence[float]) -> Run:
-    start = [0.0] * len(waiting)
-    cause = [-1] * len(waiting)
-    ready = [event for event, count in enumerate(waiting) if not count]
-    for event in ready:
-        end = start[event] + durations[event]
-        for target in following[first[event] : first[event + 1]]:
-            if end >= start[target]:
-                start[target], cause[target] = end, event
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
-    return Run(len(ready), waiting, start, cause)
-
-
-def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
-    """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
-
-    A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
-    without messages, as a schedule yields it, has the right edges too.
-    """
-    parts = [queue_edges(events, profile)]
-    if not profile.one_queue:
-        parts += [data_edges(events, flows), room_edges(events)]
-    if one_host:
-        parts.append(host_edges(events, profile))
-    sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return EventGraph(events.num_events, sources, targets, ranks)
-
-
-def host_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
-    """Return (sources, targets, ranks): what a host adds that issues its program in order, and waits as it goes.
-
-    It waits in computations and at what ends a step. Messages and other collectives it only issues, but not before it
-    has come to them; where tags match messages (no queues), those are issued ahead of their place and wait for nobody.
-    """
-    columns = events.columns
-    issued = columns.are(Send, Recv, ShareMetrics, SyncTied)
-    waits = np.flatnonzero(~issued)
-    same = columns.rank[waits[:-1]] == columns.rank[waits[1:]]
-    sources, targets = [waits[:-1][same]], [waits[1:][same]]
-    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & (profile.message_queues is None)))
-    before = np.searchsorted(waits, later) - 1
-    known = (before >= 0) & (columns.rank[waits[np.maximum(before, 0)]] == columns.rank[later])
-    sources.append(waits[before[known]])
-    targets.append(later[known])
-    rows = np.concatenate(sources)
-    return events.of[rows], events.of[np.concatenate(targets)], columns.rank[rows]
-
-
-def queue_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
-    """Return (sources, targets, ranks): every event before the next one in its queue on a rank."""
-    columns = events.columns
-    queues = profile.queues(events)
-    rows = np.flatnonzero(queues != NO_QUEUE)
-    lines = columns.rank[rows] * (queues.max(initial=0) + 1) + queues[rows]
-    order = rows[np.argsort(lines, kind="stable")]
-    lines = np.sort(lines, kind="stable")
-    earlier, later = order[:-1][lines[:-1] == lines[1:]], order[1:][lines[:-1] == lines[1:]]
-    return events.of[earlier], events.of[later], columns.rank[earlier]
-
-
-def data_edges(events: Events, flows: Flows) -> tuple[Ints, Ints, Ints]:
-    """Return (sources, targets, ranks): every event that makes a value before every one that consumes or reads it."""
-    columns = events.columns
-    rows = np.concatenate([flows.consumes.rows, flows.reads.rows])
-    keys = np.concatenate([flows.consumes.keys, flows.reads.keys])
-    ranks = columns.rank[rows]
-    here = first_maker(flows.produces, columns.rank, ranks, keys)
-    travels = flows.of_kind(flows.produces.keys, *TRAVELS)
-    travelling = Uses(flows.produces.rows[travels], flows.produces.keys[travels])
-    elsewhere = first_maker(travelling, np.zeros_like(columns.rank), np.zeros_like(ranks), keys)
-    makers = np.where(here >= 0, here, elsewhere)
-    known = makers >= 0
-    return events.of[makers[known]], events.of[rows[known]], ranks[known]
-
-
-def room_edges(events: Events) -> tuple[Ints, Ints, Ints]:
-    """Return (sources, targets, ranks): weights are gathered into the room of those that were dropped before."""
-    columns = events.columns
-    freed, gathered = (np.flatnonzero(columns.are(kind)) for kind in (FreeParams, GatherParams))
-    latest = np.searchsorted(freed, gathered) - 1
-    known = latest >= 0
-    known[known] = columns.rank[freed[latest[known]]] == columns.rank[gathered[known]]
-    gathered = gathered[known]
-    return events.of[freed[latest[known]]], events.of[gathered], columns.rank[gathered]
-
-
-def first_maker(makes: Uses, rank_of_row: Ints, ranks: Ints, keys: Ints) -> Ints:
-    """Return the first row that makes each of the `keys` on each of the `ranks`; -1 where none does."""
-    span = max(int(makes.keys.max(initial=0)), int(keys.max(initial=0))) + 1
-    made, first = np.unique(rank_of_row[makes.rows] * span + makes.keys, return_index=True)
-    wanted = ranks * span + keys
-    if not len(made):
-        return np.full(len(wanted), -1)
-    found = np.minimum(np.searchsorted(made, wanted), len(made) - 1)
-    return np.where(made[found] == wanted, makes.rows[first[found]], -1)
+def carried(plan: PlanData, rows: Ints) -> Ints:
+    """Return the key of the value that each message carries: what a send takes and its receive makes."""
+    key_of = np.full(len(plan.columns), ABSENT)
+    for uses in (plan.flows.produces, plan.flows.consumes):
+        key_of[uses.rows] = uses.keys
+    return key_of[rows]

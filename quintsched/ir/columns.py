@@ -88,13 +88,24 @@ class Columns:
 
     @classmethod
     def make(cls, kind: type[Instruction], rank: Ints, num_ranks: int, **values: Any) -> Columns:
-        """Return rows of one class, ordered by rank: `values` are arrays for numbers, and one value for all else."""
-        table = tuple(value for name, value in values.items() if name not in NUMBERS)
-        columns = {
-            name: np.asarray(value, np.int64) if name in NUMBERS else np.full(len(rank), table.index(value))
-            for name, value in values.items()
-        }
-        return cls(_firsts(rank, num_ranks), np.full(len(rank), CODES[kind], np.uint8), columns, table)
+        """Return rows of one class, ordered by rank.
+
+        `values` are arrays for numbers, and for all else a list with one value per row, or one value for all of them.
+        """
+        table: dict[Any, int] = {}
+        columns = {}
+        for name, value in values.items():
+            if name not in NUMBERS:
+                value = _interned(value if isinstance(value, list) else [value] * len(rank), table)
+            columns[name] = np.asarray(value, np.int64)
+        first = np.r_[0, np.cumsum(np.bincount(rank, minlength=num_ranks))]
+        return cls(first, np.full(len(rank), CODES[kind], np.uint8), columns, tuple(table))
+
+    @classmethod
+    def stack(cls, programs: Sequence[Columns]) -> Columns:
+        """Return the programs of one rank each, as those of rank 0, 1, …"""
+        first = np.cumsum([0, *map(len, programs)])
+        return woven(first, *((first[rank] + np.arange(len(part)), part) for rank, part in enumerate(programs)))
 
     def __len__(self) -> int:
         return len(self.op)
@@ -333,11 +344,6 @@ def _same(one: Columns, other: Columns, name: str) -> bool:
         at = {value: place for place, value in enumerate(one.table)}
         theirs = np.array([*(at.get(value, ABSENT - 1) for value in other.table), ABSENT])[theirs]
     return np.array_equal(one.column(name), theirs)
-
-
-def _firsts(rank: Ints, num_ranks: int) -> Ints:
-    """Return the first row of each rank, and the end, of rows that are ordered by rank."""
-    return np.r_[0, np.cumsum(np.bincount(rank, minlength=num_ranks))]
 
 
 def _place(first: Ints, row: int) -> str:

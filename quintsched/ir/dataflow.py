@@ -7,219 +7,32 @@ value, so two neighbouring stages on one rank hand over in place with no special
     Fwd(0) ──OUTPUT(0)──▶ SendAct(0)  ~~~▶  RecvAct(1) ──OUTPUT(0)──▶ Fwd(1)
        └─SAVED(0)──▶ Bwd(0)                     the input of stage 1 is the output of stage 0
 
-The rule is a table of terms: what an instruction takes away, only looks at, or makes, and whose value that is: its own
-stage's, or that of the stage before it on the route. It is read in two ways, for one instruction (`flow`) and for a
-whole plan at once (`flows_of`). Placing messages, checking, simulating, running and drawing all ask here.
-
-Full weights that are shared out over replicas come and go several times: the number of such a value counts the times.
-What values there are stands in `quintsched.ir.values`.
+The rule itself is a table in `quintsched.ir.rules`. It is read here, in one way, for a whole plan at once: placing
+messages, checking, simulating, running and drawing all ask here. Full weights that are sharded over replicas are
+gathered several times: the number of such a value counts the times.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from quintsched.ir import instructions as ins
-from quintsched.ir.columns import Columns, Flags, Ints
-from quintsched.ir.values import METRICS, NORM, PART
+from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.layout import Layout
+from quintsched.ir.ragged import Ragged
+from quintsched.ir.rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
+from quintsched.ir.values import TRAVELS, Numbering, Value
 from quintsched.ir.values import Kind as Kind
-from quintsched.ir.values import Value as Value
-
-if TYPE_CHECKING:
-    from quintsched.ir.layout import Layout
-
-
-class Role(IntEnum):
-    """What an instruction does with a value."""
-
-    CONSUMES = 0
-    READS = 1
-    PRODUCES = 2
-    FOLLOWS = 3
-    """It stands after what makes the value, in the program, but does not wait for it."""
-
-
-class At(IntEnum):
-    """Whose value it is. A value of the stage before is absent where the route begins."""
-
-    OWN = 0
-    BEFORE = 1
-
-
-class When(IntEnum):
-    """Where a term holds: everywhere; on the last stage of the route, on all others; in a plan that trains, on stages
-    that keep their activations or recompute them; on slices that have one before, or after them in their microbatch."""
-
-    ALWAYS = 0
-    LAST = 1
-    NOT_LAST = 2
-    KEEPS = 3
-    RECOMPUTES = 4
-    HAS_EARLIER = 5
-    HAS_LATER = 6
-
-
-class Term(NamedTuple):
-    """One value that an instruction on (stage, microbatch) takes, reads or makes."""
-
-    role: Role
-    kind: Kind
-    at: At = At.OWN
-    when: When = When.ALWAYS
-    shift: int = 0
-    """-1: the value is that of the slice before."""
-
-
-CONSUMES, READS, PRODUCES, FOLLOWS = Role
-
-_BACKWARD = (
-    Term(CONSUMES, Kind.SAVED),
-    Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
-    Term(PRODUCES, Kind.OUTPUT_GRAD, At.BEFORE),
-    Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
-    Term(CONSUMES, Kind.KEYS_GRAD, when=When.HAS_LATER),
-    Term(PRODUCES, Kind.KEYS_GRAD, when=When.HAS_EARLIER, shift=-1),
-)
-
-RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
-    ins.RecvAct: (Term(PRODUCES, Kind.OUTPUT, At.BEFORE),),
-    ins.Fwd: (
-        Term(CONSUMES, Kind.OUTPUT, At.BEFORE),
-        Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
-        Term(PRODUCES, Kind.LOSS, when=When.LAST),
-        Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
-        Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
-        Term(READS, Kind.KEYS, when=When.HAS_EARLIER, shift=-1),
-        Term(PRODUCES, Kind.KEYS, when=When.HAS_LATER),
-    ),
-    ins.Recompute: (
-        Term(CONSUMES, Kind.CHECKPOINT),
-        Term(PRODUCES, Kind.SAVED),
-        Term(READS, Kind.KEYS, when=When.HAS_EARLIER, shift=-1),
-    ),
-    ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
-    ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
-    ins.Bwd: (*_BACKWARD, Term(PRODUCES, Kind.WEIGHT_GRAD)),
-    ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),
-    ins.BwdWeight: (Term(CONSUMES, Kind.PENDING), Term(PRODUCES, Kind.WEIGHT_GRAD)),
-    ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, At.BEFORE),),
-}
-"""What is done for one microbatch of one stage."""
-
-
-ON_WEIGHTS: dict[type[ins.Instruction], Role] = {
-    ins.GatherParams: PRODUCES,
-    ins.FreeParams: CONSUMES,
-    **dict.fromkeys(ins.NEEDS_WEIGHTS, READS),
-}
-"""What is done with the full weights of a stage, where its replicas hold shares of them."""
-
-
-class Use(NamedTuple):
-    """A value that an instruction takes, reads or makes."""
-
-    role: Role
-    value: Value
-
-
-def _all_reduce_bucket(i: ins.AllReduceBucket, layout: Layout, rank: int) -> Iterator[Use]:
-    yield from (Use(READS, value) for value in _local_grads(i.stage, layout))
-    yield Use(PRODUCES, Value(Kind.REDUCED, i.stage, i.bucket))
-
-
-def _reduce_scatter_bucket(i: ins.ReduceScatterBucket, layout: Layout, rank: int) -> Iterator[Use]:
-    parts = layout.parts_of(i.stage)
-    for microbatch in parts[i.part] if i.part < len(parts) else ():
-        yield Use(READS, Value(Kind.WEIGHT_GRAD, i.stage, microbatch))
-    yield from (Use(READS, Value(Kind.TIED, i.stage, tie.number)) for tie in layout.ties_of(i.stage))
-    yield Use(PRODUCES, _reduced(i.stage, i.bucket, i.part))
-
-
-def _all_gather_bucket(i: ins.AllGatherBucket, layout: Layout, rank: int) -> Iterator[Use]:
-    yield Use(CONSUMES, Value(Kind.STEPPED, i.stage, i.bucket))
-
-
-def _sync_tied(i: ins.SyncTied, layout: Layout, rank: int) -> Iterator[Use]:
-    number = next((tie.number for tie in layout.ties if tie.params == i.params), 0)
-    for stage in (stage for stage in i.stages if layout.rank_of(stage) == rank):
-        yield from (Use(READS, value) for value in _weight_grads(stage, layout))
-        yield Use(PRODUCES, Value(Kind.TIED, stage, number))
-
-
-def _share_metrics(i: ins.ShareMetrics, layout: Layout, rank: int) -> Iterator[Use]:
-    for stage in layout.stages_of(rank):
-        for microbatch in layout.microbatches_of(stage):
-            if layout.after(stage, microbatch) < 0:
-                yield Use(CONSUMES, Value(Kind.LOSS, stage, microbatch))
-    yield Use(PRODUCES, METRICS)
-
-
-def _clip_grad(i: ins.ClipGrad, layout: Layout, rank: int) -> Iterator[Use]:
-    yield Use(READS, METRICS)
-    for stage in layout.stages_of(rank):
-        yield from (Use(READS, value) for value in _gradients(stage, layout))
-    yield Use(PRODUCES, NORM)
-
-
-def _opt_step(i: ins.OptStep, layout: Layout, rank: int) -> Iterator[Use]:
-    for stage in i.stages:
-        yield from (Use(CONSUMES, value) for value in _gradients(stage, layout))
-        if layout.zero.shares_optimizer and not layout.zero.shares_weights:
-            yield from (Use(PRODUCES, Value(Kind.STEPPED, stage, bucket)) for bucket, _ in layout.reductions)
-    yield Use(READS, METRICS)
-    yield Use(READS, NORM)
-
-
-def _weight_grads(stage: int, layout: Layout) -> Iterator[Value]:
-    return (Value(Kind.WEIGHT_GRAD, stage, microbatch) for microbatch in layout.microbatches_of(stage))
-
-
-def _local_grads(stage: int, layout: Layout) -> Iterator[Value]:
-    """All gradients of a stage of this replica, with those of its ties added up."""
-    yield from _weight_grads(stage, layout)
-    yield from (Value(Kind.TIED, stage, tie.number) for tie in layout.ties_of(stage))
-
-
-def _gradients(stage: int, layout: Layout) -> Iterator[Value]:
-    """All gradients of a stage, in the state in which the optimizer wants them."""
-    yield from _local_grads(stage, layout)
-    for part in range(len(layout.parts_of(stage))):
-        yield from (_reduced(stage, bucket, part) for bucket, _ in layout.reductions)
-
-
-def _reduced(stage: int, bucket: int, part: int) -> Value:
-    return Value(Kind.REDUCED, stage, part * PART + bucket)
-
-
-def _emptied(stage: int, microbatch: int, layout: Layout) -> Iterator[Use]:
-    """The part that has to be reduced before this microbatch's gradient is added up: full ones never pile up."""
-    part = layout.part_number(stage, microbatch) if layout.zero.shares_gradients else 0
-    if part:
-        yield from (Use(FOLLOWS, _reduced(stage, bucket, part - 1)) for bucket, _ in layout.reductions)
-
-
-BATCH_RULES: dict[type[ins.Instruction], Callable[[Any, Layout, int], Iterator[Use]]] = {
-    ins.AllReduceBucket: _all_reduce_bucket,
-    ins.ReduceScatterBucket: _reduce_scatter_bucket,
-    ins.AllGatherBucket: _all_gather_bucket,
-    ins.SyncTied: _sync_tied,
-    ins.ShareMetrics: _share_metrics,
-    ins.ClipGrad: _clip_grad,
-    ins.OptStep: _opt_step,
-}
-"""What is done for the whole batch: functions, since they run over all microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What an instruction takes away, what it only looks at, what it leaves behind, and what it has to stand after."""
+    """What an instruction takes away, what it only looks at, what it leaves behind, and what it has to come after."""
 
     consumes: tuple[Value, ...] = ()
     reads: tuple[Value, ...] = ()
@@ -227,159 +40,264 @@ class Flow:
     follows: tuple[Value, ...] = ()
 
 
-def flow(instruction: ins.Instruction, layout: Layout, rank: int, gathering: int = 0) -> Flow:
-    """Return what `instruction` takes, reads and makes on pipeline rank `rank`.
-
-    `gathering` counts how often the full weights of its stage were gathered before: see `gatherings`.
-    """
-    used: tuple[list[Value], ...] = tuple([] for _ in Role)
-    for role, value in _uses(instruction, layout, rank, gathering):
-        used[role].append(value)
-    return Flow(*map(tuple, used))
-
-
-def gatherings(program: Iterable[ins.Instruction]) -> Iterator[int]:
-    """Yield for each instruction of a program which gathering of its stage's weights it makes, uses or ends."""
-    times: Counter[int] = Counter()
-    for i in program:
-        stage = getattr(i, "stage", -1)
-        times[stage] += isinstance(i, ins.GatherParams)
-        yield max(times[stage] - 1, 0)
-
-
-def _uses(instruction: Any, layout: Layout, rank: int, gathering: int = 0) -> Iterator[Use]:
-    kind = type(instruction)
-    if kind in ON_WEIGHTS and (kind not in RULES or layout.zero.shares_weights):
-        yield Use(ON_WEIGHTS[kind], Value(Kind.PARAMS, instruction.stage, gathering))
-    if kind in BATCH_RULES:
-        yield from BATCH_RULES[kind](instruction, layout, rank)
-    if kind not in RULES:
-        return
-    stage, microbatch = instruction.stage, instruction.microbatch
-    before, after = layout.before(stage, microbatch), layout.after(stage, microbatch)
-    slice_number = microbatch % layout.slices
-    holds = {
-        When.ALWAYS: True,
-        When.LAST: after < 0,
-        When.NOT_LAST: after >= 0,
-        When.KEEPS: layout.trains and not layout.recomputes(stage),
-        When.RECOMPUTES: layout.trains and layout.recomputes(stage),
-        When.HAS_EARLIER: slice_number > 0,
-        When.HAS_LATER: slice_number < layout.slices - 1,
-    }
-    for term in RULES[kind]:
-        owner = stage if term.at is At.OWN else before
-        if owner >= 0 and holds[term.when]:
-            yield Use(term.role, Value(term.kind, owner, microbatch + term.shift))
-    if kind in ins.ENDS_BACKWARD:
-        yield from _emptied(stage, microbatch, layout)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Uses:
-    """Values that instructions take, read or make: entry i says that the instruction in `rows[i]` uses `keys[i]`."""
+    """Values that instructions take, read or make: the instruction in `rows[i]` uses the value `keys[i]`.
+
+    `places[i]` is that value on the instruction's rank. A value that travels is resident on the rank that makes it and
+    on the rank that takes it: on the rank that holds its stage its place is its key, on the other one a number of its
+    own. So two uses are of the same value on the same rank if their places are equal.
+    """
 
     rows: Ints
     keys: Ints
+    places: Ints
+
+    @cached_property
+    def by_row(self) -> Ints:
+        """The order that sorts the uses by row; those of one row stay in the order of the rule."""
+        return np.argsort(self.rows, kind="stable")
+
+    def of_rows(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (row, key) of all uses of some rows, in order."""
+        rows = self.rows[self.by_row]
+        mine = self.by_row[np.searchsorted(rows, first) : np.searchsorted(rows, end)]
+        return zip(self.rows[mine].tolist(), self.keys[mine].tolist(), strict=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flows:
-    """The flow of all instructions of a plan at once; values are numbered by `key`."""
+    """The flow of all instructions of a plan at once."""
 
-    num_stages: int
-    num_numbers: int
+    numbering: Numbering
     consumes: Uses
     reads: Uses
     produces: Uses
     follows: Uses
 
-    def key(self, value: Value) -> int:
-        """Return the number of a value."""
-        return (value.kind * self.num_stages + value.stage) * self.num_numbers + value.number
+    @cached_property
+    def first_makers(self) -> Ints:
+        """For each place the first row that makes the value there; `ABSENT` where none does."""
+        return _first_rows(self.produces.rows, self.produces.places, self.num_places)
 
-    def value(self, key: int) -> Value:
-        """Return the value that a number stands for."""
-        rest, number = divmod(int(key), self.num_numbers)
-        kind, stage = divmod(rest, self.num_stages)
-        return Value(Kind(kind), stage, number)
+    @cached_property
+    def first_takers(self) -> Ints:
+        """For each place the first row that takes the value there away; `ABSENT` where none does."""
+        return _first_rows(self.consumes.rows, self.consumes.places, self.num_places)
 
-    def of_kind(self, keys: Ints, *kinds: Kind) -> Flags:
-        """Which of the numbered values are of these kinds."""
-        return np.isin(keys // (self.num_stages * self.num_numbers), kinds)
+    @cached_property
+    def first_senders(self) -> Ints:
+        """For each value that travels the first row of any rank that makes it; `ABSENT` where none does."""
+        travels = self.produces.keys < self.numbering.num_travelling
+        return _first_rows(self.produces.rows[travels], self.produces.keys[travels], self.numbering.num_travelling)
+
+    @property
+    def num_places(self) -> int:
+        """How many places there are for values on their ranks."""
+        return self.numbering.size + self.numbering.num_travelling
+
+    def value_at(self, place: int) -> Value:
+        """Return the value at a place."""
+        return self.numbering.value(place if place < self.numbering.size else place - self.numbering.size)
+
+    def of_rows(self, rows: range) -> list[Flow]:
+        """Return the flow of each of some rows."""
+        found: list[tuple[list[Value], ...]] = [([], [], [], []) for _ in rows]
+        for number, uses in enumerate((self.consumes, self.reads, self.produces, self.follows)):
+            for row, key in uses.of_rows(rows.start, rows.stop):
+                found[row - rows.start][number].append(self.numbering.value(key))
+        return [Flow(*map(tuple, used)) for used in found]
 
 
-def flows_of(columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout) -> Flows:
-    """Return the flow of every instruction of a well-formed plan; `columns` are those of `programs`."""
-    num_stages = len(layout.stage_to_pp)
-    numbers = [layout.num_microbatches, len(layout.buckets), len(layout.tied) + 1]
-    if layout.zero.shares_optimizer:
-        numbers += [PART * max(len(layout.parts_of(stage)) for stage in range(num_stages))]
-        numbers += [int(columns.are(ins.GatherParams).sum())]
-    empty = Uses(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    found = Flows(num_stages, max(numbers), empty, empty, empty, empty)
-    parts: tuple[list[Uses], ...] = tuple([empty] for _ in Role)
-    of_units, of_batch = _unit_uses(columns, layout, found), _batch_uses(columns, programs, layout, found)
-    of_shares = _share_uses(columns, programs, layout, found) if layout.zero.shares_optimizer else ()
-    for role, uses in chain(of_units, of_batch, of_shares):
-        parts[role].append(uses)
-    return Flows(num_stages, found.num_numbers, *map(_joined, parts))
+def flow(instruction: ins.Instruction, layout: Layout, rank: int, gathering: int = 0) -> Flow:
+    """Return what one instruction takes, reads and makes on pipeline rank `rank`.
+
+    `gathering` counts how often the full weights of its stage were gathered before. For the instructions of a plan
+    `Flows.of_rows` is quicker, and knows that.
+    """
+    programs = [[instruction] if k == rank else [] for k in range(max(layout.num_ranks, rank + 1))]
+    return flows_of(Columns.of(programs), layout, np.array([gathering])).of_rows(range(1))[0]
 
 
-def _unit_uses(columns: Columns, layout: Layout, flows: Flows) -> Iterator[tuple[Role, Uses]]:
+def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -> Flows:
+    """Return the flow of every instruction of a well-formed plan.
+
+    `gatherings` says of each row which gathering of its stage's weights it makes, uses or ends, where that is known.
+    """
+    reader = _Reader.of(columns, layout, gatherings)
+    found: dict[Role, list[tuple[Ints, Ints, Ints]]] = {role: [] for role in Role}
     for kind, terms in RULES.items():
-        rows = np.flatnonzero(columns.are(kind))
-        stage, microbatch = columns.stage[rows], columns.unit[rows]
-        before, after = layout.all_before(stage, microbatch), layout.all_after(stage, microbatch)
-        holds = {
-            When.ALWAYS: np.ones(len(rows), np.bool_),
-            When.LAST: after < 0,
-            When.NOT_LAST: after >= 0,
-            When.KEEPS: layout.trains & ~layout.recomputing[stage],
-            When.RECOMPUTES: layout.trains & layout.recomputing[stage],
-            When.HAS_EARLIER: microbatch % layout.slices > 0,
-            When.HAS_LATER: microbatch % layout.slices < layout.slices - 1,
-        }
-        for term in terms:
-            owner = stage if term.at is At.OWN else before
-            mask = holds[term.when] & (owner >= 0)
-            keys = (term.kind * flows.num_stages + owner[mask]) * flows.num_numbers + microbatch[mask] + term.shift
-            yield term.role, Uses(rows[mask], keys)
+        rows = columns.rows_where(kind)
+        for term in terms if len(rows) else ():
+            used = reader.read(term, rows)
+            if len(used[0]):
+                found[term.role].append(used)
+    return Flows(reader.numbering, *(_joined(found[role]) for role in (CONSUMES, READS, PRODUCES, FOLLOWS)))
 
 
-def _batch_uses(
-    columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout, flows: Flows
-) -> Iterator[tuple[Role, Uses]]:
-    for row in np.flatnonzero(columns.are(*BATCH_RULES)).tolist():
-        rank, index = columns.place(row)
-        keys: tuple[list[int], ...] = tuple([] for _ in Role)
-        for role, value in _uses(programs[rank][index], layout, rank):
-            keys[role].append(flows.key(value))
-        for role, used in zip(Role, keys, strict=True):
-            yield role, Uses(np.full(len(used), row), np.array(used, dtype=np.int64))
+def _joined(parts: list[tuple[Ints, Ints, Ints]]) -> Uses:
+    nothing = np.zeros(0, np.int64)
+    return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else Uses(*[nothing] * 3)
 
 
-def _share_uses(
-    columns: Columns, programs: tuple[tuple[ins.Instruction, ...], ...], layout: Layout, flows: Flows
-) -> Iterator[tuple[Role, Uses]]:
-    """What is done with full weights and gradients that do not stand all the time."""
-    if layout.zero.shares_weights:
-        gathering = np.array([number for program in programs for number in gatherings(program)], dtype=np.int64)
-        for kind, role in ON_WEIGHTS.items():
-            rows = np.flatnonzero(columns.are(kind))
-            keys = (Kind.PARAMS * flows.num_stages + columns.stage[rows]) * flows.num_numbers + gathering[rows]
-            yield role, Uses(rows, keys)
-    for row in np.flatnonzero(columns.are(*ins.ENDS_BACKWARD)).tolist():
-        found = [flows.key(use.value) for use in _emptied(int(columns.stage[row]), int(columns.unit[row]), layout)]
-        yield FOLLOWS, Uses(np.full(len(found), row), np.array(found, dtype=np.int64))
+def _first_rows(rows: Ints, at: Ints, size: int) -> Ints:
+    """Return the first of the rows at each place."""
+    nobody = np.iinfo(np.int64).max
+    found = np.full(size, nobody)
+    np.minimum.at(found, at, rows)
+    found[found == nobody] = ABSENT
+    return found
 
 
-def _joined(parts: list[Uses]) -> Uses:
-    """Return all uses in the order of rows."""
-    rows = np.concatenate([part.rows for part in parts])
-    keys = np.concatenate([part.keys for part in parts])
-    order = np.argsort(rows, kind="stable")
-    return Uses(rows[order], keys[order])
+class _Cells(NamedTuple):
+    """The stages whose values a term means: an entry per instruction and stage, later per value."""
+
+    rows: Ints
+    stages: Ints
+    numbers: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """Reads terms of the rule for many rows at once."""
+
+    columns: Columns
+    layout: Layout
+    numbering: Numbering
+    gatherings: Ints
+    holders: Ints
+
+    @classmethod
+    def of(cls, columns: Columns, layout: Layout, gatherings: Ints | None) -> _Reader:
+        if gatherings is None:
+            gatherings = gatherings_of(columns) if layout.zero.shares_weights else np.zeros(len(columns), np.int64)
+        counts = dict.fromkeys(Kind, layout.num_microbatches)
+        counts[Kind.METRICS] = counts[Kind.NORM] = columns.num_ranks
+        counts[Kind.REDUCED] = len(layout.buckets) * int(layout.num_reductions.max(initial=1))
+        counts[Kind.TIED] = max((tie.number for tie in layout.ties), default=0) + 1
+        counts[Kind.PARAMS] = int(gatherings.max(initial=0)) + 1
+        counts[Kind.STEPPED] = len(layout.buckets)
+        numbering = Numbering(len(layout.stage_to_pp), counts, len(layout.buckets))
+        return cls(columns, layout, numbering, gatherings, np.array(layout.stage_to_pp, np.int64))
+
+    def read(self, term: Term, rows: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return (rows, keys, places) of the uses that a term means for rows of one class of instruction."""
+        cells = self._whose(term.whose, rows)
+        if term.when in _OF_PLAN and not _OF_PLAN[term.when](self.layout):
+            cells = _kept(cells, np.zeros(len(cells.rows), np.bool_))
+        if term.when in _OF_CELL and term.which is not Which.EVERY_UNIT:
+            cells = _kept(cells, _OF_CELL[term.when](cells.stages, self.columns.unit[cells.rows], self.layout))
+        cells = self._which(term.which, cells)
+        if term.when in _OF_CELL and term.which is Which.EVERY_UNIT:
+            cells = _kept(cells, _OF_CELL[term.when](cells.stages, cells.numbers, self.layout))
+        keys = self.numbering.keys(term.kind, cells.stages, cells.numbers)
+        if term.kind not in TRAVELS:
+            return cells.rows, keys, keys
+        away = self.holders[cells.stages] != self.columns.rank[cells.rows]
+        return cells.rows, keys, keys + away * self.numbering.size
+
+    def _whose(self, whose: Whose, rows: Ints) -> _Cells:
+        """Return the rows with the stages that are meant."""
+        columns = self.columns
+        if whose is Whose.RANK:
+            return _Cells(rows, np.zeros(len(rows), np.int64), columns.rank[rows])
+        if whose is Whose.HELD:
+            held = Ragged.group(self.holders, np.arange(len(self.holders)), columns.num_ranks)
+            at, stages = held.expand(columns.rank[rows])
+        elif whose is Whose.NAMED:
+            named = Ragged.of(columns.values("stages", rows))
+            at, stages = named.expand(np.arange(len(rows)))
+            here = self.holders[stages] == columns.rank[rows[at]]
+            at, stages = at[here], stages[here]
+        else:
+            at, stages = np.arange(len(rows)), columns.stage[rows]
+            if whose is Whose.BEFORE:
+                stages = self.layout.all_before(stages, columns.unit[rows])
+                at, stages = at[stages >= 0], stages[stages >= 0]
+        return _Cells(rows[at], stages, columns.unit[rows[at]])
+
+    def _which(self, which: Which, cells: _Cells) -> _Cells:
+        """Return the cells with the numbers of the values that are meant, as many as there are."""
+        rows, stages, numbers = cells
+        layout, columns, buckets = self.layout, self.columns, np.array([b for b, _ in self.layout.reductions], np.int64)
+        if which in (Which.UNIT, Which.RANK):
+            return cells
+        if which is Which.EARLIER:
+            return _Cells(rows, stages, numbers - 1)
+        if which is Which.GATHERING:
+            return _Cells(rows, stages, self.gatherings[rows])
+        if which is Which.BUCKET:
+            reductions = np.maximum(columns.column("part")[rows], 0)
+            return _Cells(rows, stages, reductions * len(layout.buckets) + columns.column("bucket")[rows])
+        if which is Which.TIE:
+            of_name = {tie.params: tie.number for tie in layout.ties}
+            return _Cells(rows, stages, np.array([of_name.get(p, 0) for p in columns.values("params", rows)], np.int64))
+        if which is Which.REDUCTION_BEFORE:
+            before = layout.reduction_of[stages, numbers] - 1
+            some = before >= 0
+            return _each(_Cells(rows[some], stages[some], before[some] * len(layout.buckets)), buckets)
+        if which is Which.EVERY_BUCKET:
+            return _each(_Cells(rows, stages, np.zeros(len(rows), np.int64)), buckets)
+        if which is Which.EVERY_REDUCTION:
+            at = np.repeat(np.arange(len(rows)), layout.num_reductions[stages])
+            reductions = _count_from_zero(layout.num_reductions[stages])
+            return _each(_Cells(rows[at], stages[at], reductions * len(layout.buckets)), buckets)
+        if which is Which.EVERY_TIE:
+            ties = Ragged.of([tie.number for tie in layout.ties_of(s)] for s in range(len(self.holders)))
+            at, numbers = ties.expand(stages)
+            return _Cells(rows[at], stages[at], numbers)
+        at, units = layout.units.expand(stages)
+        if which is Which.REDUCED_UNITS:
+            mine = layout.reduction_of[stages[at], units] == columns.column("part")[rows[at]]
+            at, units = at[mine], units[mine]
+        return _Cells(rows[at], stages[at], units)
+
+
+def _kept(cells: _Cells, which: Flags) -> _Cells:
+    return _Cells(*(column[which] for column in cells))
+
+
+def _each(cells: _Cells, added: Ints) -> _Cells:
+    """Return each cell once for every number of `added`, which is added to its own."""
+    rows, stages, numbers = (np.repeat(column, len(added)) for column in cells)
+    return _Cells(rows, stages, numbers + np.tile(added, len(cells.rows)))
+
+
+def _count_from_zero(lengths: Ints) -> Ints:
+    """Return 0, 1, … up to each length, one after the other."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+_OF_PLAN: dict[When, Callable[[Layout], bool]] = {
+    When.STEPS_SHARDS: lambda layout: layout.zero.shares_optimizer and not layout.zero.shares_weights,
+    When.SHARDS_GRADIENTS: lambda layout: layout.zero.shares_gradients,
+    When.SHARDS_WEIGHTS: lambda layout: layout.zero.shares_weights,
+}
+"""The conditions on the whole plan."""
+
+_OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
+    When.LAST: lambda stages, units, layout: layout.all_after(stages, units) < 0,
+    When.NOT_LAST: lambda stages, units, layout: layout.all_after(stages, units) >= 0,
+    When.KEEPS: lambda stages, units, layout: layout.trains & ~layout.recomputing[stages],
+    When.RECOMPUTES: lambda stages, units, layout: layout.trains & layout.recomputing[stages],
+    When.HAS_EARLIER: lambda stages, units, layout: units % layout.slices > 0,
+    When.HAS_LATER: lambda stages, units, layout: units % layout.slices < layout.slices - 1,
+}
+"""The conditions on a stage and a microbatch."""
+
+
+def gatherings_of(columns: Columns) -> Ints:
+    """Return for each row which gathering of its stage's weights it makes, uses or ends."""
+    stage = columns.stage
+    rows = np.flatnonzero(stage >= 0)
+    order = rows[np.argsort(stage[rows], kind="stable")]
+    gathers = columns.are(ins.GatherParams)[order]
+    times = np.cumsum(gathers)
+    starts = np.flatnonzero(np.r_[True, np.diff(stage[order]) != 0]) if len(order) else np.zeros(0, np.int64)
+    before = np.repeat(times[starts] - gathers[starts], np.diff(np.r_[starts, len(order)]))
+    found = np.zeros(len(columns), np.int64)
+    found[order] = np.maximum(times - before - 1, 0)
+    return found
 
 
 def peer_of(message: ins.Message, layout: Layout) -> int:
@@ -389,10 +307,4 @@ def peer_of(message: ins.Message, layout: Layout) -> int:
     """
     forward = isinstance(message, ins.SendAct | ins.RecvGrad)
     other = (layout.after if forward else layout.before)(message.stage, message.microbatch)
-    return layout.rank_of(other) if other >= 0 else -1
-
-
-def message_value(message: ins.Message, layout: Layout) -> Value:
-    """Return the value that a message carries: what a send takes and its receive makes."""
-    found = flow(message, layout, -1)
-    return (found.consumes or found.produces)[0]
+    return layout.rank_of(other) if other >= 0 else ABSENT

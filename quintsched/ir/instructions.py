@@ -6,7 +6,7 @@
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
 
 A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
-work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.dataflow`, and only
+work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.rules`, and only
 there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule
 there, a handler there, and a step of the symbolic proof; a test over all of them says which is missing.
 """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.mesh import Mesh
+from quintsched.ir.ragged import Ragged
+from quintsched.ir.zero import Zero
 
 TWINS = "stage"
 """What ties call the weights of twins: all of a stage."""
@@ -21,34 +23,6 @@ class Route:
 
     stages: tuple[int, ...]
     microbatches: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Zero:
-    """How much of a stage's state is shared out over its replicas instead of standing on each of them.
-
-    `stage` 0: nothing; 1: the optimizer's state; 2: gradients as well; 3: weights as well. From 2 on, gradients are
-    reduced after `every` microbatches, so that full ones never stand for longer. (Rajbhandari et al. 2020, "ZeRO:
-    Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.)
-    """
-
-    stage: int = 0
-    every: int = 1
-
-    @property
-    def shares_optimizer(self) -> bool:
-        """Whether each replica keeps and steps only its share."""
-        return self.stage >= 1
-
-    @property
-    def shares_gradients(self) -> bool:
-        """Whether full gradients stand only until they are reduced."""
-        return self.stage >= 2
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether full weights stand only from a `GatherParams` to a `FreeParams`."""
-        return self.stage >= 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +53,7 @@ class Layout:
     stage_to_part: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    zero: Zero = Zero()
+    zero: Zero = field(default_factory=Zero)
     backward_order: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
@@ -136,12 +110,18 @@ class Layout:
         route_of, _, after = self._tables
         return after[route_of[microbatches], stages]
 
+    @cached_property
     def visits_all(self) -> Flags:
-        """Return (stages, microbatches): which stages each microbatch visits."""
+        """(stages, microbatches): which stages each microbatch visits."""
         visits = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
         for route in self.routes:
             visits[np.ix_(route.stages, route.microbatches)] = True
         return visits
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of pipeline ranks."""
+        return self.mesh.pp
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -165,35 +145,30 @@ class Layout:
         return tuple((bucket, axes) for bucket, axes in self.buckets.items() if axes)
 
     @cached_property
-    def _parts(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        return tuple(self._parts_of(stage) for stage in range(len(self.stage_to_pp)))
+    def reduction_of(self) -> Ints:
+        """(stages, microbatches): in which reduction of its stage's buckets a microbatch's gradient is summed.
 
-    def _parts_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        if not self.zero.shares_gradients or self.ties_of(stage):
-            return (self.microbatches_of(stage),)
-        order, every = self.backward_order[stage], self.zero.every
-        return tuple(order[first : first + every] for first in range(0, len(order), every))
-
-    def parts_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """The microbatches whose gradients are reduced together, in the order in which that is done.
-
-        One part where full gradients may stand until the end; they have to, where a stage's weights are tied: those
-        gradients are complete only when those of all stages that hold the weight are.
+        The first, where full gradients may be resident until the end; they have to, where a stage's weights are tied:
+        those gradients are complete only when those of all stages that hold the weight are.
         """
-        return self._parts[stage]
+        numbers = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.int64)
+        if self.zero.shares_gradients:
+            order = Ragged.of(self.backward_order)
+            stage, unit = order.expand(np.arange(len(numbers)))
+            once = np.array([bool(self.ties_of(number)) for number in range(len(numbers))])
+            place = np.arange(len(unit)) - order.starts[stage]
+            numbers[stage, unit] = np.where(once[stage], 0, place // self.zero.every)
+        return numbers
 
     @cached_property
-    def _part_numbers(self) -> tuple[dict[int, int], ...]:
-        return tuple({m: number for number, part in enumerate(parts) for m in part} for parts in self._parts)
-
-    def part_number(self, stage: int, microbatch: int) -> int:
-        """The part in which a microbatch's gradient of `stage` is reduced."""
-        return self._part_numbers[stage][microbatch]
+    def num_reductions(self) -> Ints:
+        """How often the buckets of each stage are reduced."""
+        visited = np.where(self.visits_all, self.reduction_of, 0)
+        return visited.max(axis=1, initial=0) + 1
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:
-        parts = set(self.stage_to_part)
-        return {part: tuple(s for s, p in enumerate(self.stage_to_part) if p == part) for part in parts}
+        return _grouped(self.stage_to_part)
 
     def part_of(self, stage: int) -> int:
         """Which piece of the model `stage` holds."""
@@ -224,7 +199,7 @@ class Layout:
         return self._ties[stage]
 
     def recompute_every(self, stage: int) -> int:
-        """Every how many blocks of `stage` one is recomputed; 0 where all activations are kept."""
+        """k, where every k-th block of `stage` is recomputed; 0 where all activations are kept."""
         return self.recompute[stage] if self.recompute else 0
 
     def recomputes(self, stage: int) -> bool:
@@ -246,21 +221,27 @@ class Layout:
 
     @cached_property
     def _stages(self) -> dict[int, tuple[int, ...]]:
-        ranks = set(self.stage_to_pp)
-        return {rank: tuple(s for s, pp in enumerate(self.stage_to_pp) if pp == rank) for rank in ranks}
+        return _grouped(self.stage_to_pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that pp rank `rank` holds."""
         return self._stages.get(rank, ())
 
     @cached_property
-    def _microbatches(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {stage: [] for stage in range(len(self.stage_to_pp))}
-        for route in self.routes:
-            for stage in route.stages:
-                found[stage].extend(route.microbatches)
-        return {stage: tuple(sorted(microbatches)) for stage, microbatches in found.items()}
+    def units(self) -> Ragged:
+        """The microbatches that visit each stage, in rising order."""
+        stage, unit = np.nonzero(self.visits_all)
+        return Ragged.group(stage, unit, len(self.stage_to_pp))
 
     def microbatches_of(self, stage: int) -> tuple[int, ...]:
         """The microbatches that visit `stage`."""
-        return self._microbatches[stage]
+        first, end = self.units.starts[stage : stage + 2]
+        return tuple(self.units.values[first:end].tolist())
+
+
+def _grouped(keys: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Return key → the stages that have it, in rising order."""
+    found: dict[int, list[int]] = {}
+    for stage, key in enumerate(keys):
+        found.setdefault(key, []).append(stage)
+    return {key: tuple(stages) for key, stages in found.items()}

@@ -1,14 +1,23 @@
-"""What stands on a rank between two instructions: kinds of values, and their names.
+"""What is resident on a rank between two instructions: kinds of values, their names, and a number for each.
 
     Value(OUTPUT, stage 2, number 5)      the output of stage 2, microbatch 5
+
+    Numbering       OUTPUT: stage 0, 1, …   OUTPUT_GRAD: stage 0, 1, …   SAVED: …      numbered one after the other
 
 What makes and takes them is said in `quintsched.ir.dataflow`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+
+from quintsched.ir.columns import Flags, Ints
 
 
 class Kind(IntEnum):
@@ -23,9 +32,9 @@ class Kind(IntEnum):
     LOSS = 3
     """The loss of a microbatch, on the last stage."""
     WEIGHT_GRAD = 4
-    """A microbatch's share of a stage's weight gradients."""
+    """A microbatch's term of a stage's weight gradients."""
     REDUCED = 5
-    """A bucket of gradients, summed over the replicas: the number is part x `PART` + bucket."""
+    """A bucket of gradients, summed over the replicas: the number is reduction x `REDUCTION` + bucket."""
     METRICS = 6
     """The batch's loss, loss weight and metrics, known on this rank."""
     NORM = 7
@@ -41,9 +50,9 @@ class Kind(IntEnum):
     CHECKPOINT = 12
     """What a forward keeps of a stage that is recomputed."""
     PARAMS = 13
-    """The full weights of a stage whose replicas hold shares of them; the number counts gatherings."""
+    """The full weights of a stage whose replicas hold shards of them; the number counts gatherings."""
     STEPPED = 14
-    """A bucket of weights of which each replica has stepped its share."""
+    """A bucket of weights of which each replica has stepped its shard."""
 
 
 _WORDS = {
@@ -61,25 +70,25 @@ _WORDS = {
     Kind.KEYS_GRAD: "gradient of the keys and values",
     Kind.CHECKPOINT: "checkpoint",
     Kind.PARAMS: "full weights",
-    Kind.STEPPED: "stepped shares",
+    Kind.STEPPED: "stepped shards",
 }
 
 _COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie", Kind.PARAMS: "gathering", Kind.STEPPED: "bucket"}
 """What the numbers of values count, where it is not microbatches."""
 
 AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
-"""Kinds that may be read any number of times and may stand when the program ends."""
+"""Kinds that may be read any number of times and may be resident when the program ends; every rank has its own."""
 
 
-PART = 2048
-"""What the numbers of reduced gradients count parts by; there are fewer buckets than that."""
+REDUCTION = 2048
+"""What the numbers of reduced gradients count reductions by; there are fewer buckets than that."""
 
 TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD)
-"""Kinds that go from rank to rank."""
+"""Kinds that go from rank to rank: the first ones."""
 
 
 class Value(NamedTuple):
-    """Something that stands on a rank between two instructions."""
+    """Something that is resident on a rank between two instructions."""
 
     kind: Kind
     stage: int
@@ -89,10 +98,68 @@ class Value(NamedTuple):
         words = _WORDS[self.kind]
         if self.kind in AMBIENT:
             return f"the {words}"
-        part, number = divmod(self.number, PART) if self.kind is Kind.REDUCED else (0, self.number)
-        parts = f", part {part}" if part else ""
-        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{parts}"
+        reduction, number = divmod(self.number, REDUCTION) if self.kind is Kind.REDUCED else (0, self.number)
+        which = f", part {reduction}" if reduction else ""
+        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{which}"
 
 
 METRICS = Value(Kind.METRICS, 0, 0)
 NORM = Value(Kind.NORM, 0, 0)
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """A number, its key, for every value of a plan: dense, so that arrays can be indexed by it.
+
+    `counts` says how many values of each kind a stage has; of ambient kinds, how many there are.
+    """
+
+    num_stages: int
+    counts: Mapping[Kind, int]
+    num_buckets: int
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """The key of the first value of each kind, and their total."""
+        sizes = [self.counts[kind] * (1 if kind in AMBIENT else self.num_stages) for kind in Kind]
+        return np.cumsum([0, *sizes])
+
+    @property
+    def size(self) -> int:
+        """How many keys there are."""
+        return int(self.firsts[-1])
+
+    @property
+    def num_travelling(self) -> int:
+        """How many of them, the first ones, belong to values that travel from rank to rank."""
+        return int(self.firsts[len(TRAVELS)])
+
+    def keys(self, kind: Kind, stages: Ints, numbers: Ints) -> Ints:
+        """Return the keys of values; the number of a reduced gradient is reduction x buckets + bucket here."""
+        return self.firsts[kind] + stages * self.counts[kind] + numbers
+
+    def value(self, key: int) -> Value:
+        """Return the value that a key stands for."""
+        kind = Kind(int(np.searchsorted(self.firsts, key, side="right")) - 1)
+        if kind in AMBIENT:
+            return Value(kind, 0, 0)
+        stage, number = divmod(int(key - self.firsts[kind]), self.counts[kind])
+        if kind is Kind.REDUCED:
+            reduction, bucket = divmod(number, self.num_buckets)
+            number = reduction * REDUCTION + bucket
+        return Value(kind, stage, number)
+
+    def of_kind(self, keys: Ints, kind: Kind) -> Flags:
+        """Which of the keys belong to values of a kind."""
+        found: Flags = (keys >= self.firsts[kind]) & (keys < self.firsts[kind + 1])
+        return found
+
+    def stages(self, keys: Ints, kind: Kind) -> Ints:
+        """The stages of values of one kind."""
+        found: Ints = (keys - self.firsts[kind]) // self.counts[kind]
+        return found
+
+    def numbers(self, keys: Ints, kind: Kind) -> Ints:
+        """The numbers of values of one kind."""
+        found: Ints = (keys - self.firsts[kind]) % self.counts[kind]
+        return found

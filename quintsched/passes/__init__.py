@@ -3,8 +3,8 @@
     order of computation ─▶ place_recomputes ─▶ place_messages ─▶ gather_params ─▶ sync_tied ─▶ reduce_buckets
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
-Each is a pure function Plan → Plan. `Pass.establishes` names the points of a sound plan that hold from then on; `lower`
-applies them all, and names the one that breaks a point if asked to look.
+Each is a pure function from plan to plan. `Pass.establishes` names the points of a sound plan that hold from then on;
+`lower` applies them all, and names the one that breaks a point if asked to look.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quintsched.errors import UnsoundError
-from quintsched.passes.finish import clip_gradients, share_metrics, step_optimizer
+from quintsched.ir.plan_data import PlanData
 from quintsched.passes.gather_params import gather_params
 from quintsched.passes.place_messages import place_messages
 from quintsched.passes.place_recomputes import place_recomputes
-from quintsched.passes.reductions import reduce_buckets, sync_tied
-from quintsched.plan import Plan
+from quintsched.passes.reduce_buckets import reduce_buckets
+from quintsched.passes.share_metrics import clip_gradients, share_metrics
+from quintsched.passes.step_optimizer import step_optimizer
+from quintsched.passes.sync_tied import sync_tied
 from quintsched.text.listing import excerpt
 from quintsched.verify.diagnostics import Point
+from quintsched.verify.soundness import check
 
-Watch = Callable[[str, Plan], None]
+Watch = Callable[[str, PlanData], None]
 """Gets the name of a pass and the plan after it."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A named pure function Plan → Plan, and the points of a sound plan that hold after it."""
+    """A named pure function PlanData → PlanData, and the points of a sound plan that hold after it."""
 
     name: str
-    apply: Callable[[Plan], Plan]
+    apply: Callable[[PlanData], PlanData]
     establishes: tuple[Point, ...]
 
 
@@ -53,7 +56,7 @@ FORWARD_PASSES = (
 )
 
 
-def lower(plan: Plan, passes: Sequence[Pass], *, watch: Watch | None = None, verify: bool = False) -> Plan:
+def lower(plan: PlanData, passes: Sequence[Pass], *, watch: Watch | None = None, verify: bool = False) -> PlanData:
     """Apply the passes one after the other; `watch` gets each one's name and the plan after it.
 
     Raises `UnsoundError` with `verify`, if a point that a pass has established no longer holds after one of them.
@@ -69,9 +72,9 @@ def lower(plan: Plan, passes: Sequence[Pass], *, watch: Watch | None = None, ver
     return plan
 
 
-def _refuse_broken(plan: Plan, name: str, established: Sequence[Point]) -> None:
+def _refuse_broken(plan: PlanData, name: str, established: Sequence[Point]) -> None:
     owed = (Point.WELL_FORMED, *established)
-    broken = [finding for finding in plan.check(profile="blocking").findings if finding.point in owed]
+    broken = [finding for finding in check(plan, profile="blocking").findings if finding.point in owed]
     if broken:
         first = next((finding for finding in broken if finding.index is not None), broken[0])
         places = [(f.rank, f.index) for f in (first,) if f.rank is not None and f.index is not None]

@@ -1,40 +1,34 @@
-"""Gather weights that replicas share out (ZeRO-3) before they are used, and drop them after.
+"""Gather weights that replicas shard (ZeRO-3) before they are used, and drop them after.
 
     GatherParams(0)  Fwd(0, 0)  GatherParams(1)  Fwd(0, 1)  FreeParams(0)  Fwd(1, 0) …
     └─ first use ──▶            └─ one computation ahead ──────────────────▶
 
 Computations of a stage that follow each other share one gathering. The next stage's weights are gathered while the last
-of these runs: so they are there in time, and the weights of at most two stages stand.
+of these runs: so they are there in time, and the weights of at most two stages are resident.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from quintsched.ir.instructions import NEEDS_WEIGHTS, Compute, FreeParams, GatherParams, Instruction
-from quintsched.plan import Plan, Program
+import numpy as np
+
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.instructions import NEEDS_WEIGHTS, Compute, FreeParams, GatherParams
+from quintsched.ir.plan_data import PlanData
 
 
-def gather_params(plan: Plan) -> Plan:
-    """Add `GatherParams` before the weights of a stage are used and `FreeParams` after, where replicas hold shares."""
+def gather_params(plan: PlanData) -> PlanData:
+    """Add `GatherParams` before the weights of a stage are used and `FreeParams` after, where replicas hold shards."""
     if not plan.zero.shares_weights:
         return plan
-    return replace(plan, programs=tuple(tuple(_with_gathers(program)) for program in plan.programs))
-
-
-def _with_gathers(program: Program) -> Iterator[Instruction]:
-    computations = [(index, i) for index, i in enumerate(program) if isinstance(i, Compute)]
-    uses = [(place, i.stage) for place, (_, i) in enumerate(computations) if isinstance(i, NEEDS_WEIGHTS)]
-    before: dict[int, list[int]] = {}
-    after: dict[int, int] = {}
-    for number, (place, stage) in enumerate(uses):
-        if not number or uses[number - 1][1] != stage:
-            before.setdefault(computations[max(place - 1, 0)][0], []).append(stage)
-        if number + 1 == len(uses) or uses[number + 1][1] != stage:
-            after[computations[place][0]] = stage
-    for index, i in enumerate(program):
-        yield from map(GatherParams, before.get(index, ()))
-        yield i
-        if index in after:
-            yield FreeParams(after[index])
+    columns = plan.columns
+    computations, uses = columns.rows_where(Compute), columns.rows_where(*NEEDS_WEIGHTS)
+    stage, rank = columns.stage[uses], columns.rank[uses]
+    changes = (np.diff(stage) != 0) | (np.diff(rank) != 0)
+    first, last = np.r_[True, changes][: len(uses)], np.r_[changes, True][: len(uses)]
+    ahead = computations[np.maximum(np.searchsorted(computations, uses[first]) - 1, 0)]
+    ahead = np.where(columns.rank[ahead] == rank[first], ahead, uses[first])
+    gathers = Columns.make(GatherParams, rank[first], columns.num_ranks, stage=stage[first])
+    frees = Columns.make(FreeParams, rank[last], columns.num_ranks, stage=stage[last])
+    return replace(plan, programs=Programs(columns.insert(np.r_[uses[last] + 1, ahead], frees, gathers)))

@@ -14,18 +14,18 @@ neither that limit nor the channel's order ever makes the run wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from quintsched.errors import UnsoundError
-from quintsched.graph.plan_events import PROFILES, Events, build_graph, first_maker
-from quintsched.ir.columns import Ints
+from quintsched.graph.edges import build_graph
+from quintsched.graph.plan_events import Events
+from quintsched.graph.profiles import PROFILES
+from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints, Programs
 from quintsched.ir.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
-from quintsched.ir.values import TRAVELS
-from quintsched.plan import Plan
+from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Times, event_durations
 from quintsched.text.listing import excerpt
@@ -36,33 +36,38 @@ BEFORE, COMPUTE, AFTER = 0, 1, 2
 """At one moment: messages first, then computations, then messages that waited for one of these to begin."""
 
 
-def place_messages(plan: Plan) -> Plan:
+def place_messages(plan: PlanData) -> PlanData:
     """Add sends and receives to a plan of computations; raises `UnsoundError` if these wait for each other."""
     columns = plan.columns
     events = Events.merge(plan)
-    graph = build_graph(events, plan.flows, PROFILES["channel"])
     durations = event_durations(plan, events, Costs())
-    run = graph.run(durations.tolist())
+    run = build_graph(events, plan.flows, PROFILES["channel"]).run(durations.tolist())
     if not run.finished:
         raise UnsoundError(_explain_order(plan, np.array(run.waiting)[events.of]))
     start = np.array(run.start)[events.of]
     messages = _Messages.of(plan)
     times, phases = messages.moments(start, start + durations[events.of])
-    ends = [*messages.instructions(plan), *chain.from_iterable(plan.programs)]
     rank = np.concatenate([messages.source, messages.target, columns.rank])
-    order = np.lexsort(
-        (
-            np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
-            np.concatenate([phases, phases, np.full(len(columns), COMPUTE)]),
-            np.concatenate([times, times, start]),
-            rank,
-        )
+    order = _sorted(
+        rank,
+        np.concatenate([times, times, start]),
+        np.concatenate([phases, phases, np.full(len(columns), COMPUTE)]),
+        np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
     )
-    lines = np.split(order, np.searchsorted(rank[order], np.arange(1, len(plan.programs))))
-    return replace(plan, programs=tuple(tuple(ends[i] for i in line.tolist()) for line in lines))
+    first = np.r_[0, np.cumsum(np.bincount(rank, minlength=columns.num_ranks))]
+    return replace(plan, programs=Programs(messages.beside(columns).take(order, first)))
 
 
-@dataclass(frozen=True)
+def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
+    """Return the order by rank, time, phase and number; at unit costs times are whole, and all of it is one number."""
+    whole = times.astype(np.int64)
+    spans = [int(column.max(initial=0)) + 1 for column in (rank, whole, phases, numbers)]
+    if np.array_equal(whole, times) and spans[0] * spans[1] * spans[2] * spans[3] < 2**63:
+        return np.argsort(((rank * spans[1] + whole) * spans[2] + phases) * spans[3] + numbers)
+    return np.lexsort((numbers, phases, times, rank))
+
+
+@dataclass(frozen=True, eq=False)
 class _Messages:
     """What crosses from rank to rank: an entry per message, channel after channel, as the receiver takes them.
 
@@ -75,15 +80,15 @@ class _Messages:
     taken: Ints
 
     @classmethod
-    def of(cls, plan: Plan) -> _Messages:
+    def of(cls, plan: PlanData) -> _Messages:
         """Find every value that is made on one rank and taken on another."""
         flows, rank = plan.flows, plan.columns.rank
-        nowhere = np.zeros(len(rank), np.int64)
-        taken = flows.consumes.rows
-        made = first_maker(flows.produces, nowhere, nowhere[taken], flows.consumes.keys)
-        crosses = (made >= 0) & (rank[made] != rank[taken]) & flows.of_kind(flows.consumes.keys, *TRAVELS)
+        travels = flows.consumes.keys < flows.numbering.num_travelling
+        taken = flows.consumes.rows[travels]
+        made = flows.first_senders[flows.consumes.keys[travels]]
+        crosses = (made != ABSENT) & (rank[made] != rank[taken])
         made, taken = made[crosses], taken[crosses]
-        order = np.lexsort((taken, rank[taken], rank[made]))
+        order = np.argsort((rank[made] * plan.columns.num_ranks + rank[taken]) * len(rank) + taken)
         made, taken = made[order], taken[order]
         return cls(rank[made], rank[taken], made, taken)
 
@@ -104,47 +109,48 @@ class _Messages:
             np.maximum.accumulate(times[first:last], out=times[first:last])
         return times, np.where(freed == times, AFTER, BEFORE)
 
-    def instructions(self, plan: Plan) -> Iterator[Instruction]:
-        """Yield all sends, then all receives."""
-        columns = plan.columns
-        forward = columns.are(Fwd)[self.taken]
-        stage, unit = columns.stage[self.made].tolist(), columns.unit[self.made].tolist()
-        following = columns.stage[self.taken].tolist()
-        ends = list(
-            zip(forward.tolist(), stage, following, unit, self.source.tolist(), self.target.tolist(), strict=True)
+    def beside(self, columns: Columns) -> Columns:
+        """Return all sends, all receives and the computations, in this order; what it says of ranks does not count."""
+        is_activation = columns.are(Fwd)[self.taken]
+        op = np.concatenate(
+            [_codes(is_activation, SendAct, SendGrad), _codes(is_activation, RecvAct, RecvGrad), columns.op]
         )
-        for is_activation, here, _, microbatch, _, target in ends:
-            yield SendAct(here, microbatch, target) if is_activation else SendGrad(here, microbatch, target)
-        for is_activation, _, there, microbatch, source, _ in ends:
-            yield RecvAct(there, microbatch, source) if is_activation else RecvGrad(there, microbatch, source)
+        unit = columns.unit[self.made]
+        fields = {
+            "stage": np.concatenate([columns.stage[self.made], columns.stage[self.taken], columns.stage]),
+            "microbatch": np.concatenate([unit, unit, columns.unit]),
+            "peer": np.concatenate([self.target, self.source, np.full(len(columns), ABSENT)]),
+        }
+        return Columns(np.array([0, len(op)]), op, fields)
 
 
-def _explain_order(plan: Plan, waiting: Ints) -> str:
+def _codes(which: Flags, yes: type[Instruction], no: type[Instruction]) -> Codes:
+    return np.where(which, np.uint8(CODES[yes]), np.uint8(CODES[no]))
+
+
+def _explain_order(plan: PlanData, waiting: Ints) -> str:
     """Name what each rank is stuck at, the first computation of it that never begins, and what that waits for."""
     columns, flows = plan.columns, plan.flows
     stuck, lines = [], []
-    for rank in range(len(plan.programs)):
-        rows = columns.rows_of(rank)
-        row = next((row for row in rows if waiting[row]), None)
+    for rank in range(columns.num_ranks):
+        row = next((row for row in columns.rows_of(rank) if waiting[row]), None)
         if row is None:
             continue
         stuck.append(columns.place(row))
-        for key in flows.consumes.keys[flows.consumes.rows == row].tolist():
+        for _, key in flows.consumes.of_rows(row, row + 1):
             makers = flows.produces.rows[flows.produces.keys == key]
             late = [int(maker) for maker in makers if waiting[maker]]
             if late:
-                lines.append(
-                    f"rank {rank} is stuck at {_at(plan, row)}: it needs {flows.value(key)}; {_maker(plan, late[0])}"
-                )
+                value = flows.numbering.value(key)
+                lines.append(f"rank {rank} is stuck at {_at(plan, row)}: it needs {value}; {_maker(plan, late[0])}")
                 break
     head = f"not sound: {plan.title}\ndeadlock: the order of computation itself cannot run"
     return "\n".join([head, *lines, *excerpt(plan, stuck)])
 
 
-def _at(plan: Plan, row: int) -> str:
-    rank, index = plan.columns.place(row)
-    return f"{index} {plan.programs[rank][index]}"
+def _at(plan: PlanData, row: int) -> str:
+    return f"{plan.columns.place(row)[1]} {plan.columns.instruction(row)}"
 
 
-def _maker(plan: Plan, row: int) -> str:
+def _maker(plan: PlanData, row: int) -> str:
     return f"rank {plan.columns.place(row)[0]} makes it at {_at(plan, row)}"

@@ -2,29 +2,31 @@
 
     … Bwd(s, 3)  Recompute(s, 4)  Bwd(s, 4) …
 
-There the activations stand for the shortest time; and since only the backward takes the gradient of the stage's output,
-the rank recomputes while that is still on its way. What the schedule has placed itself stays where it is.
+There the activations are held for the shortest time; and since only the backward takes the gradient of the stage's
+output, the rank recomputes while that is still on its way. What the schedule has placed itself stays where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from quintsched.ir.instructions import BEGINS_BACKWARD, Compute, Instruction, Recompute
-from quintsched.plan import Plan, Program
+import numpy as np
+
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.instructions import BEGINS_BACKWARD, Recompute
+from quintsched.ir.plan_data import PlanData
 
 
-def place_recomputes(plan: Plan) -> Plan:
+def place_recomputes(plan: PlanData) -> PlanData:
     """Add the `Recompute`s that the order of computation leaves out; none where no stage is recomputed."""
     if not any(plan.recompute):
         return plan
-    return replace(plan, programs=tuple(tuple(_with_recomputes(program, plan)) for program in plan.programs))
-
-
-def _with_recomputes(program: Program, plan: Plan) -> Iterator[Instruction]:
-    placed = {(i.stage, i.microbatch) for i in program if isinstance(i, Recompute)}
-    for i in program:
-        if isinstance(i, Compute) and isinstance(i, BEGINS_BACKWARD) and plan.layout.recomputes(i.stage):
-            yield from () if (i.stage, i.microbatch) in placed else (Recompute(i.stage, i.microbatch),)
-        yield i
+    columns, units = plan.columns, plan.schedule.num_units
+    rows = columns.rows_where(*BEGINS_BACKWARD)
+    rows = rows[plan.layout.recomputing[columns.stage[rows]]]
+    placed = columns.rows_where(Recompute)
+    cells = columns.stage * units + columns.unit
+    rows = rows[~np.isin(cells[rows], cells[placed])]
+    stage, unit, rank = columns.stage[rows], columns.unit[rows], columns.rank[rows]
+    again = Columns.make(Recompute, rank, columns.num_ranks, stage=stage, microbatch=unit)
+    return replace(plan, programs=Programs(columns.insert(rows, again)))

@@ -6,10 +6,13 @@ to do while it waits:
     P=2, 2 chunks, rank 0 forwards:   chunk 0: mb 0, 1   chunk 1: mb 0, 1   chunk 0: mb 2, 3   chunk 1: …
 """
 
+import numpy as np
+
 from quintsched.ir.instructions import Bwd, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
-from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
+from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds
 
 
 @schedule(
@@ -22,21 +25,13 @@ from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
     max_chunks=MAX_CHUNKS,
     constraint=whole_rounds,
 )
-def interleaved_1f1b(rank: int, shape: Shape) -> Order:
-    """Yield 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
-    stages = shape.stages_of(rank)
+def interleaved_1f1b(rank: int, shape: Shape) -> Steps:
+    """Return 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
+    stages = np.array(shape.stages_of(rank))
     units = shape.microbatches * shape.chunks
     warmup = min(2 * (shape.pp - rank - 1) + (shape.chunks - 1) * shape.pp, units)
-
-    def unit(k: int) -> tuple[int, int]:
-        group, within = divmod(k, shape.pp * shape.chunks)
-        chunk, microbatch = divmod(within, shape.pp)
-        return chunk, group * shape.pp + microbatch
-
-    for k in range(units + warmup):
-        if k < units:
-            chunk, microbatch = unit(k)
-            yield Fwd(stages[chunk], microbatch)
-        if k >= warmup:
-            chunk, microbatch = unit(k - warmup)
-            yield Bwd(stages[-1 - chunk], microbatch)
+    chunk, microbatch = rounds(units, shape.pp, shape.chunks)
+    return alternate(
+        Lane(Fwd, 0, stages[chunk], microbatch),
+        Lane(Bwd, warmup, stages[::-1][chunk], microbatch),
+    )

@@ -8,10 +8,13 @@ Units go round the chunks in groups of P microbatches, as in interleaved 1F1B, b
 rank after it. The makespan is M(F+I+W) + (P-1)(F+I-min(F,I,W))/v, and P microbatches' activations stand on each rank.
 """
 
+import numpy as np
+
 from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
-from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
+from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds
 
 
 @schedule(
@@ -24,24 +27,13 @@ from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
     max_chunks=MAX_CHUNKS,
     constraint=whole_rounds,
 )
-def interleaved_zb(rank: int, shape: Shape) -> Order:
-    """Yield split 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
-    stages = shape.stages_of(rank)
-    units = shape.microbatches * shape.chunks
+def interleaved_zb(rank: int, shape: Shape) -> Steps:
+    """Return split 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
+    stages = np.array(shape.stages_of(rank))
     warmup, late = (shape.chunks - 1) * shape.pp + shape.pp - rank - 1, rank
-
-    def unit(k: int) -> tuple[int, int]:
-        group, within = divmod(k, shape.pp * shape.chunks)
-        chunk, microbatch = divmod(within, shape.pp)
-        return chunk, group * shape.pp + microbatch
-
-    for k in range(warmup + units + late):
-        if k < units:
-            chunk, microbatch = unit(k)
-            yield Fwd(stages[chunk], microbatch)
-        if 0 <= k - warmup < units:
-            chunk, microbatch = unit(k - warmup)
-            yield BwdInput(stages[-1 - chunk], microbatch)
-        if k >= warmup + late:
-            chunk, microbatch = unit(k - warmup - late)
-            yield BwdWeight(stages[-1 - chunk], microbatch)
+    chunk, microbatch = rounds(shape.microbatches * shape.chunks, shape.pp, shape.chunks)
+    return alternate(
+        Lane(Fwd, 0, stages[chunk], microbatch),
+        Lane(BwdInput, warmup, stages[::-1][chunk], microbatch),
+        Lane(BwdWeight, warmup + late, stages[::-1][chunk], microbatch),
+    )

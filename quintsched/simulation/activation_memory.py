@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quintsched.graph.plan_events import first_maker
-from quintsched.ir.columns import Amounts, Columns
+from quintsched.ir.columns import ABSENT, Amounts, Columns
 from quintsched.ir.dataflow import Flows
 from quintsched.ir.instructions import Recv
+from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import Kind
-from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 
 HELD = {
@@ -22,52 +21,54 @@ HELD = {
 """The values that count as activations, and which of the costs says how much each holds."""
 
 
-def peak_activations(plan: Plan, costs: Costs) -> tuple[float, ...]:
+def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs."""
     parts = plan.schedule.parts
     return tuple(peak / parts for peak in _peaks(plan.columns, activation_changes(plan, costs)))
 
 
-def activation_changes(plan: Plan, costs: Costs) -> Amounts:
+def activation_changes(plan: PlanData, costs: Costs) -> Amounts:
     """Return by how much each row changes what its rank holds of activations, times the plan's chunks and slices.
 
     An activation is held from its forward to the end of its backward; between the halves of a backward, what
-    `activation_after_input` says still stands of it, and between a forward and its recomputation, what
+    `activation_after_input` says is left of it, and between a forward and its recomputation, what
     `activation_checkpointed` says. The keys and values of a microbatch count with its first slice.
     """
-    columns, flows, spec, stages = plan.columns, plan.flows, plan.schedule, range(len(plan.stage_to_pp))
-    change = np.zeros(len(columns))
+    spec, stages = plan.schedule, range(len(plan.stage_to_pp))
+    change = np.zeros(len(plan.columns))
     for kind, name in HELD.items():
-        _add(change, flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
+        _add(change, plan.flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
     if spec.slices > 1:
         keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
-        _add(change, flows, Kind.KEYS, keys, every=spec.slices)
+        _add(change, plan.flows, Kind.KEYS, keys, every=spec.slices)
     return change
 
 
 def _add(change: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
     """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one."""
+    numbering = flows.numbering
     for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
-        counts = flows.of_kind(uses.keys, kind)
+        counts = np.flatnonzero(numbering.of_kind(uses.keys, kind))
         if every > 1:
-            counts &= uses.keys % flows.num_numbers % every == 0
-        stages = uses.keys[counts] // flows.num_numbers % flows.num_stages
-        change += sign * np.bincount(uses.rows[counts], weights=np.array(held)[stages], minlength=len(change))
+            counts = counts[numbering.numbers(uses.keys[counts], kind) % every == 0]
+        stages = numbering.stages(uses.keys[counts], kind)
+        np.add.at(change, uses.rows[counts], sign * np.array(held)[stages])
 
 
-def peak_receives(plan: Plan) -> tuple[int, ...]:
+def peak_receives(plan: PlanData) -> tuple[int, ...]:
     """Return the most messages that each pp rank has received, in program order, and not yet taken."""
     columns, flows = plan.columns, plan.flows
     received = columns.are(Recv)
-    makers = first_maker(flows.produces, columns.rank, columns.rank[flows.consumes.rows], flows.consumes.keys)
-    of_message = (makers >= 0) & received[makers]
-    taken = np.bincount(flows.consumes.rows[of_message], minlength=len(columns))
-    return tuple(int(peak) for peak in _peaks(columns, received.astype(float) - taken))
+    makers = flows.first_makers[flows.consumes.places]
+    of_message = (makers != ABSENT) & received[makers]
+    change = received.astype(float)
+    np.subtract.at(change, flows.consumes.rows[of_message], 1.0)
+    return tuple(int(peak) for peak in _peaks(columns, change))
 
 
 def _peaks(columns: Columns, change: Amounts) -> list[float]:
     """Return the peak on each rank of what `change` adds up to, row by row."""
     return [
         float(np.cumsum(change[rows.start : rows.stop]).max(initial=0.0))
-        for rows in map(columns.rows_of, range(len(columns.first) - 1))
+        for rows in map(columns.rows_of, range(columns.num_ranks))
     ]

@@ -39,7 +39,7 @@ from quintsched.ir.instructions import (
     Recompute,
     Recv,
 )
-from quintsched.plan import Plan
+from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Span, Times
 
@@ -70,7 +70,7 @@ class MeasuredSpan(Span):
 class MeasuredStep:
     """One step of one pipeline, from the moment its first computation runs."""
 
-    plan: Plan
+    plan: PlanData
     number: int
     unit: str
     timeline: tuple[tuple[MeasuredSpan, ...], ...]
@@ -102,11 +102,11 @@ class MeasuredStep:
 class Trace:
     """The traces of all ranks of a plan, in the order of ranks."""
 
-    plan: Plan
+    plan: PlanData
     ranks: tuple[RankTrace, ...]
 
     @classmethod
-    def load(cls, directory: Path, plan: Plan) -> Trace:
+    def load(cls, directory: Path, plan: PlanData) -> Trace:
         """Read the trace that a run of `plan` left; raises what `trace_json.load_ranks` does."""
         return cls(plan, load_ranks(directory, plan))
 
@@ -171,7 +171,7 @@ class _Times:
         return _Times(self.start[replica, step], self.end[replica, step], self.wait[replica, step])
 
 
-def _timeline(plan: Plan, times: _Times, scale: float) -> tuple[tuple[MeasuredSpan, ...], ...]:
+def _timeline(plan: PlanData, times: _Times, scale: float) -> tuple[tuple[MeasuredSpan, ...], ...]:
     """Return the spans of a step by pp rank; what a rank waited before the step's beginning is left out."""
     columns = plan.columns
     running = (times.start + times.wait)[columns.are(Compute)]
@@ -187,7 +187,7 @@ def _timeline(plan: Plan, times: _Times, scale: float) -> tuple[tuple[MeasuredSp
     )
 
 
-def _measure(plan: Plan, times: _Times, unit: str) -> Costs:
+def _measure(plan: PlanData, times: _Times, unit: str) -> Costs:
     columns, scale = plan.columns, per_second(unit)
     decimals = DIGITS - round(math.log10(scale))
     until, waited = _handovers(plan, times)
@@ -207,7 +207,7 @@ def _measure(plan: Plan, times: _Times, unit: str) -> Costs:
     return Costs(unit=unit, p2p=round(_p2p(plan, times) * scale, decimals), **rounded)
 
 
-def _handovers(plan: Plan, times: _Times) -> tuple[Times, Times]:
+def _handovers(plan: PlanData, times: _Times) -> tuple[Times, Times]:
     """Return until when each instruction occupies its rank, and how much of that it waits.
 
     That is until the next one starts; sends belong to what stands before them, and receives occupy nobody.
@@ -250,7 +250,7 @@ def _halves(
     return [given for given, _ in found], [weight for _, weight in found]
 
 
-def _optimizer(plan: Plan, run: Times) -> list[float]:
+def _optimizer(plan: PlanData, run: Times) -> list[float]:
     """Return a step of the optimizer per stage; one that steps several stages is shared out equally."""
     found = [0.0] * len(plan.stage_to_pp)
     for row, step in _rows_of(plan, OptStep):
@@ -259,7 +259,7 @@ def _optimizer(plan: Plan, run: Times) -> list[float]:
     return found
 
 
-def _clip(plan: Plan, start: Times, until: Times, scale: float) -> list[float]:
+def _clip(plan: PlanData, start: Times, until: Times, scale: float) -> list[float]:
     """Return the global norm's time per stage: a rank's, from when the last rank comes to it, shared out equally.
 
     What a rank does for the whole batch right before (reducing, sharing metrics) is part of it.
@@ -276,7 +276,7 @@ def _clip(plan: Plan, start: Times, until: Times, scale: float) -> list[float]:
     return found
 
 
-def _first_of_batch(plan: Plan, row: int) -> int:
+def _first_of_batch(plan: PlanData, row: int) -> int:
     """Return the first row of the stretch before `row` that works for the whole batch and has no cost of its own."""
     rank, index = plan.columns.place(row)
     program = plan.programs[rank]
@@ -286,7 +286,7 @@ def _first_of_batch(plan: Plan, row: int) -> int:
     return row - index + first
 
 
-def _rows_of(plan: Plan, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
     for row in np.flatnonzero(plan.columns.are(kind)).tolist():
         rank, index = plan.columns.place(row)
         instruction = plan.programs[rank][index]
@@ -294,7 +294,7 @@ def _rows_of(plan: Plan, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
         yield row, instruction
 
 
-def _p2p(plan: Plan, times: _Times) -> float:
+def _p2p(plan: PlanData, times: _Times) -> float:
     """Return the median of the ways of the messages that were waited for, in seconds."""
     sent, received = Channels.of(plan.columns).pairs
     way = np.maximum(times.end[..., received] - times.end[..., sent], 0.0)

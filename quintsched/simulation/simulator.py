@@ -16,35 +16,23 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import UnsoundError
-from quintsched.graph.plan_events import PROFILES, Events, Run, build_graph
-from quintsched.ir.instructions import (
-    AMONG_REPLICAS,
-    AllGatherBucket,
-    AllReduceBucket,
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    ClipGrad,
-    Compute,
-    Fwd,
-    GatherParams,
-    Instruction,
-    Message,
-    OptStep,
-    Recompute,
-    ReduceScatterBucket,
-)
-from quintsched.plan import Plan
+from quintsched.graph.edges import build_graph
+from quintsched.graph.event_graph import Run
+from quintsched.graph.plan_events import Events
+from quintsched.graph.profiles import PROFILES
+from quintsched.ir.columns import FIELDS, Ints
+from quintsched.ir.instructions import ALL, Compute, Instruction, Message, OnBucket
+from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.state_memory import bucket_share, peak_memory, peak_state
-from quintsched.verify.wellformed import malformations
 
 Times: TypeAlias = npt.NDArray[np.float64]
 
@@ -70,7 +58,7 @@ class Span:
 class Simulation:
     """What a run would look like. `start` and `end` have a time per row of the plan's columns."""
 
-    plan: Plan
+    plan: PlanData
     costs: Costs
     start: Times
     end: Times
@@ -83,10 +71,10 @@ class Simulation:
     @cached_property
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of each pp rank, in program order."""
-        start, end, first = self.start.tolist(), self.end.tolist(), self.plan.columns.first.tolist()
+        start, end, columns = self.start.tolist(), self.end.tolist(), self.plan.columns
         return tuple(
-            tuple(map(Span, program, start[row : row + len(program)], end[row : row + len(program)]))
-            for row, program in zip(first[:-1], self.plan.programs, strict=True)
+            tuple(map(Span, program, start[rows.start : rows.stop], end[rows.start : rows.stop]))
+            for rows, program in zip(map(columns.rows_of, range(columns.num_ranks)), self.plan.programs, strict=True)
         )
 
     @property
@@ -144,20 +132,17 @@ class Simulation:
         }
 
 
-def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
+def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     """Run a plan under `costs` (default: unit costs).
 
-    Raises `UnsoundError` for a plan that is malformed or cannot finish, `InputError` for costs that do not fit it.
+    The plan has to be well-formed. Raises `UnsoundError` if it cannot finish, `InputError` for costs that do not fit.
     """
     costs = costs or Costs()
     costs.check_stages(len(plan.stage_to_pp))
-    for malformation in malformations(plan):
-        raise UnsoundError(malformation.message)
     events = Events.merge(plan)
     durations = event_durations(plan, events, costs)
     run = build_graph(events, plan.flows, PROFILES["channel"]).run(durations.tolist())
     if not run.finished:
-        plan.check().raise_if_unsound()
         raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
     begins, ends = np.array(run.start)[events.of], (np.array(run.start) + durations)[events.of]
     start, end = begins / plan.schedule.parts, ends / plan.schedule.parts
@@ -174,74 +159,56 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     )
 
 
-def event_durations(plan: Plan, events: Events, costs: Costs) -> Times:
+def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
     """Return how long each event takes, times the plan's chunks and slices (so that whole numbers stay exact)."""
-    columns, parts = plan.columns, plan.schedule.parts
+    columns = plan.columns
     durations = np.zeros(len(columns))
-    durations[columns.are(Message)] = costs.p2p * parts
-    for kind, names in COSTS_OF.items():
-        of_stage = [sum(costs.of_part(n, s, parts) for n in names) for s in range(len(plan.stage_to_pp))]
-        rows = columns.are(kind)
-        durations[rows] = np.array(of_stage)[columns.stage[rows]]
-    ranks = range(len(plan.programs))
-    durations[columns.are(ClipGrad)] = max(_once(plan, costs, "clip", plan.layout.stages_of(rank)) for rank in ranks)
-    for row in np.flatnonzero(columns.are(OptStep)).tolist():
-        rank, index = columns.place(row)
-        step = plan.programs[rank][index]
-        assert isinstance(step, OptStep)
-        durations[row] = _once(plan, costs, "optimizer", step.stages)
-    for row in np.flatnonzero(columns.are(*AMONG_REPLICAS)).tolist():
-        rank, index = columns.place(row)
-        durations[row] = _among_replicas(plan, costs, plan.programs[rank][index])
+    for kind in ALL:
+        rows = columns.rows_where(kind) if kind.costs else ()
+        if len(rows):
+            durations[rows] = _durations(kind, rows, plan, costs)
     return durations[events.first_rows]
 
 
-def _among_replicas(plan: Plan, costs: Costs, i: Instruction) -> float:
-    """Return what a collective among replicas takes: all of a stage's weights, or those of a bucket."""
-    if isinstance(i, GatherParams):
-        return _once(plan, costs, "gather_params", [i.stage])
-    assert isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket)
-    share = bucket_share(plan, costs, i.stage, i.bucket)
-    return share * sum(_once(plan, costs, name, [i.stage]) for name in COSTS_OF_BUCKETS[type(i)])
+def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
+    """Return how long instructions of one class take: what their class says that adds up to it."""
+    columns, stages, parts = plan.columns, range(len(plan.stage_to_pp)), plan.schedule.parts
+    if issubclass(kind, Message):
+        return costs.p2p * parts
+    if issubclass(kind, Compute):
+        return np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])[columns.stage[rows]]
+    once = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
+    if issubclass(kind, OnBucket):
+        buckets = range(max(plan.layout.buckets) + 1)
+        of_bucket = np.array([[bucket_share(plan, costs, s, b) for b in buckets] for s in stages])
+        return of_bucket[columns.stage[rows], columns.column("bucket")[rows]] * once[columns.stage[rows]]
+    if kind.whole_mesh:
+        held = (plan.layout.stages_of(rank) for rank in range(columns.num_ranks))
+        return max(sum(once[stage] for stage in of_rank) for of_rank in held)
+    if "stages" in FIELDS[kind]:
+        return np.array([sum(once[stage] for stage in named) for named in columns.values("stages", rows)])
+    return once[columns.stage[rows]]
 
 
-def _once(plan: Plan, costs: Costs, name: str, stages: Iterable[int]) -> float:
+def _once(plan: PlanData, costs: Costs, name: str, stages: Iterable[int]) -> float:
     """Return what is done once for these stages, times the plan's chunks and slices."""
     return sum(costs.of_stage(name, stage, plan.schedule.chunks, plan.schedule.slices) for stage in stages)
 
 
-COSTS_OF: dict[type[Compute], tuple[str, ...]] = {
-    Fwd: ("forward",),
-    Bwd: ("backward_input", "backward_weight"),
-    BwdInput: ("backward_input",),
-    BwdWeight: ("backward_weight",),
-    Recompute: ("recompute",),
-}
-"""Which of the costs add up to each computation's."""
-
-COSTS_OF_BUCKETS: dict[type[Instruction], tuple[str, ...]] = {
-    AllReduceBucket: ("reduce_scatter", "all_gather"),
-    ReduceScatterBucket: ("reduce_scatter",),
-    AllGatherBucket: ("all_gather",),
-}
-"""And to each collective on a bucket."""
-
-
-def _busy(plan: Plan, durations: Times) -> Iterator[float]:
+def _busy(plan: PlanData, durations: Times) -> Iterator[float]:
     """Yield how long each rank computes."""
     columns = plan.columns
     work = np.where(columns.are(Compute), durations, 0.0)
-    for rank in range(len(plan.programs)):
-        rows = columns.rows_of(rank)
+    for rows in map(columns.rows_of, range(columns.num_ranks)):
         yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.parts
 
 
-def _spans(plan: Plan, begins: Times, ends: Times) -> Iterator[float]:
+def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
     """Yield each rank's span, from its first computation to its last; times are still undivided."""
-    rows = np.flatnonzero(plan.columns.are(Compute))
-    for rank in range(len(plan.programs)):
-        own = rows[plan.columns.rank[rows] == rank]
-        yield float(ends[own[-1]] - begins[own[0]]) / plan.schedule.parts if len(own) else 0.0
+    rows = plan.columns.rows_where(Compute)
+    bounds = np.searchsorted(rows, plan.columns.first).tolist()
+    for first, end in pairwise(bounds):
+        yield float(ends[rows[end - 1]] - begins[rows[first]]) / plan.schedule.parts if end > first else 0.0
 
 
 def _critical_path(events: Events, run: Run, durations: Times) -> tuple[Place, ...]:

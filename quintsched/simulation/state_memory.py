@@ -30,23 +30,25 @@ import numpy as np
 
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import Amounts
-from quintsched.plan import Plan
+from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import activation_changes
 from quintsched.simulation.costs import Costs
 
 
-def peak_state(plan: Plan, costs: Costs) -> tuple[float, ...]:
+def peak_state(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return the most that each pp rank holds of weights, gradients and optimizer state, in the activations' unit."""
     state = _State(plan, costs)
-    return tuple(float(state.while_running(rank).max(initial=state.always(rank))) for rank in range(len(plan.programs)))
+    return tuple(
+        float(state.while_running(rank).max(initial=state.always(rank))) for rank in range(plan.columns.num_ranks)
+    )
 
 
-def peak_memory(plan: Plan, costs: Costs) -> tuple[float, ...]:
+def peak_memory(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return the most that each pp rank holds of these and of activations together."""
     state = _State(plan, costs)
     changes = activation_changes(plan, costs) / plan.schedule.parts
     peaks = []
-    for rank in range(len(plan.programs)):
+    for rank in range(plan.columns.num_ranks):
         rows = plan.columns.rows_of(rank)
         after = np.cumsum(changes[rows.start : rows.stop])
         running = np.maximum(after, np.r_[0.0, after[:-1]]) if len(after) else after
@@ -54,13 +56,13 @@ def peak_memory(plan: Plan, costs: Costs) -> tuple[float, ...]:
     return tuple(peaks)
 
 
-def bucket_share(plan: Plan, costs: Costs, stage: int, bucket: int) -> float:
+def bucket_share(plan: PlanData, costs: Costs, stage: int, bucket: int) -> float:
     """Return which share of a stage's weights a bucket holds: the dense ones in equal parts, or all experts'."""
     dense, experts = plan.buckets_per_stage, _experts(plan, costs, stage)
     return experts if bucket == dense else (1 - experts) / dense
 
 
-def _experts(plan: Plan, costs: Costs, stage: int) -> float:
+def _experts(plan: PlanData, costs: Costs, stage: int) -> float:
     """Return the share of experts; 0 where every rank holds all of them, so that they are weights like others."""
     return costs.experts_of(stage) if plan.mesh.axis_size("ep") > 1 else 0.0
 
@@ -69,7 +71,7 @@ def _experts(plan: Plan, costs: Costs, stage: int) -> float:
 class _State:
     """The state of every rank of a plan under some costs."""
 
-    plan: Plan
+    plan: PlanData
     costs: Costs
 
     def always(self, rank: int) -> float:

@@ -16,14 +16,14 @@ from hypothesis.errors import Unsatisfiable
 
 from quintsched.compiler import compile, order_of_computation
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.graph.plan_events import PROFILES
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import short
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, Shape, find_schedule
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.time_grid import time_grid
 from quintsched.testing.strategies import costs as any_costs
-from quintsched.text.listing import time_grid
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.sweep import MAX_SHAPES
 

@@ -1,20 +1,16 @@
-"""A plan as text: the grid of its schedule, one rank's list, and the surroundings of a fault."""
+"""A plan as text: one rank's list, the surroundings of a fault, aligned columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from quintsched.ir.instructions import Compute, Instruction, short
-from quintsched.plan import Plan
-
-if TYPE_CHECKING:
-    from quintsched.simulation.simulator import Simulation
+from quintsched.ir.instructions import Instruction, short
+from quintsched.ir.plan_data import PlanData
 
 AROUND = 4
 
 
-def excerpt(plan: Plan, places: Sequence[tuple[int, int]]) -> list[str]:
+def excerpt(plan: PlanData, places: Sequence[tuple[int, int]]) -> list[str]:
     """Return one line per rank that is marked: the instructions around its marked ones, which stand in >< ."""
     lines = []
     for rank in sorted({rank for rank, _ in places}):
@@ -35,44 +31,6 @@ def listing(program: Sequence[Instruction]) -> Iterator[str]:
     """Yield one line per instruction, with its index."""
     width = len(str(max(len(program) - 1, 0)))
     return (f"{index:>{width}}  {instruction}" for index, instruction in enumerate(program))
-
-
-def time_grid(simulation: Simulation, width: int | None = None) -> list[str]:
-    """Return the schedule over time: a row per pipeline rank, a column per step of the shortest computation.
-
-    `F3` is the forward of microbatch 3 (`1F3`: of stage 1, where a rank holds several), `--` its backward's second
-    step, `.` idle. `width` wraps the grid into blocks of at most that many characters.
-    """
-    rows = _cells(simulation)
-    size = max((len(cell) for row in rows for cell in row), default=1) + 1
-    label = len(f"rank {len(rows) - 1} ")
-    columns = len(rows[0])
-    per_block = columns if width is None else max((width - label) // size, 1)
-    lines: list[str] = []
-    for first in range(0, columns, per_block):
-        if first:
-            lines.append("")
-        for rank, row in enumerate(rows):
-            cells = "".join(f"{cell:<{size}}" for cell in row[first : first + per_block])
-            lines.append(f"{f'rank {rank}':<{label}}{cells}".rstrip())
-    return lines
-
-
-def _cells(simulation: Simulation) -> list[list[str]]:
-    """Lay every computation on a raster of the plan's time step (one forward of a chunk at unit costs)."""
-    computed = [[s for s in row if isinstance(s.instruction, Compute)] for row in simulation.timeline]
-    step = min((s.end - s.start for row in computed for s in row if s.end > s.start), default=1.0)
-    columns = max(round(simulation.makespan / step), 1)
-    several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp
-    rows = []
-    for spans in computed:
-        row = ["."] * columns
-        for span in spans:
-            first = round(span.start / step)
-            last = max(round(span.end / step), first + 1)
-            row[first:last] = [short(span.instruction, with_stage=several), *["-"] * (last - first - 1)]
-        rows.append(row[:columns])
-    return rows
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

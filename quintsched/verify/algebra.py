@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.ir.layout import Tie
-from quintsched.plan import Plan
+from quintsched.ir.plan_data import PlanData
 
 PRIME = 2**61 - 1
 
@@ -70,7 +70,7 @@ def added(*gradients: Gradient) -> Gradient:
 class Model:
     """The pieces of the model and the data: the input and the target of every unit, on every replica."""
 
-    def __init__(self, plan: Plan, seed: int = 0) -> None:
+    def __init__(self, plan: PlanData, seed: int = 0) -> None:
         layout = plan.layout
         self._random = random.Random(seed)
         parts = sorted({layout.part_of(stage) for stage in range(len(plan.stage_to_pp))})
@@ -138,7 +138,7 @@ class Model:
 class Sequential:
     """The same model in one process: each microbatch forward through its whole route, then back."""
 
-    plan: Plan
+    plan: PlanData
     model: Model
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which collectives a plan calls, the pass that spells them out, and what is wrong with a plan that does not fit them.
+"""Which collectives a plan calls, and what is wrong with a plan whose spelled-out ones do not fit them.
 
 AllReduceBucket(stage=0, bucket=0, axes=dp+cp) on mesh dp=2,pp=2,cp=2  ──▶  all_reduce over 4 ranks: one ring of all 4
 """
@@ -7,55 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from quintsched.collectives.choice import Call, Communication, find_means
-from quintsched.collectives.program import Kind
-from quintsched.collectives.timing import Wire
-from quintsched.errors import UsageError
-from quintsched.ir.instructions import Instruction
+import numpy as np
+
+from quintsched.collectives.choice import Call
+from quintsched.ir.instructions import ALL
+from quintsched.ir.plan_data import PlanData
 from quintsched.verify.diagnostics import Finding
 
-if TYPE_CHECKING:
-    from quintsched.plan import Plan
 
-BUCKET_KINDS: dict[str, Kind] = {
-    "AllReduceBucket": "all_reduce",
-    "ReduceScatterBucket": "reduce_scatter",
-    "AllGatherBucket": "all_gather",
-}
-"""What each instruction on a gradient bucket asks of the replicas, by its name in a plan file."""
-
-
-def calls_of(plan: Plan) -> set[Call]:
+def calls_of(plan: PlanData) -> set[Call]:
     """Return the collectives over replicas that a plan's instructions call."""
-    buckets = {(i.op, _axes(i)) for program in plan.programs for i in program if i.op in BUCKET_KINDS}
-    return {(BUCKET_KINDS[op], math.prod(map(plan.mesh.axis_size, axes))) for op, axes in buckets}
+    columns, found = plan.columns, set[Call]()
+    for kind in (kind for kind in ALL if kind.on_bucket):
+        axes = columns.column("axes")
+        for row in np.unique(axes[columns.rows_where(kind)], return_index=True)[1].tolist():
+            first = columns.rows_where(kind)[row]
+            names = columns.values("axes", np.array([first]))[0]
+            found.add((kind.on_bucket, math.prod(map(plan.mesh.axis_size, names))))
+    return found
 
 
-def _axes(bucket: Instruction) -> tuple[str, ...]:
-    axes: tuple[str, ...] = getattr(bucket, "axes", ())
-    return axes
-
-
-def spell_out(plan: Plan, means: str, wire: Wire | None = None) -> Plan:
-    """Add the mini-plans by which a plan's buckets are exchanged; "auto" leaves one without replicas as it is.
-
-    Raises `UsageError` for unknown means, and for a ring or a tree where no gradient is summed over replicas.
-    """
-    found, calls = find_means(means), calls_of(plan)
-    if found == "native" or (found == "auto" and not calls):
-        return plan
-    if not calls:
-        raise UsageError(
-            f"{found} over an axis of size 1: on mesh {plan.mesh} no gradient is summed over replicas; leave "
-            "communication native"
-        )
-    return replace(plan, communication=Communication.of(found, calls, wire or Wire()))
-
-
-def communication_faults(plan: Plan) -> Iterator[str]:
+def communication_faults(plan: PlanData) -> Iterator[str]:
     """Yield what is wrong with the mini-plans of a plan, but for what `check` proves."""
     communication, calls = plan.communication, calls_of(plan)
     if communication.means == "native" and communication.plans:
@@ -71,7 +44,7 @@ def communication_faults(plan: Plan) -> Iterator[str]:
             yield f"collective {name!r} is a {mini.algorithm}, but communication is {communication.means}"
 
 
-def broken_collectives(plan: Plan) -> Iterator[Finding]:
+def broken_collectives(plan: PlanData) -> Iterator[Finding]:
     """Yield what is not sound about the mini-plans; the findings name their ranks, those of an axis, in words only."""
     for name, mini in plan.communication.plans.items():
         for finding in mini.check().findings:

@@ -23,8 +23,8 @@ from typing import Any
 
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
+from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import METRICS, NORM, Kind, Value
-from quintsched.plan import Plan
 from quintsched.text.listing import excerpt
 from quintsched.verify.algebra import (
     PRIME,
@@ -81,7 +81,7 @@ class _Fault(Exception):
 class Equivalence:
     """Whether a plan computes what the sequential program does: `faults` say where not, `places` where to look."""
 
-    plan: Plan
+    plan: PlanData
     faults: tuple[str, ...]
     places: tuple[tuple[int, int], ...] = ()
 
@@ -98,7 +98,7 @@ class Equivalence:
         return "\n".join([head, *self.faults, *excerpt(self.plan, self.places)])
 
 
-def equivalence(plan: Plan, seed: int = 0) -> Equivalence:
+def equivalence(plan: PlanData, seed: int = 0) -> Equivalence:
     """Run a plan and the sequential program on the same random model, and compare all that the plan leaves behind."""
     malformed = next(malformations(plan), None)
     if malformed:
@@ -154,7 +154,7 @@ def _same(found: Any, wanted: Any) -> bool:
 class _Run:
     """A run of all ranks, one instruction at a time."""
 
-    def __init__(self, plan: Plan, model: Model) -> None:
+    def __init__(self, plan: PlanData, model: Model) -> None:
         self.plan, self.model = plan, model
         self.ranks = [_Rank(number) for number in range(len(plan.programs))]
         self.channels: dict[tuple[int, int], deque[Number]] = {}

@@ -14,19 +14,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.graph.plan_events import (
-    PROFILES,
-    Channels,
-    Events,
-    build_graph,
-    find_profile,
-    pipeline_collectives,
-    stretches,
-)
+from quintsched.graph.edges import build_graph
+from quintsched.graph.event_graph import stretches
+from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
+from quintsched.graph.profiles import PROFILES, find_profile
+from quintsched.graph.rendezvous import all_meet
 from quintsched.ir.columns import Flags, Ints
-from quintsched.ir.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
+from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
+from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import Value
-from quintsched.plan import Plan
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
 from quintsched.text.listing import excerpt
@@ -46,7 +42,7 @@ class Verdict:
     others: the waits that close a circle, one finding per rank's part of it.
     """
 
-    plan: Plan
+    plan: PlanData
     findings: tuple[Finding, ...]
     profiles: dict[str, bool]
     peak_activations: tuple[float, ...]
@@ -93,11 +89,21 @@ class Verdict:
             raise UnsoundError(self.explain())
 
 
-def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
-    """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile or a cap below 0 only."""
+def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
+    """Prove a plan sound; see the module. Raises `UsageError` for an unknown profile or a cap below 0 only.
+
+    A plan remembers its proof: to ask again, for another profile or cap, costs next to nothing.
+    """
     find_profile(profile)
     if memory_cap is not None and not memory_cap >= 0:
         raise UsageError(f"memory cap {memory_cap:g}: give the most activations a rank may hold, at least 0")
+    proof = plan.remember("proof", lambda: _prove(plan))
+    findings = (*proof.findings, *proof.cycles.get(profile, ()), *_over_cap(proof.peak_activations, memory_cap))
+    return replace(proof, plan=plan, findings=findings)
+
+
+def _prove(plan: PlanData) -> Verdict:
+    """Prove all that does not depend on a profile or a cap, and freedom of deadlock under every profile."""
     malformed = _malformed(plan)
     if malformed:
         return Verdict(plan, tuple(malformed), {}, (), ())
@@ -110,23 +116,14 @@ def check(plan: Plan, profile: str = "channel", memory_cap: float | None = None)
         *broken_collectives(plan),
     ]
     profiles: dict[str, bool] = {}
-    cycles: dict[str, list[Finding]] = {}
+    cycles: dict[str, tuple[Finding, ...]] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
         profiles, cycles = _deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
-        findings += cycles.get(profile, [])
-    activations = peak_activations(plan, Costs())
-    findings += _over_cap(activations, memory_cap)
-    return Verdict(
-        plan,
-        tuple(findings),
-        profiles,
-        activations,
-        peak_receives(plan),
-        {name: tuple(waits) for name, waits in cycles.items()},
-    )
+    activations, receives = peak_activations(plan, Costs()), peak_receives(plan)
+    return Verdict(plan, tuple(findings), profiles, activations, receives, cycles)
 
 
-def require_runnable(plan: Plan, profile: str) -> None:
+def require_runnable(plan: PlanData, profile: str) -> None:
     """Raise `UnsoundError` unless a plan is sound, and free of deadlock where a host runs each rank's program.
 
     A profile lets a message overtake computations that stand before it. A host cannot: it issues in program order, and
@@ -144,24 +141,30 @@ def require_runnable(plan: Plan, profile: str) -> None:
         replace(verdict, findings=tuple(waits)).raise_if_unsound()
 
 
-def check_order(plan: Plan) -> Verdict:
+def require_wellformed(plan: PlanData) -> None:
+    """Raise `UnsoundError` for the first number of a plan that names nothing."""
+    for malformation in malformations(plan):
+        raise UnsoundError(malformation.message)
+
+
+def check_order(plan: PlanData) -> Verdict:
     """Prove what a bare order of computation owes: that it is well-formed and complete, and nothing else yet."""
     findings = _malformed(plan) or list(_incomplete(plan, lowered=False))
     return Verdict(plan, tuple(findings), {}, (), ())
 
 
-def _malformed(plan: Plan) -> list[Finding]:
+def _malformed(plan: PlanData) -> list[Finding]:
     return [Finding(Point.WELL_FORMED, m.message, m.rank, m.index) for m in malformations(plan)]
 
 
-def _incomplete(plan: Plan, *, lowered: bool = True) -> Iterator[Finding]:
+def _incomplete(plan: PlanData, *, lowered: bool = True) -> Iterator[Finding]:
     """Point 1: each microbatch once forward, and once backward (whole or in halves), on each stage of its route.
 
     Where a stage is recomputed, once again too; a bare order of computation may leave that to a pass.
     """
     layout = plan.layout
-    times = {kind: _times(plan, kind) for kind in ALL if issubclass(kind, Compute)}
-    owed = layout.visits_all().ravel()
+    times = {kind: _times(plan, kind) for kind in COMPUTATIONS}
+    owed = layout.visits_all.ravel()
     yield from _miscounted(plan, Fwd, times[Fwd], owed)
     trains = owed & layout.trains
     whole = times[Bwd] + np.minimum(times[BwdInput], times[BwdWeight])
@@ -173,15 +176,15 @@ def _incomplete(plan: Plan, *, lowered: bool = True) -> Iterator[Finding]:
     yield from _miscounted(plan, Recompute, times[Recompute], again if lowered else again & (times[Recompute] > 0))
 
 
-def _times(plan: Plan, kind: type[Compute]) -> Ints:
+def _times(plan: PlanData, kind: type[Compute]) -> Ints:
     """Return how often each microbatch (and stage) is computed by `kind`: stage x microbatches + microbatch."""
     columns, microbatches = plan.columns, plan.layout.num_microbatches
-    rows = np.flatnonzero(columns.are(kind))
+    rows = columns.rows_where(kind)
     cells = columns.stage[rows] * microbatches + columns.unit[rows]
     return np.bincount(cells, minlength=len(plan.stage_to_pp) * microbatches)
 
 
-def _miscounted(plan: Plan, kind: type[Compute], times: Ints, owed: Flags) -> Iterator[Finding]:
+def _miscounted(plan: PlanData, kind: type[Compute], times: Ints, owed: Flags) -> Iterator[Finding]:
     for cell in np.flatnonzero(times != owed).tolist():
         what = kind(*divmod(cell, plan.layout.num_microbatches))
         rank = plan.layout.rank_of(what.stage)
@@ -189,9 +192,9 @@ def _miscounted(plan: Plan, kind: type[Compute], times: Ints, owed: Flags) -> It
         yield Finding(Point.COMPLETE, message, rank)
 
 
-def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
+def _broken_channels(plan: PlanData, channels: Channels) -> Iterator[Finding]:
     """Point 3: the k-th send of a channel is what its k-th receive expects."""
-    columns, num_ranks = plan.columns, channels.num_ranks
+    columns = plan.columns
     sent, received = channels.pairs
     crossed = carried(plan, sent) != carried(plan, received)
     seen: set[tuple[int, int]] = set()
@@ -199,39 +202,28 @@ def _broken_channels(plan: Plan, channels: Channels) -> Iterator[Finding]:
         channel = (int(columns.rank[source]), int(columns.rank[target]))
         if channel not in seen:
             seen.add(channel)
-            k = int(channels.numbers[np.searchsorted(channels.rows, source)])
+            k = int(channels.sends.numbers[channels.sends.rows == source][0])
             message = (
                 f"channel {channel[0]}→{channel[1]}, message {k}: {plan.at(source)} sends {_carried(plan, source)}, "
                 f"but {plan.at(target)} expects {_carried(plan, target)}; order is identity"
             )
             yield Finding(Point.CHANNELS, message, *columns.place(target))
-    names = channels.sources * num_ranks + channels.destinations
-    counts = [np.bincount(names[mask], minlength=num_ranks**2) for mask in (channels.sends, ~channels.sends)]
-    for name in np.flatnonzero(counts[0] != counts[1]).tolist():
-        num_sent, num_received = int(counts[0][name]), int(counts[1][name])
-        wanted = channels.sends if num_sent > num_received else ~channels.sends
-        alone = (names == name) & wanted & (channels.numbers == min(num_sent, num_received))
-        lonely = int(channels.rows[alone][0])
+    for name in channels.uneven():
+        num_sent, num_received = int(channels.sends.counts[name]), int(channels.receives.counts[name])
+        ends = channels.sends if num_sent > num_received else channels.receives
+        lonely = int(ends.rows[ends.starts[name] + min(num_sent, num_received)])
         message = (
-            f"channel {name // num_ranks}→{name % num_ranks}: {num_sent} sends but {num_received} receives; no partner "
-            f"for {plan.at(lonely)}"
+            f"channel {channels.sources[name]}→{channels.destinations[name]}: {num_sent} sends but {num_received} "
+            f"receives; no partner for {plan.at(lonely)}"
         )
         yield Finding(Point.CHANNELS, message, *columns.place(lonely))
 
 
-def carried(plan: Plan, rows: Ints) -> Ints:
-    """Return the number of the value that each message carries: what a send takes and its receive makes."""
-    key_of = np.full(len(plan.columns), -1)
-    for uses in (plan.flows.produces, plan.flows.consumes):
-        key_of[uses.rows] = uses.keys
-    return key_of[rows]
+def _carried(plan: PlanData, row: int) -> Value:
+    return plan.flows.numbering.value(int(carried(plan, np.array([row]))[0]))
 
 
-def _carried(plan: Plan, row: int) -> Value:
-    return plan.flows.value(int(carried(plan, np.array([row]))[0]))
-
-
-def _broken_collectives(plan: Plan) -> Iterator[Finding]:
+def _broken_collectives(plan: PlanData) -> Iterator[Finding]:
     """Point 5: all members of a group of pipeline ranks issue the same collectives in the same order."""
     for members, issued in pipeline_collectives(plan).items():
         expected = _names(plan, issued.get(members[0], ()))
@@ -245,30 +237,35 @@ def _broken_collectives(plan: Plan) -> Iterator[Finding]:
                 yield Finding(Point.COLLECTIVES, message, rank, plan.columns.place(rows[0])[1] if rows else None)
 
 
-def _names(plan: Plan, rows: Sequence[int]) -> str:
-    places = map(plan.columns.place, rows)
-    return ", ".join(str(plan.programs[rank][index]) for rank, index in places) or "nothing"
+def _names(plan: PlanData, rows: Sequence[int]) -> str:
+    return ", ".join(map(str, plan.columns.instructions(list(rows)))) or "nothing"
 
 
-def _deadlocks(plan: Plan, events: Events, flow_is_broken: bool) -> tuple[dict[str, bool], dict[str, list[Finding]]]:
+def _deadlocks(
+    plan: PlanData, events: Events, flow_is_broken: bool
+) -> tuple[dict[str, bool], dict[str, tuple[Finding, ...]]]:
     """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
 
     Not so with a broken data flow: the later ones wait for a value that comes too late, `blocking` for nothing.
     """
     free: dict[str, bool] = {}
-    found: dict[str, list[Finding]] = {}
-    for name, profile in PROFILES.items():
-        graph = build_graph(events, plan.flows, profile)
+    found: dict[str, tuple[Finding, ...]] = {}
+    if all_meet(events):
+        free["blocking"] = True
+        if not flow_is_broken:
+            return dict.fromkeys(PROFILES, True), found
+    for name in (name for name in PROFILES if name not in free):
+        graph = build_graph(events, plan.flows, PROFILES[name])
         run = graph.run()
         free[name] = run.finished
         if run.finished and not flow_is_broken:
             return dict.fromkeys(PROFILES, True) | free, found
         if not run.finished:
-            found[name] = _describe_cycle(plan, events, graph.cycle(run.waiting), name)
+            found[name] = tuple(_describe_cycle(plan, events, graph.cycle(run.waiting), name))
     return free, found
 
 
-def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
+def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
     """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
     lines = []
     for event, following, rank in stretches(cycle):
@@ -283,9 +280,8 @@ def _describe_cycle(plan: Plan, events: Events, cycle: Sequence[tuple[int, int]]
     return [head, *lines]
 
 
-def _where(plan: Plan, row: int) -> str:
-    rank, index = plan.columns.place(row)
-    return f"{index} {plan.programs[rank][index]}"
+def _where(plan: PlanData, row: int) -> str:
+    return f"{plan.columns.place(row)[1]} {plan.columns.instruction(row)}"
 
 
 def _over_cap(activations: Sequence[float], cap: float | None) -> Iterator[Finding]:

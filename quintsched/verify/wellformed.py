@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from quintsched.ir import instructions as ins
-from quintsched.ir.columns import Columns, Flags
+from quintsched.ir.columns import ABSENT, Flags
 from quintsched.ir.dataflow import peer_of
-from quintsched.ir.layout import TWINS, Zero
+from quintsched.ir.layout import TWINS
 from quintsched.ir.mesh import Mesh
-from quintsched.plan import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, Plan
+from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData
+from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
 
 
@@ -26,38 +27,43 @@ class Malformation:
     index: int | None = None
 
 
-def malformations(plan: Plan) -> Iterator[Malformation]:
+def malformations(plan: PlanData) -> Iterator[Malformation]:
     """Yield every malformation of a plan: sizes, routes, and each instruction's numbers."""
     head = list(_head_faults(plan))
     if head:
         yield from (Malformation(fault) for fault in head)
         return
     columns = plan.columns
-    for row in np.flatnonzero(_suspicious(columns, plan)).tolist():
+    for row in np.flatnonzero(~_plainly_right(plan)).tolist():
         rank, index = columns.place(row)
-        instruction = plan.programs[rank][index]
+        instruction = columns.instruction(row)
         fault = _instruction_fault(instruction, plan, rank)
         if fault:
             yield Malformation(f"rank {rank} instruction {index}, {instruction}: {fault}", rank, index)
 
 
-def _suspicious(columns: Columns, plan: Plan) -> Flags:
-    """Which rows need a closer look: all but the computations and messages whose numbers are plainly right."""
+def _plainly_right(plan: PlanData) -> Flags:
+    """Which rows need no closer look: those that only name a stage of their rank, a microbatch and a peer that fit."""
+    columns, layout = plan.columns, plan.layout
     units = columns.are(ins.Compute, ins.Message)
-    stages, microbatches = len(plan.stage_to_pp), plan.schedule.num_units
-    fine = units & (columns.stage >= 0) & (columns.stage < stages) & (columns.unit >= 0) & (columns.unit < microbatches)
-    rows = np.flatnonzero(fine)
-    stage, unit = columns.stage[rows], columns.unit[rows]
+    weights = columns.are(ins.GatherParams, ins.FreeParams) & layout.zero.shares_weights
+    fine = (units | weights) & (columns.stage >= 0) & (columns.stage < len(plan.stage_to_pp))
+    fine &= ~units | ((columns.unit >= 0) & (columns.unit < plan.schedule.num_units))
     holders = np.array(plan.stage_to_pp)
-    right = (holders[stage] == columns.rank[rows]) & plan.layout.visits_all()[stage, unit]
-    forward = columns.are(ins.SendAct, ins.RecvGrad)[rows]
-    other = np.where(forward, plan.layout.all_after(stage, unit), plan.layout.all_before(stage, unit))
-    peer_is_right = (other >= 0) & (columns.peer[rows] == holders[other]) & (columns.peer[rows] != columns.rank[rows])
-    fine[rows] = right & (peer_is_right | ~columns.are(ins.Message)[rows])
-    return ~fine
+    rows = np.flatnonzero(fine)
+    fine[rows] = holders[columns.stage[rows]] == columns.rank[rows]
+    rows = np.flatnonzero(fine & units)
+    stage, unit = columns.stage[rows], columns.unit[rows]
+    right = layout.visits_all[stage, unit]
+    forward, messages = columns.are(ins.SendAct, ins.RecvGrad)[rows], columns.are(ins.Message)[rows]
+    other = np.where(forward, layout.all_after(stage, unit), layout.all_before(stage, unit))
+    expected = np.where(other >= 0, holders[other], ABSENT)
+    peer = columns.peer[rows]
+    fine[rows] = right & (~messages | ((other >= 0) & (peer == expected) & (peer != columns.rank[rows])))
+    return fine
 
 
-def _head_faults(plan: Plan) -> Iterator[str]:
+def _head_faults(plan: PlanData) -> Iterator[str]:
     pp, stages = plan.mesh.pp, range(len(plan.stage_to_pp))
     if len(plan.programs) != pp:
         yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {pp} pipeline ranks"
@@ -98,7 +104,7 @@ def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) ->
         yield "recompute: the plan only computes forward; there is nothing to recompute for"
 
 
-def tied_faults(plan: Plan) -> Iterator[str]:
+def tied_faults(plan: PlanData) -> Iterator[str]:
     """Yield what is wrong with the named weights that several stages of a plan hold."""
     if plan.tied and plan.stage_to_part is not None:
         yield "tied: stages have twins here, which hold all of their weights together; name no tied weights besides"
@@ -132,14 +138,14 @@ def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:
         yield f"ZeRO-{zero.stage}: the plan only computes forward; there are no gradients and no optimizer to share out"
 
 
-def _instruction_fault(instruction: ins.Instruction, plan: Plan, rank: int) -> str | None:
+def _instruction_fault(instruction: ins.Instruction, plan: PlanData, rank: int) -> str | None:
     for kind, fault_of in _FAULTS:
         if isinstance(instruction, kind):
             return fault_of(instruction, plan, rank)
     return None
 
 
-def _stage_fault(stage: int, plan: Plan, rank: int) -> str | None:
+def _stage_fault(stage: int, plan: PlanData, rank: int) -> str | None:
     if not 0 <= stage < len(plan.stage_to_pp):
         return f"stage {stage} is out of range: the plan has the stages 0 to {len(plan.stage_to_pp) - 1}"
     if plan.stage_to_pp[stage] != rank:
@@ -147,7 +153,7 @@ def _stage_fault(stage: int, plan: Plan, rank: int) -> str | None:
     return None
 
 
-def _unit_fault(i: ins.Compute | ins.Message, plan: Plan, rank: int) -> str | None:
+def _unit_fault(i: ins.Compute | ins.Message, plan: PlanData, rank: int) -> str | None:
     if fault := _stage_fault(i.stage, plan, rank):
         return fault
     if not 0 <= i.microbatch < plan.schedule.num_units:
@@ -157,7 +163,7 @@ def _unit_fault(i: ins.Compute | ins.Message, plan: Plan, rank: int) -> str | No
     return None
 
 
-def _message_fault(i: ins.Message, plan: Plan, rank: int) -> str | None:
+def _message_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
     if fault := _unit_fault(i, plan, rank):
         return fault
     expected = peer_of(i, plan.layout)
@@ -173,7 +179,7 @@ def _message_fault(i: ins.Message, plan: Plan, rank: int) -> str | None:
 Bucketed = ins.AllReduceBucket | ins.ReduceScatterBucket | ins.AllGatherBucket
 
 
-def _bucket_fault(i: Bucketed, plan: Plan, rank: int) -> str | None:
+def _bucket_fault(i: Bucketed, plan: PlanData, rank: int) -> str | None:
     if fault := _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan):
         return fault
     buckets = plan.layout.buckets
@@ -181,12 +187,12 @@ def _bucket_fault(i: Bucketed, plan: Plan, rank: int) -> str | None:
         return f"bucket {i.bucket} is out of range: a stage has {len(buckets)}"
     if i.axes != buckets[i.bucket] or not i.axes:
         return f"the axes must be those of the replicas, {buckets[i.bucket] or 'of which there are none'}"
-    if isinstance(i, ins.ReduceScatterBucket) and not 0 <= i.part < len(plan.layout.parts_of(i.stage)):
-        return f"part {i.part} is out of range: the gradients of the stage have {len(plan.layout.parts_of(i.stage))}"
+    if isinstance(i, ins.ReduceScatterBucket) and not 0 <= i.part < plan.layout.num_reductions[i.stage]:
+        return f"part {i.part} is out of range: the gradients of the stage have {plan.layout.num_reductions[i.stage]}"
     return None
 
 
-def _params_fault(i: ins.GatherParams | ins.FreeParams, plan: Plan, rank: int) -> str | None:
+def _params_fault(i: ins.GatherParams | ins.FreeParams, plan: PlanData, rank: int) -> str | None:
     return _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan)
 
 
@@ -200,7 +206,7 @@ _ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
 """In plans of which ZeRO stages an instruction has its place."""
 
 
-def _zero_fault(i: ins.Instruction, plan: Plan) -> str | None:
+def _zero_fault(i: ins.Instruction, plan: PlanData) -> str | None:
     if plan.zero.stage in _ZERO_STAGES[type(i)]:
         return None
     shared = (
@@ -209,14 +215,14 @@ def _zero_fault(i: ins.Instruction, plan: Plan) -> str | None:
     return f"it has no place in a plan of ZeRO stage {plan.zero.stage}, where replicas share out {shared}"
 
 
-def _step_fault(i: ins.OptStep, plan: Plan, rank: int) -> str | None:
+def _step_fault(i: ins.OptStep, plan: PlanData, rank: int) -> str | None:
     if len({*i.stages}) != len(i.stages):
         return "a stage is named twice; it has one optimizer step"
     faults = (_stage_fault(stage, plan, rank) for stage in i.stages)
     return next(filter(None, faults), None)
 
 
-def _tied_fault(i: ins.SyncTied, plan: Plan, rank: int) -> str | None:
+def _tied_fault(i: ins.SyncTied, plan: PlanData, rank: int) -> str | None:
     ties = [tie for tie in plan.layout.ties if tie.params == i.params]
     if not ties:
         return f"the plan ties no weight {i.params!r}"
@@ -227,7 +233,7 @@ def _tied_fault(i: ins.SyncTied, plan: Plan, rank: int) -> str | None:
     return None
 
 
-_FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, Plan, int], str | None]], ...] = (
+_FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, PlanData, int], str | None]], ...] = (
     (ins.Compute, _unit_fault),
     (ins.Message, _message_fault),
     (ins.AllReduceBucket, _bucket_fault),

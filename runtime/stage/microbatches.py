@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.plan import Plan, ScheduleSpec
+from quintsched.ir.plan_data import ScheduleSpec
+from quintsched.plan import Plan
 
 from ..parallel.context.context import WHOLE, SequenceShard
 from .forward import Extras

@@ -25,7 +25,7 @@ from quintsched.ir.instructions import (
     ShareMetrics,
 )
 from quintsched.ir.layout import Route
-from quintsched.plan import ScheduleSpec
+from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model, estimate_costs, measure_costs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.formats.torch_csv.cells import Cell, Cells, read_cells
 from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
-from quintsched.graph.plan_events import find_profile
+from quintsched.graph.profiles import find_profile
 from quintsched.ir.instructions import AllReduceBucket, Instruction, RecvGrad, SendAct
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
+from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
-from quintsched.plan import Plan, ScheduleSpec
 from quintsched.verify.soundness import Verdict, check, check_order
 
 MOST_PLACES = 20
@@ -33,7 +33,7 @@ class Imported:
     notes: tuple[str, ...]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanData:
         """The plan."""
         return self.verdict.plan
 
@@ -87,12 +87,12 @@ def _already_done(step: str, kept: set[Word]) -> bool:
     )
 
 
-def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> Plan:
+def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> PlanData:
     """Return the plan that holds what the file says and nothing else."""
     home = {cell.stage: cell.rank for cell in cells}
     stage_to_pp = tuple(home[stage] for stage in range(len(home)))
     microbatches = len({cell.microbatch for cell in cells if cell.word is Word.FORWARD})
-    draft = Plan(
+    draft = PlanData(
         mode="train",
         schedule=ScheduleSpec(name, microbatches, chunks=max(Counter(stage_to_pp).values())),
         mesh=mesh,
@@ -107,7 +107,7 @@ def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> Plan:
     return replace(draft, programs=tuple(map(tuple, programs)))
 
 
-def _instructions(cell: Cell, plan: Plan) -> Sequence[Instruction]:
+def _instructions(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
     """Return what a cell stands for: an instruction, or none."""
     stage, microbatch = cell.stage, cell.microbatch or 0
     if cell.word in COMPUTATIONS:

@@ -6,7 +6,7 @@ wrapped in FSDP want the first: torch then adds its own `UNSHARD` and `RESHARD`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quintsched.errors import UsageError
 from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, Word
@@ -22,13 +22,13 @@ from quintsched.ir.instructions import (
     OptStep,
     ShareMetrics,
 )
-from quintsched.plan import Plan, Program
+from quintsched.ir.plan_data import PlanData
 
 _WORDS: dict[type[Instruction], Word] = {kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGES.items())}
 _LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
 
 
-def dumps(plan: Plan, *, compute_only: bool = False) -> str:
+def dumps(plan: PlanData, *, compute_only: bool = False) -> str:
     """Return the file's text; the same plan always gives the same bytes.
 
     Raises `UnsoundError` for a plan that is not sound, `UsageError` for one that torch's runtime cannot express.
@@ -41,11 +41,11 @@ def dumps(plan: Plan, *, compute_only: bool = False) -> str:
     return "".join(",".join(write(program)) + "\n" for program in plan.programs)
 
 
-def _computations(program: Program) -> Iterator[str]:
+def _computations(program: Sequence[Instruction]) -> Iterator[str]:
     return (_cell(i) for i in program if isinstance(i, Compute))
 
 
-def _with_communication(program: Program) -> Iterator[str]:
+def _with_communication(program: Sequence[Instruction]) -> Iterator[str]:
     """Yield every action. torch divides gradients by the number of microbatches in REDUCE_GRAD, replicas or not."""
     reduced: dict[int, int] = {}
     for index, i in enumerate(program):
@@ -63,7 +63,7 @@ def _cell(i: Compute | Message) -> str:
     return f"{i.stage}{_WORDS[type(i)].value}{i.microbatch}"
 
 
-def _beyond_torch(plan: Plan) -> str | None:
+def _beyond_torch(plan: PlanData) -> str | None:
     """Say what of a sound plan torch has no word for, or would compute wrongly."""
     stages = tuple(range(len(plan.stage_to_pp)))
     if plan.mode != "train":
@@ -91,7 +91,7 @@ def _beyond_torch(plan: Plan) -> str | None:
     return _unknown(plan)
 
 
-def _unknown(plan: Plan) -> str | None:
+def _unknown(plan: PlanData) -> str | None:
     known = (*_WORDS, AllReduceBucket, *_LEFT_TO_THE_USER)
     for rank, program in enumerate(plan.programs):
         for index, i in enumerate(program):

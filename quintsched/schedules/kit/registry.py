@@ -10,17 +10,17 @@ A schedule says only in which order a rank computes. Passes add messages, reduct
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
 from quintsched.ir.instructions import Compute
 from quintsched.ir.placement import linear
-from quintsched.plan import Mode
+from quintsched.ir.plan_data import Mode
 from quintsched.simulation.costs import Costs
 
-Order = Iterator[Compute]
+Order = Iterable[Compute]
 Placement = Callable[[int, int], tuple[int, ...]]
 
 MAX_MICROBATCHES = 2**20

@@ -9,7 +9,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats.promela import to_promela
-from quintsched.graph.plan_events import PROFILES
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import SendAct
 from quintsched.plan import Plan
 from quintsched.verify.diagnostics import Point

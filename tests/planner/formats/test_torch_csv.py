@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.formats import torch_csv
-from quintsched.graph.plan_events import PROFILES
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import AllReduceBucket, Bwd, Fwd, Message, OptStep
 from quintsched.ir.layout import Route
 from quintsched.schedules import all_schedules

@@ -8,7 +8,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
-from quintsched.graph.plan_events import PROFILES
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir import dataflow, instructions, values
 from quintsched.ir.instructions import ALL, SHORT, WHOLE_MESH, Instruction, Recv, Send, short
 from quintsched.ir.layout import Layout, Route

@@ -12,10 +12,11 @@ import quintsched as qs
 from quintsched.compiler import ORDER
 from quintsched.formats import torch_csv
 from quintsched.ir.instructions import Bwd, Fwd, Instruction, Recompute, short
-from quintsched.plan import MAX_RECOMPUTE, Plan
+from quintsched.ir.plan_data import MAX_RECOMPUTE
+from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
+from quintsched.simulation.time_grid import time_grid
 from quintsched.testing import assert_plan_sound
-from quintsched.text.listing import time_grid
 from tests.planner.verify.mutants import Judge, with_program
 
 TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]

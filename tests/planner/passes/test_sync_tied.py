@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.formats import torch_csv
-from quintsched.graph.plan_events import PROFILES, Events
+from quintsched.graph.plan_events import Events
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdWeight, Instruction, OptStep, SyncTied
-from quintsched.plan import MAX_TIED, Plan
+from quintsched.ir.plan_data import MAX_TIED
+from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
 from tests.planner.passes.test_place_recomputes import TRAINING, shapes_of

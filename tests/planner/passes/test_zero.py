@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.formats import torch_csv
-from quintsched.graph.plan_events import PROFILES
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import (
     ENDS_BACKWARD,
     NEEDS_WEIGHTS,
@@ -24,8 +24,9 @@ from quintsched.ir.instructions import (
     ReduceScatterBucket,
     short,
 )
-from quintsched.ir.layout import Zero
-from quintsched.plan import MAX_ZERO_EVERY, Plan
+from quintsched.ir.plan_data import MAX_ZERO_EVERY
+from quintsched.ir.zero import Zero
+from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
 from tests.planner.passes.test_place_recomputes import takes

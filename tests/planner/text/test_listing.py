@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.text.listing import listing, table, time_grid
+from quintsched.simulation.time_grid import time_grid
+from quintsched.text.listing import listing, table
 
 DATA = Path(__file__).parents[2] / "data"
 GRIDS = {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.graph.plan_events import PROFILES
+from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import Bwd, Compute, Fwd, Instruction, Message, Recv, RecvAct, Send
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape

@@ -20,8 +20,8 @@ import quintsched as qs
 from quintsched.ir import instructions as ins
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
+from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
-from quintsched.plan import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import Blocks

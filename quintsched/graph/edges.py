@@ -1,0 +1,121 @@
+"""What each event of a plan has to wait for: the events before it in its queues, and those that make its values.
+
+Under `blocking` everything on a rank is in one queue; the other profiles relax that step by step. With no wildcard
+receive and no branch, a plan is free of deadlock exactly if the graph of these waits has no cycle. The simulator times
+the same graph.
+
+An edge that other edges imply is left out: computations of a rank are in one queue, so of several that an event waits
+for, the last is enough, and a computation waits for those before it anyway.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quintsched.graph.event_graph import EventGraph
+from quintsched.graph.plan_events import Events, shrunk
+from quintsched.graph.profiles import COMPUTE_QUEUE, NO_QUEUE, Profile
+from quintsched.ir.columns import ABSENT, Flags, Ints
+from quintsched.ir.dataflow import Flows
+from quintsched.ir.instructions import FreeParams, GatherParams, Recv, Send, ShareMetrics, SyncTied
+
+Edges = tuple[Ints, Ints, Ints]
+"""(sources, targets, ranks): events, and the rank on which the target waits."""
+
+
+def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
+    """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
+
+    A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
+    without messages, as a schedule yields it, has the right edges too.
+    """
+    queues = profile.queues(events)
+    parts = [queue_edges(events, queues)]
+    if not profile.one_queue:
+        parts += [data_edges(events, flows, queues), room_edges(events)]
+    if one_host:
+        parts.append(host_edges(events, profile))
+    sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return EventGraph(events.num_events, sources, targets, ranks)
+
+
+def host_edges(events: Events, profile: Profile) -> Edges:
+    """Return what a host adds that issues its program in order, and waits as it goes.
+
+    It waits in computations and at what ends a step. Messages and other collectives it only issues, but not before it
+    has come to them; where tags match messages (no queues), those are issued ahead of their place and wait for nobody.
+    """
+    columns = events.columns
+    issued = columns.are(Send, Recv, ShareMetrics, SyncTied)
+    waits = np.flatnonzero(~issued)
+    same = columns.rank[waits[:-1]] == columns.rank[waits[1:]]
+    sources, targets = [waits[:-1][same]], [waits[1:][same]]
+    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & (profile.message_queues is None)))
+    before = np.searchsorted(waits, later) - 1
+    known = (before >= 0) & (columns.rank[waits[np.maximum(before, 0)]] == columns.rank[later])
+    sources.append(waits[before[known]])
+    targets.append(later[known])
+    rows = np.concatenate(sources)
+    return events.of[rows], events.of[np.concatenate(targets)], columns.rank[rows]
+
+
+def queue_edges(events: Events, queues: Ints) -> Edges:
+    """Return the edges from every event to the next one in its queue on a rank; `queues` are those of the rows."""
+    columns = events.columns
+    computing = np.flatnonzero(queues == COMPUTE_QUEUE)
+    others = np.flatnonzero((queues != COMPUTE_QUEUE) & (queues != NO_QUEUE))
+    lines = columns.rank[others] * (queues.max(initial=0) + 1) + queues[others]
+    order = np.argsort(shrunk(lines), kind="stable")
+    found = []
+    for rows, line in ((computing, columns.rank[computing]), (others[order], lines[order])):
+        same = line[:-1] == line[1:]
+        found.append((rows[:-1][same], rows[1:][same]))
+    earlier, later = (np.concatenate(ends) for ends in zip(*found, strict=True))
+    return events.of[earlier], events.of[later], columns.rank[earlier]
+
+
+def all_data_edges(events: Events, flows: Flows) -> Edges:
+    """Return the edges from every event that makes a value to every one that consumes or reads it."""
+    makers, rows = _handovers(flows)
+    return events.of[makers], events.of[rows], events.columns.rank[rows]
+
+
+def data_edges(events: Events, flows: Flows, queues: Ints) -> Edges:
+    """Return those of them that the order of computations does not imply; `queues` are those of the rows."""
+    rank = events.columns.rank
+    makers, rows = _last_of_queue(*_handovers(flows), rank, queues == COMPUTE_QUEUE)
+    return events.of[makers], events.of[rows], rank[rows]
+
+
+def _handovers(flows: Flows) -> tuple[Ints, Ints]:
+    """Return (makers, takers): the rows that make a value, and those that consume or read it."""
+    rows = np.concatenate([flows.consumes.rows, flows.reads.rows])
+    keys = np.concatenate([flows.consumes.keys, flows.reads.keys])
+    places = np.concatenate([flows.consumes.places, flows.reads.places])
+    makers = flows.first_makers[places]
+    absent = np.flatnonzero((makers == ABSENT) & (keys < flows.numbering.num_travelling))
+    makers[absent] = flows.first_senders[keys[absent]]
+    known = makers != ABSENT
+    return makers[known], rows[known]
+
+
+def _last_of_queue(makers: Ints, rows: Ints, rank: Ints, computing: Flags) -> tuple[Ints, Ints]:
+    """Return the edges without those that the order of computations implies."""
+    ordered = computing[makers] & (rank[makers] == rank[rows]) & (makers < rows)
+    kept = ~ordered
+    outside = np.flatnonzero(ordered & ~computing[rows])
+    last = np.full(len(rank), ABSENT)
+    np.maximum.at(last, rows[outside], makers[outside])
+    kept[outside] = last[rows[outside]] == makers[outside]
+    return makers[kept], rows[kept]
+
+
+def room_edges(events: Events) -> Edges:
+    """Return the edges from what drops weights to what gathers others into their room."""
+    columns = events.columns
+    freed, gathered = columns.rows_where(FreeParams), columns.rows_where(GatherParams)
+    latest = np.searchsorted(freed, gathered) - 1
+    known = latest >= 0
+    known[known] = columns.rank[freed[latest[known]]] == columns.rank[gathered[known]]
+    gathered = gathered[known]
+    return events.of[freed[latest[known]]], events.of[gathered], columns.rank[gathered]

@@ -1,0 +1,147 @@
+"""The data of a plan: one program per pipeline rank, and what it was compiled from. `quintsched.Plan` has the verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from quintsched.collectives.choice import NATIVE, Communication
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.dataflow import Flows, flows_of
+from quintsched.ir.instructions import ENDS_BACKWARD
+from quintsched.ir.layout import Layout, Route
+from quintsched.ir.mesh import Mesh
+from quintsched.ir.ragged import Ragged
+from quintsched.ir.zero import Zero
+
+T = TypeVar("T")
+
+Mode = Literal["train", "forward"]
+
+MAX_BUCKETS = 1024
+"""The most gradient buckets of a stage."""
+
+MAX_RECOMPUTE = 2**16
+"""The largest k where every k-th block of a stage is recomputed."""
+
+MAX_ZERO_EVERY = 2**24
+"""The most microbatches whose gradients are reduced together."""
+
+MAX_TIED = 1024
+"""The most named weights that several stages hold."""
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """The request that a plan was compiled from."""
+
+    name: str
+    microbatches: int
+    chunks: int = 1
+    slices: int = 1
+    options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+
+    @property
+    def num_units(self) -> int:
+        """What instructions count as microbatches: microbatches x slices."""
+        return self.microbatches * self.slices
+
+    @property
+    def parts(self) -> int:
+        """How many pieces the work of a rank on a microbatch is cut into: chunks x slices."""
+        return self.chunks * self.slices
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """One program per pp coordinate; all ranks with that coordinate run the same one.
+
+    `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are kept as
+    columns. `recompute` says per stage whether its activations are kept (0), or those of every k-th block recomputed
+    (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight, `zero`
+    what replicas shard among them, `communication` how buckets are exchanged. A plan that was put together by hand is
+    not checked before `check` is asked, but for its instructions' fields: a program with something else than numbers
+    where numbers belong is refused with an `UnsoundError`.
+    """
+
+    mode: Mode
+    schedule: ScheduleSpec
+    mesh: Mesh
+    stage_to_pp: tuple[int, ...]
+    routes: tuple[Route, ...]
+    buckets_per_stage: int
+    programs: Programs
+    stage_to_part: tuple[int, ...] | None = None
+    recompute: tuple[int, ...] = ()
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    communication: Communication = NATIVE
+    zero: Zero = field(default_factory=Zero)
+    _remembered: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "programs", Programs.of(self.programs))
+
+    def remember(self, name: str, find: Callable[[], T]) -> T:
+        """Return what `find` found the first time that somebody asked for `name`: a plan never changes."""
+        if name not in self._remembered:
+            self._remembered[name] = find()
+        found: T = self._remembered[name]
+        return found
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where stages lie and in which order microbatches visit them."""
+        return Layout(
+            stage_to_pp=self.stage_to_pp,
+            routes=self.routes,
+            trains=self.mode == "train",
+            mesh=self.mesh,
+            buckets_per_stage=self.buckets_per_stage,
+            slices=self.schedule.slices,
+            stage_to_part=self.stage_to_part or (),
+            recompute=self.recompute,
+            tied=tuple(sorted(self.tied.items())),
+            zero=self.zero,
+            backward_order=self._backward_order() if self.zero.shares_gradients else (),
+        )
+
+    def _backward_order(self) -> tuple[tuple[int, ...], ...]:
+        """Return the microbatches of each stage in the order in which their backwards end."""
+        columns, stages = self.columns, len(self.stage_to_pp)
+        rows = columns.rows_where(*ENDS_BACKWARD)
+        stage, unit = columns.stage[rows], columns.unit[rows]
+        known = (stage >= 0) & (stage < stages) & (unit >= 0) & (unit < self.schedule.num_units)
+        return tuple(Ragged.group(stage[known], unit[known], stages).lists())
+
+    @property
+    def columns(self) -> Columns:
+        """All instructions as arrays."""
+        return self.programs.columns
+
+    @cached_property
+    def flows(self) -> Flows:
+        """What every instruction takes, reads and makes; the plan has to be well-formed."""
+        return flows_of(self.columns, self.layout)
+
+    def at(self, row: int) -> str:
+        """Say where a row of `columns` stands and what is there, for messages: "rank 0 instruction 3, Fwd(…)"."""
+        rank, index = self.columns.place(row)
+        return f"rank {rank} instruction {index}, {self.columns.instruction(row)}"
+
+    @property
+    def num_instructions(self) -> int:
+        """The number of instructions in all programs together."""
+        return len(self.columns)
+
+    @property
+    def title(self) -> str:
+        """One line that names the plan: schedule, mesh and microbatches."""
+        chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
+        slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
+        recomputing = ", recomputing" if any(self.recompute) else ""
+        zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
+        spelled = f", {self.communication.means} communication" if self.communication.plans else ""
+        microbatches = f"{self.schedule.microbatches} microbatches"
+        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{zero}{spelled}"

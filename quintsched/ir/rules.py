@@ -1,0 +1,197 @@
+"""The rule of data flow: what each instruction needs and makes, as a table of terms.
+
+    Fwd   consumes  the OUTPUT      of the stage BEFORE    of its UNIT
+          produces  the OUTPUT      of its OWN stage       of its UNIT             where it is NOT_LAST
+          produces  what is SAVED   of its OWN stage       of its UNIT             where the stage KEEPS it
+    Clip  reads     WEIGHT_GRADs    of all stages HELD     of EVERY_UNIT
+
+A term says what an instruction takes away, only looks at, or makes; whose values those are; which of them; and when.
+`quintsched.ir.dataflow` reads the table, and nothing else does. What values there are is said in `values`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from quintsched.ir import instructions as ins
+from quintsched.ir.values import Kind
+
+
+class Role(Enum):
+    """What an instruction does with a value."""
+
+    CONSUMES = auto()
+    READS = auto()
+    PRODUCES = auto()
+    FOLLOWS = auto()
+    """It comes after what makes the value, in the program, but does not wait for it."""
+
+
+class Whose(Enum):
+    """Whose values they are: those of which stages."""
+
+    OWN = auto()
+    """The instruction's stage."""
+    BEFORE = auto()
+    """The stage before it on the microbatch's route; nobody's where the route begins."""
+    HELD = auto()
+    """All stages that the rank holds."""
+    NAMED = auto()
+    """The stages that the instruction names, of those that the rank holds."""
+    RANK = auto()
+    """No stage's: the rank's."""
+
+
+class Which(Enum):
+    """Which values of a stage."""
+
+    UNIT = auto()
+    """That of the instruction's microbatch."""
+    EARLIER = auto()
+    """That of the slice before it in the microbatch."""
+    EVERY_UNIT = auto()
+    """Those of all microbatches that visit the stage."""
+    REDUCED_UNITS = auto()
+    """Those of the microbatches that the instruction's reduction sums."""
+    BUCKET = auto()
+    """That of the instruction's bucket, in its reduction."""
+    EVERY_BUCKET = auto()
+    """Those of all buckets."""
+    EVERY_REDUCTION = auto()
+    """Those of all reductions of all buckets."""
+    REDUCTION_BEFORE = auto()
+    """Those of all buckets, in the reduction before that of the instruction's microbatch."""
+    TIE = auto()
+    """That of the tie that the instruction names."""
+    EVERY_TIE = auto()
+    """Those of all ties of the stage."""
+    GATHERING = auto()
+    """That of the stage's latest gathering."""
+    RANK = auto()
+    """The one of the rank."""
+
+
+class When(Enum):
+    """Where a term holds: everywhere, or only …"""
+
+    ALWAYS = auto()
+    LAST = auto()
+    """on the last stage of the microbatch's route."""
+    NOT_LAST = auto()
+    """on all others."""
+    KEEPS = auto()
+    """in plans that train, on stages that keep their activations."""
+    RECOMPUTES = auto()
+    """in plans that train, on stages that recompute them."""
+    HAS_EARLIER = auto()
+    """for slices that have one before them in their microbatch."""
+    HAS_LATER = auto()
+    """for slices that have one after them."""
+    STEPS_SHARDS = auto()
+    """where replicas step shards of weights that are resident on all of them (ZeRO-1, 2)."""
+    SHARDS_GRADIENTS = auto()
+    """where replicas shard gradients (ZeRO-2, 3)."""
+    SHARDS_WEIGHTS = auto()
+    """where replicas shard weights (ZeRO-3)."""
+
+
+class Term(NamedTuple):
+    """Values that an instruction takes, reads or makes."""
+
+    role: Role
+    kind: Kind
+    whose: Whose = Whose.OWN
+    which: Which = Which.UNIT
+    when: When = When.ALWAYS
+
+
+CONSUMES, READS, PRODUCES, FOLLOWS = Role
+OWN, BEFORE, HELD, NAMED, OF_RANK = Whose
+
+_ON_WEIGHTS = Term(READS, Kind.PARAMS, which=Which.GATHERING, when=When.SHARDS_WEIGHTS)
+
+_BACKWARD = (
+    _ON_WEIGHTS,
+    Term(CONSUMES, Kind.SAVED),
+    Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
+    Term(PRODUCES, Kind.OUTPUT_GRAD, BEFORE),
+    Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
+    Term(CONSUMES, Kind.KEYS_GRAD, when=When.HAS_LATER),
+    Term(PRODUCES, Kind.KEYS_GRAD, which=Which.EARLIER, when=When.HAS_EARLIER),
+)
+
+_WEIGHT_GRADIENT = (
+    Term(PRODUCES, Kind.WEIGHT_GRAD),
+    # The reduction before has to be done by then: full gradients never pile up.
+    Term(FOLLOWS, Kind.REDUCED, which=Which.REDUCTION_BEFORE, when=When.SHARDS_GRADIENTS),
+)
+
+
+def _gradients(role: Role, whose: Whose) -> tuple[Term, ...]:
+    """Return the terms for all gradients of stages, in the state in which the optimizer wants them."""
+    return (
+        Term(role, Kind.WEIGHT_GRAD, whose, Which.EVERY_UNIT),
+        Term(role, Kind.TIED, whose, Which.EVERY_TIE),
+        Term(role, Kind.REDUCED, whose, Which.EVERY_REDUCTION),
+    )
+
+
+RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
+    ins.RecvAct: (Term(PRODUCES, Kind.OUTPUT, BEFORE),),
+    ins.Fwd: (
+        _ON_WEIGHTS,
+        Term(CONSUMES, Kind.OUTPUT, BEFORE),
+        Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
+        Term(PRODUCES, Kind.LOSS, when=When.LAST),
+        Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
+        Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
+        Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
+        Term(PRODUCES, Kind.KEYS, when=When.HAS_LATER),
+    ),
+    ins.Recompute: (
+        _ON_WEIGHTS,
+        Term(CONSUMES, Kind.CHECKPOINT),
+        Term(PRODUCES, Kind.SAVED),
+        Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
+    ),
+    ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
+    ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
+    ins.Bwd: (*_BACKWARD, *_WEIGHT_GRADIENT),
+    ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),
+    ins.BwdWeight: (Term(CONSUMES, Kind.PENDING), *_WEIGHT_GRADIENT),
+    ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, BEFORE),),
+    ins.GatherParams: (Term(PRODUCES, Kind.PARAMS, which=Which.GATHERING),),
+    ins.FreeParams: (Term(CONSUMES, Kind.PARAMS, which=Which.GATHERING),),
+    ins.SyncTied: (
+        Term(READS, Kind.WEIGHT_GRAD, NAMED, Which.EVERY_UNIT),
+        Term(PRODUCES, Kind.TIED, NAMED, Which.TIE),
+    ),
+    ins.AllReduceBucket: (
+        Term(READS, Kind.WEIGHT_GRAD, which=Which.EVERY_UNIT),
+        Term(READS, Kind.TIED, which=Which.EVERY_TIE),
+        Term(PRODUCES, Kind.REDUCED, which=Which.BUCKET),
+    ),
+    ins.ReduceScatterBucket: (
+        Term(READS, Kind.WEIGHT_GRAD, which=Which.REDUCED_UNITS),
+        Term(READS, Kind.TIED, which=Which.EVERY_TIE),
+        Term(PRODUCES, Kind.REDUCED, which=Which.BUCKET),
+    ),
+    ins.ShareMetrics: (
+        Term(CONSUMES, Kind.LOSS, HELD, Which.EVERY_UNIT, When.LAST),
+        Term(PRODUCES, Kind.METRICS, OF_RANK, Which.RANK),
+    ),
+    ins.ClipGrad: (
+        Term(READS, Kind.METRICS, OF_RANK, Which.RANK),
+        *_gradients(READS, HELD),
+        Term(PRODUCES, Kind.NORM, OF_RANK, Which.RANK),
+    ),
+    ins.OptStep: (
+        *_gradients(CONSUMES, NAMED),
+        Term(PRODUCES, Kind.STEPPED, NAMED, Which.EVERY_BUCKET, When.STEPS_SHARDS),
+        Term(READS, Kind.METRICS, OF_RANK, Which.RANK),
+        Term(READS, Kind.NORM, OF_RANK, Which.RANK),
+    ),
+    ins.AllGatherBucket: (Term(CONSUMES, Kind.STEPPED, which=Which.BUCKET),),
+}
+"""What every instruction needs and makes."""

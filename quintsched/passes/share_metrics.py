@@ -1,0 +1,30 @@
+"""End the pipeline's work: loss, loss weight and metrics for every rank.
+
+They carry the batch's total loss weight, by which every rank divides its gradients; so they come before the norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.instructions import ClipGrad, ShareMetrics
+from quintsched.ir.plan_data import PlanData
+
+
+def share_metrics(plan: PlanData) -> PlanData:
+    """End every program with `ShareMetrics`."""
+    return _ended(plan, ShareMetrics)
+
+
+def clip_gradients(plan: PlanData) -> PlanData:
+    """End every program with `ClipGrad`."""
+    return _ended(plan, ClipGrad)
+
+
+def _ended(plan: PlanData, kind: type[ShareMetrics | ClipGrad]) -> PlanData:
+    columns = plan.columns
+    ends = Columns.make(kind, np.arange(columns.num_ranks), columns.num_ranks)
+    return replace(plan, programs=Programs(columns.append(ends)))

@@ -1,0 +1,27 @@
+"""Spell out the collectives of gradient buckets in messages: the plan gets a mini-plan for each that it calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quintsched.collectives.choice import Communication, find_means
+from quintsched.collectives.timing import Wire
+from quintsched.errors import UsageError
+from quintsched.ir.plan_data import PlanData
+from quintsched.verify.collectives import calls_of
+
+
+def spell_out(plan: PlanData, means: str, wire: Wire | None = None) -> PlanData:
+    """Add the mini-plans by which a plan's buckets are exchanged; "auto" leaves one without replicas as it is.
+
+    Raises `UsageError` for unknown means, and for a ring or a tree where no gradient is summed over replicas.
+    """
+    found, calls = find_means(means), calls_of(plan)
+    if found == "native" or (found == "auto" and not calls):
+        return plan
+    if not calls:
+        raise UsageError(
+            f"{found} over an axis of size 1: on mesh {plan.mesh} no gradient is summed over replicas; leave "
+            "communication native"
+        )
+    return replace(plan, communication=Communication.of(found, calls, wire or Wire()))

@@ -1,0 +1,34 @@
+"""End a step: the optimizer, and the weights for everyone where each replica has stepped a shard of them.
+
+…  ShareMetrics  ClipGrad  OptStep(stages 0+4)  AllGatherBucket(0, 0)  AllGatherBucket(4, 0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.instructions import AllGatherBucket, OptStep
+from quintsched.ir.plan_data import PlanData
+
+
+def step_optimizer(plan: PlanData) -> PlanData:
+    """End every program with the `OptStep` of all its stages.
+
+    Where replicas step shards of weights that are resident on all of them, an `AllGatherBucket` per stage and bucket
+    follows.
+    """
+    layout = plan.layout
+    blocks = [Columns.of([OptStep(layout.stages_of(rank))] for rank in range(layout.num_ranks))]
+    if plan.zero.shares_optimizer and not plan.zero.shares_weights:
+        blocks.append(_gathers(plan))
+    return replace(plan, programs=Programs(plan.columns.append(*blocks)))
+
+
+def _gathers(plan: PlanData) -> Columns:
+    layout = plan.layout
+    programs = [
+        [AllGatherBucket(stage, bucket, axes) for stage in layout.stages_of(rank) for bucket, axes in layout.reductions]
+        for rank in range(layout.num_ranks)
+    ]
+    return Columns.of(programs)

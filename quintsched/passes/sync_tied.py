@@ -1,0 +1,28 @@
+"""Add up the gradients of weights that several stages hold, at the end of the programs, in one order on all ranks.
+
+… Bwd(s, 7)  SyncTied(embedding, stages 0+3)  AllReduceBucket(s, 0) …
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.instructions import SyncTied
+from quintsched.ir.plan_data import PlanData
+
+
+def sync_tied(plan: PlanData) -> PlanData:
+    """End every program with a `SyncTied` for each tie of its stages."""
+    ties, layout = plan.layout.ties, plan.layout
+    if not ties:
+        return plan
+    blocks = [
+        Columns.make(
+            SyncTied, np.array(layout.ranks_of(tie.stages)), layout.num_ranks, params=tie.params, stages=tie.stages
+        )
+        for tie in ties
+    ]
+    return replace(plan, programs=Programs(plan.columns.append(*blocks)))

@@ -1,0 +1,62 @@
+"""From a schedule and a shape to a plan that holds only what the schedule says: which computations, in which order."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from quintsched.errors import UnsoundError
+from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.instructions import COMPUTATIONS, Compute
+from quintsched.ir.layout import Route
+from quintsched.ir.mesh import Mesh
+from quintsched.ir.plan_data import PlanData, ScheduleSpec
+from quintsched.schedules.kit.registry import Schedule, Shape, own_code
+from quintsched.schedules.kit.steps import Steps
+
+
+def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1) -> PlanData:
+    """Return the plan that holds only what the schedule says: which computations, in which order."""
+    stages = range(len(shape.stage_to_pp))
+    half = len(stages) // 2
+    options = {} if shape.memory_cap is None else {"memory_cap": shape.memory_cap}
+    return PlanData(
+        mode=schedule.mode,
+        schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices, options),
+        mesh=mesh,
+        stage_to_pp=shape.stage_to_pp,
+        routes=_routes(schedule, shape),
+        buckets_per_stage=buckets_per_stage,
+        programs=Programs(Columns.stack([_program(schedule, rank, shape) for rank in range(shape.pp)])),
+        stage_to_part=tuple(stage % half for stage in stages) if schedule.bidirectional else None,
+        recompute=shape.recompute,
+    )
+
+
+def _routes(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
+    """One route through all stages, or two through half of the stages with half of the microbatches each."""
+    stages, units = range(len(shape.stage_to_pp)), range(shape.num_units)
+    if not schedule.bidirectional:
+        return (Route(tuple(stages), tuple(units)),)
+    half, middle = len(stages) // 2, len(units) // 2
+    return (
+        Route(tuple(stages[:half]), tuple(units[:middle])),
+        Route(tuple(stages[half:]), tuple(units[middle:])),
+    )
+
+
+def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:
+    """Return one rank's order; raises `UnsoundError` where the schedule's own code fails or yields something else."""
+    where = f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches, {shape.chunks} chunks, rank {rank}"
+    most = len(COMPUTATIONS) * shape.num_units * len(shape.stages_of(rank))
+    with own_code(where):
+        steps = schedule.order(rank, shape)
+        if isinstance(steps, Steps):
+            return steps.columns()
+        program = list(islice(steps, most + 1))  # one too many is enough to refuse it
+    for index, found in enumerate(program):
+        if not isinstance(found, Compute):
+            raise UnsoundError(f"{where}: the schedule yields {found!r} at {index}; it may yield computations only")
+    try:
+        return Columns.of([program])
+    except UnsoundError as error:
+        raise UnsoundError(f"{where}: {str(error).removeprefix('rank 0 ')}") from None
