@@ -181,8 +181,9 @@ def _incomplete(plan: CollectivePlan) -> Iterator[Finding]:
 
 def _in_order(plan: CollectivePlan) -> list[ChunkMessage]:
     """Return the messages so that each comes after all that it waits for."""
-    run = event_graph(plan).run([1.0] * len(plan.messages))
-    order: Sequence[int] = np.argsort(run.start, kind="stable").tolist()
+    graph = event_graph(plan)
+    starts = graph.starts(np.ones(len(plan.messages)), np.array(graph.run().order))
+    order: Sequence[int] = np.argsort(starts, kind="stable").tolist()
     return [plan.messages[event] for event in order]
 
 

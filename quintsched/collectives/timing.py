@@ -91,10 +91,12 @@ def simulate(plan: CollectivePlan, num_bytes: float, wire: Wire) -> CollectiveRu
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
     plan.check().raise_if_unsound()
     seconds = wire.seconds(num_bytes / plan.chunks)
-    run = event_graph(plan).run([seconds] * len(plan.messages))
+    graph = event_graph(plan)
+    run = graph.run()
     if not run.finished:
         raise UnsoundError(f"{plan.title} cannot finish")
-    return CollectiveRun(plan, num_bytes, wire, tuple(run.start), tuple(start + seconds for start in run.start))
+    starts = graph.starts(np.full(len(plan.messages), seconds), np.array(run.order))
+    return CollectiveRun(plan, num_bytes, wire, tuple(starts.tolist()), tuple((starts + seconds).tolist()))
 
 
 def least_bytes(kind: Kind, size: int, num_bytes: float) -> float:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from quintsched.graph.event_graph import EventGraph
-from quintsched.graph.plan_events import Events, shrunk
-from quintsched.graph.profiles import COMPUTE_QUEUE, NO_QUEUE, Profile
+from quintsched.graph.plan_events import Ends, Events, shrunk
+from quintsched.graph.profiles import COMPUTE_QUEUE, FIRST_GROUP_QUEUE, NO_QUEUE, Profile
 from quintsched.ir.columns import ABSENT, Flags, Ints
 from quintsched.ir.dataflow import Flows
 from quintsched.ir.instructions import FreeParams, GatherParams, Recv, Send, ShareMetrics, SyncTied
@@ -61,17 +61,30 @@ def host_edges(events: Events, profile: Profile) -> Edges:
 
 def queue_edges(events: Events, queues: Ints) -> Edges:
     """Return the edges from every event to the next one in its queue on a rank; `queues` are those of the rows."""
-    columns = events.columns
+    columns, found = events.columns, []
     computing = np.flatnonzero(queues == COMPUTE_QUEUE)
-    others = np.flatnonzero((queues != COMPUTE_QUEUE) & (queues != NO_QUEUE))
+    parts = [(computing, columns.rank[computing])]
+    rest = (queues != COMPUTE_QUEUE) & (queues != NO_QUEUE)
+    for ends in (events.channels.sends, events.channels.receives):
+        if _has_own_queues(ends, queues):  # then they are sorted already
+            parts.append((ends.rows, ends.channels))
+            rest[ends.rows] = False
+    others = np.flatnonzero(rest)
     lines = columns.rank[others] * (queues.max(initial=0) + 1) + queues[others]
     order = np.argsort(shrunk(lines), kind="stable")
-    found = []
-    for rows, line in ((computing, columns.rank[computing]), (others[order], lines[order])):
+    parts.append((others[order], lines[order]))
+    for rows, line in parts:
         same = line[:-1] == line[1:]
         found.append((rows[:-1][same], rows[1:][same]))
-    earlier, later = (np.concatenate(ends) for ends in zip(*found, strict=True))
+    earlier, later = (np.concatenate(column) for column in zip(*found, strict=True))
     return events.of[earlier], events.of[later], columns.rank[earlier]
+
+
+def _has_own_queues(ends: Ends, queues: Ints) -> bool:
+    """Whether every channel has a queue to itself."""
+    used = np.flatnonzero(ends.counts)
+    names = queues[ends.rows[ends.starts[used]]]
+    return bool(names.min(initial=FIRST_GROUP_QUEUE) >= FIRST_GROUP_QUEUE) and len(np.unique(names)) == len(names)
 
 
 def all_data_edges(events: Events, flows: Flows) -> Edges:

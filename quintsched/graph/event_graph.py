@@ -1,4 +1,4 @@
-"""A graph of events and what each waits for: run it in order or in time, or find the cycle that stops it.
+"""A graph of events and what each waits for: run it in order, time it, or find the cycle that stops it.
 
     0 ──▶ 1 ──▶ 3        an event begins when all that it waits for has ended;
     └───▶ 2 ────┘        what never begins is on a cycle, or behind one
@@ -10,18 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from quintsched.ir.columns import Ints
 
+Times: TypeAlias = npt.NDArray[np.float64]
+
 NONE = -1
 COLUMNS = 3
-"""How many successors of an event stand in lists of their own; of most events there are no more."""
+"""How many neighbours of an event are in columns of their own; most events have no more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run of an event graph: `order` is that in which events ran, `waiting` is not 0 for those that never began."""
+
+    order: list[int]
+    waiting: list[int]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every event ran: exactly then the graph has no cycle."""
+        return len(self.order) == len(self.waiting)
+
+
+@dataclass(frozen=True, eq=False)
 class EventGraph:
     """Edges `sources[i]` → `targets[i]`, each owed to rank `ranks[i]`; the target waits for the source."""
 
@@ -30,12 +47,77 @@ class EventGraph:
     targets: Ints
     ranks: Ints
 
-    def run(self, durations: Sequence[float] | None = None) -> Run:
-        """Run every event as early as its predecessors allow; O(events + edges). Without durations, just in order."""
-        successors = Successors.of(self.num_events, self.sources, self.targets)
-        if durations is None:
-            return successors.run_in_order()
-        return successors.run_in_time(durations)
+    def run(self) -> Run:
+        """Run every event that can; O(events + edges)."""
+        successors = _Neighbours.of(self.num_events, self.sources, self.targets)
+        first, second, third = (column.tolist() for column in successors.columns)
+        waiting: list[int] = sum(
+            np.bincount(c[c != NONE], minlength=self.num_events) for c in successors.columns
+        ).tolist()
+        for targets in successors.more.values():
+            for target in targets:
+                waiting[target] += 1
+        ready = [event for event, count in enumerate(waiting) if not count]
+        for event in ready:
+            target = first[event]
+            if target < 0:
+                continue
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+            target = second[event]
+            if target < 0:
+                continue
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+            target = third[event]
+            if target < 0:
+                continue
+            for other in (target, *successors.more.get(event, ())):
+                waiting[other] -= 1
+                if not waiting[other]:
+                    ready.append(other)
+        return Run(ready, waiting)
+
+    def agrees(self, order: Ints) -> bool:
+        """Whether an order of all events has each of them after what it waits for."""
+        place = np.empty(self.num_events, np.int64)
+        place[order] = np.arange(self.num_events)
+        return bool((place[self.sources] < place[self.targets]).all())
+
+    def starts(self, durations: Times, order: Ints) -> Times:
+        """Return when each event starts, if each does so as early as it can; `order` has to agree with the graph."""
+        if not len(order):
+            return np.zeros(0)
+        place = np.empty(self.num_events + 1, np.int64)
+        place[order], place[NONE] = np.arange(self.num_events), NONE
+        columns = [place[column[order]].tolist() for column in self._predecessors.columns]
+        more = {place[event]: place[others].tolist() for event, others in self._predecessors.more.items()}
+        starts: list[float] = []
+        ends = [0.0] * (self.num_events + 1)  # the last is that of an event that waits for nothing
+        for event, (first, second, third, duration) in enumerate(zip(*columns, durations[order].tolist(), strict=True)):
+            start, other = ends[first], ends[second]
+            if other > start:
+                start = other
+            if third >= 0:
+                start = max(start, ends[third], *(ends[other] for other in more.get(event, ())))
+            starts.append(start)
+            ends[event] = start + duration
+        found = np.empty(self.num_events)
+        found[order] = starts
+        return found
+
+    def latest(self, event: int, ends: Times) -> int:
+        """Return what an event waited for last, given when events end; `NONE` where it waits for nothing."""
+        waited = [int(column[event]) for column in self._predecessors.columns]
+        waited = [other for other in (*waited, *self._predecessors.more.get(event, ())) if other != NONE]
+        latest = max((ends[other] for other in waited), default=0.0)
+        return next((other for other in reversed(waited) if ends[other] == latest), NONE)
+
+    @cached_property
+    def _predecessors(self) -> _Neighbours:
+        return _Neighbours.of(self.num_events, self.targets, self.sources)
 
     def cycle(self, waiting: Sequence[int]) -> list[tuple[int, int]]:
         """Return one cycle among the events that still wait, as (event, rank on which the next one waits for it).
@@ -72,92 +154,27 @@ def stretches(cycle: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     ]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of an event graph: `waiting` is not 0 for events that never began; `cause` is what an event waited for."""
-
-    num_done: int
-    waiting: list[int]
-    start: list[float]
-    cause: list[int]
-
-    @property
-    def finished(self) -> bool:
-        """Whether every event ran: exactly then the graph has no cycle."""
-        return self.num_done == len(self.waiting)
-
-
 @dataclass(frozen=True, eq=False)
-class Successors:
-    """The events that wait for each event: `columns[k][v]` is the k-th of event v, or `NONE`; `more` has the rest.
+class _Neighbours:
+    """The events at the other ends of edges: `columns[k][v]` is the k-th of event v, or `NONE`; `more` has the rest.
 
-    `waiting` says how many each waits for. An edge that is there several times counts once.
+    An edge that is there several times may count once.
     """
 
-    columns: list[list[int]]
+    columns: list[Ints]
     more: dict[int, list[int]]
-    waiting: list[int]
 
     @classmethod
-    def of(cls, num_events: int, sources: Ints, targets: Ints) -> Successors:
-        """Sort edges by their source, in the order given."""
-        columns: list[list[int]] = []
-        waiting = np.zeros(num_events, np.int64)
+    def of(cls, num_events: int, events: Ints, others: Ints) -> _Neighbours:
+        """Sort edges by the events at one end, in the order given."""
+        columns = []
         for _ in range(COLUMNS):
             column = np.full(num_events, NONE)
-            column[sources[::-1]] = targets[::-1]
-            waiting += np.bincount(column[column != NONE], minlength=num_events)
-            columns.append(column.tolist())
-            rest = column[sources] != targets
-            sources, targets = sources[rest], targets[rest]
+            column[events[::-1]] = others[::-1]
+            columns.append(column)
+            rest = column[events] != others
+            events, others = events[rest], others[rest]
         more: dict[int, list[int]] = {}
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            more.setdefault(source, []).append(target)
-        waiting += np.bincount(targets, minlength=num_events)
-        return cls(columns, more, waiting.tolist())
-
-    def run_in_order(self) -> Run:
-        """Run every event that can."""
-        waiting, more = self.waiting, self.more
-        first, second, third = self.columns
-        ready = [event for event, count in enumerate(waiting) if not count]
-        for event in ready:
-            for target in (first[event], second[event], third[event], *more.get(event, ())):
-                if target != NONE:
-                    waiting[target] -= 1
-                    if not waiting[target]:
-                        ready.append(target)
-        return Run(len(ready), waiting, [], [])
-
-    def run_in_time(self, durations: Sequence[float]) -> Run:
-        """Run every event that can, as early as it can."""
-        waiting, more = self.waiting, self.more
-        first, second, third = self.columns
-        start, cause = [0.0] * len(waiting), [NONE] * len(waiting)
-        ready = [event for event, count in enumerate(waiting) if not count]
-        append = ready.append
-        for event in ready:
-            end = start[event] + durations[event]
-            target = first[event]
-            if target >= 0:
-                if end >= start[target]:
-                    start[target], cause[target] = end, event
-                waiting[target] -= 1
-                if not waiting[target]:
-                    append(target)
-                target = second[event]
-                if target >= 0:
-                    if end >= start[target]:
-                        start[target], cause[target] = end, event
-                    waiting[target] -= 1
-                    if not waiting[target]:
-                        append(target)
-                    target = third[event]
-                    if target >= 0:
-                        for other in chain((target,), more.get(event, ())):
-                            if end >= start[other]:
-                                start[other], cause[other] = end, event
-                            waiting[other] -= 1
-                            if not waiting[other]:
-                                append(other)
-        return Run(len(ready), waiting, start, cause)
+        for event, other in zip(events.tolist(), others.tolist(), strict=True):
+            more.setdefault(event, []).append(other)
+        return cls(columns, more)

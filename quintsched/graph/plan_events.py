@@ -132,8 +132,12 @@ class Events:
     def merge(cls, plan: PlanData) -> Events:
         """Merge the k-th send of a channel with its k-th receive, and the k-th collectives of a group.
 
-        What has no partner stays alone; `check` reports such faults before it asks for this.
+        What has no partner stays alone; `check` reports such faults before it asks for this. Plans remember it.
         """
+        return plan.remember("events", lambda: cls._merge(plan))
+
+    @classmethod
+    def _merge(cls, plan: PlanData) -> Events:
         columns = plan.columns
         channels = Channels.of(columns)
         leader = np.arange(len(columns))

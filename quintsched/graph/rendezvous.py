@@ -12,17 +12,44 @@ from __future__ import annotations
 import numpy as np
 
 from quintsched.graph.plan_events import Events
+from quintsched.ir.columns import Ints
+from quintsched.ir.plan_data import PlanData
 
 
-def all_meet(events: Events) -> bool:
-    """Return whether every rank comes to the end of its program; O(instructions)."""
+def meeting_order(plan: PlanData) -> Ints | None:
+    """Return an order in which the events of a plan can run, each rank in the order of its program; None if none is.
+
+    O(instructions). Plans remember it.
+    """
+    return plan.remember("meeting order", lambda: _order(Events.merge(plan)))
+
+
+def _order(events: Events) -> Ints | None:
     members = np.bincount(events.of, minlength=events.num_events)
     shared = np.flatnonzero(members[events.of] > 1)
-    starts = np.searchsorted(shared, events.columns.first).tolist()
+    moments = _moments(events, shared, members)
+    if moments is None:
+        return None
+    columns = events.columns
+    latest = np.full(len(columns), -1)  # the row of the last meeting up to here, on the same rank
+    latest[shared] = shared
+    latest = np.maximum.accumulate(latest) if len(latest) else latest
+    met = latest >= columns.first[columns.rank]
+    moment = np.where(met, moments[events.of[latest]], 0)[events.first_rows]
+    return np.argsort(moment * len(columns) + events.first_rows)
+
+
+def _moments(events: Events, shared: Ints, members: Ints) -> Ints | None:
+    """Return when each event that ranks share takes place, counted from 1; None if some never do.
+
+    `shared` are the rows of such events, `members` says how many rows each event has.
+    """
+    position = np.searchsorted(shared, events.columns.first)
+    position, ends = position[:-1].tolist(), position[1:].tolist()
     meeting, missing = events.of[shared].tolist(), members.tolist()
-    waiting: dict[int, list[int]] = {}
-    position, ends = starts[:-1], starts[1:]
-    ready = list(range(len(ends)))
+    last: dict[int, int] = {}  # the rank that came last to an event that still waits for others
+    before: dict[tuple[int, int], int] = {}  # and who came before a rank, where there are more than two
+    ready, moments, now = list(range(len(ends))), [0] * len(missing), 0
     while ready:
         rank = ready.pop()
         here, end = position[rank], ends[rank]
@@ -31,10 +58,17 @@ def all_meet(events: Events) -> bool:
             here += 1
             missing[event] -= 1
             if missing[event]:
-                waiting.setdefault(event, []).append(rank)
+                if event in last:
+                    before[event, rank] = last[event]
+                last[event] = rank
+                position[rank] = here
                 break
-            ready += waiting.pop(event)
+            now += 1
+            moments[event] = now
+            other: int | None = last.pop(event)
+            while other is not None:
+                ready.append(other)
+                other = before.pop((event, other), None) if before else None
         else:
-            here = end + 1
-        position[rank] = here
-    return all(here > end for here, end in zip(position, ends, strict=True))
+            position[rank] = end + 1
+    return np.array(moments) if all(at > end for at, end in zip(position, ends, strict=True)) else None

@@ -156,8 +156,15 @@ class Columns:
         return found
 
     def rows_where(self, *kinds: type[Instruction]) -> Ints:
-        """The rows of these classes, in rising order."""
-        return np.flatnonzero(self.are(*kinds))
+        """The rows of these classes (and of those below them), in rising order."""
+        found = [rows for kind, rows in self._rows_by_kind.items() if issubclass(kind, kinds)]
+        return found[0] if len(found) == 1 else np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
+
+    @cached_property
+    def _rows_by_kind(self) -> dict[type[Instruction], Ints]:
+        order = np.argsort(self.op, kind="stable")
+        ends = np.cumsum(np.bincount(self.op, minlength=len(ALL)))
+        return {kind: rows for kind, rows in zip(ALL, np.split(order, ends[:-1]), strict=True) if len(rows)}
 
     def rows_of(self, rank: int) -> range:
         """The rows of one rank's program."""

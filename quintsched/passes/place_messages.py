@@ -41,10 +41,11 @@ def place_messages(plan: PlanData) -> PlanData:
     columns = plan.columns
     events = Events.merge(plan)
     durations = event_durations(plan, events, Costs())
-    run = build_graph(events, plan.flows, PROFILES["channel"]).run(durations.tolist())
+    graph = build_graph(events, plan.flows, PROFILES["channel"])
+    run = graph.run()
     if not run.finished:
         raise UnsoundError(_explain_order(plan, np.array(run.waiting)[events.of]))
-    start = np.array(run.start)[events.of]
+    start = graph.starts(durations, np.array(run.order))[events.of]
     messages = _Messages.of(plan)
     times, phases = messages.moments(start, start + durations[events.of])
     rank = np.concatenate([messages.source, messages.target, columns.rank])

@@ -17,24 +17,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from quintsched.errors import UnsoundError
 from quintsched.graph.edges import build_graph
-from quintsched.graph.event_graph import Run
+from quintsched.graph.event_graph import NONE, EventGraph, Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
+from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.columns import FIELDS, Ints
 from quintsched.ir.instructions import ALL, Compute, Instruction, Message, OnBucket
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.state_memory import bucket_share, peak_memory, peak_state
-
-Times: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -141,10 +138,15 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     costs.check_stages(len(plan.stage_to_pp))
     events = Events.merge(plan)
     durations = event_durations(plan, events, costs)
-    run = build_graph(events, plan.flows, PROFILES["channel"]).run(durations.tolist())
-    if not run.finished:
-        raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
-    begins, ends = np.array(run.start)[events.of], (np.array(run.start) + durations)[events.of]
+    graph = build_graph(events, plan.flows, PROFILES["channel"])
+    order = meeting_order(plan)
+    if order is None or not graph.agrees(order):
+        run = graph.run()
+        if not run.finished:
+            raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
+        order = np.array(run.order)
+    starts = graph.starts(durations, order)
+    begins, ends = starts[events.of], (starts + durations)[events.of]
     start, end = begins / plan.schedule.parts, ends / plan.schedule.parts
     return Simulation(
         plan=plan,
@@ -155,7 +157,7 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
         busy=tuple(_busy(plan, durations[events.of])),
         spans=tuple(_spans(plan, begins, ends)),
         peak_activations=peak_activations(plan, costs),
-        critical_path=_critical_path(events, run, durations),
+        critical_path=_critical_path(events, graph, starts + durations),
     )
 
 
@@ -211,13 +213,13 @@ def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
         yield float(ends[rows[end - 1]] - begins[rows[first]]) / plan.schedule.parts if end > first else 0.0
 
 
-def _critical_path(events: Events, run: Run, durations: Times) -> tuple[Place, ...]:
+def _critical_path(events: Events, graph: EventGraph, ends: Times) -> tuple[Place, ...]:
     """Walk back from the event that ends last to what it waited for; only events that take time are kept."""
-    ends = np.array(run.start) + durations
-    event = int(ends.argmax()) if len(ends) else -1
+    event = int(ends.argmax()) if len(ends) else NONE
     path = []
-    while event >= 0:
-        if durations[event]:
+    while event != NONE:
+        before = graph.latest(event, ends)
+        if ends[event] > (ends[before] if before != NONE else 0.0):
             path.append(Place(*events.columns.place(int(events.first_rows[event]))))
-        event = run.cause[event]
+        event = before
     return tuple(reversed(path))

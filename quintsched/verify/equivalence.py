@@ -100,7 +100,7 @@ class Equivalence:
 
 def equivalence(plan: PlanData, seed: int = 0) -> Equivalence:
     """Run a plan and the sequential program on the same random model, and compare all that the plan leaves behind."""
-    malformed = next(malformations(plan), None)
+    malformed = next(iter(malformations(plan)), None)
     if malformed:
         where = () if malformed.rank is None or malformed.index is None else ((malformed.rank, malformed.index),)
         return Equivalence(plan, (malformed.message,), where)

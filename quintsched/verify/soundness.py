@@ -18,7 +18,7 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import stretches
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
 from quintsched.graph.profiles import PROFILES, find_profile
-from quintsched.graph.rendezvous import all_meet
+from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.ir.plan_data import PlanData
@@ -250,7 +250,7 @@ def _deadlocks(
     """
     free: dict[str, bool] = {}
     found: dict[str, tuple[Finding, ...]] = {}
-    if all_meet(events):
+    if meeting_order(plan) is not None:
         free["blocking"] = True
         if not flow_is_broken:
             return dict.fromkeys(PROFILES, True), found

@@ -27,8 +27,12 @@ class Malformation:
     index: int | None = None
 
 
-def malformations(plan: PlanData) -> Iterator[Malformation]:
-    """Yield every malformation of a plan: sizes, routes, and each instruction's numbers."""
+def malformations(plan: PlanData) -> tuple[Malformation, ...]:
+    """Return every malformation of a plan: sizes, routes, and each instruction's numbers. Plans remember it."""
+    return plan.remember("malformations", lambda: tuple(_malformations(plan)))
+
+
+def _malformations(plan: PlanData) -> Iterator[Malformation]:
     head = list(_head_faults(plan))
     if head:
         yield from (Malformation(fault) for fault in head)
