@@ -10,7 +10,7 @@ activations of 1F1B. Prove it for many shapes, then use it like any other:
 import quintsched as qs
 from quintsched.ir.instructions import Bwd, Fwd
 from quintsched.schedules import Order, Shape
-from quintsched.text.listing import time_grid
+from quintsched.simulation.time_grid import time_grid
 
 
 def even(shape: Shape) -> str | None:

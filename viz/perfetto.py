@@ -17,12 +17,13 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
-from quintsched.ir.dataflow import Kind, Value, flow, message_value
 from quintsched.ir.instructions import Compute, Recv, Send, short
+from quintsched.ir.values import Kind, Value
 from quintsched.simulation.measured import UNITS, MeasuredSpan, MeasuredStep
 from quintsched.simulation.simulator import Simulation, Span
 
 from .files import write_whole
+from .scene import flows_of_ranks
 
 Event: TypeAlias = dict[str, object]
 
@@ -74,12 +75,11 @@ def _slices(span: Span, place: Event, scale: float, several: bool) -> Iterator[E
 
 def _flows(run: Simulation | MeasuredStep, pid: int, scale: float) -> Iterator[Event]:
     """Yield an arrow from each send to the computation that takes its message."""
-    layout, numbers = run.plan.layout, count(pid, 2)
-    takers = _takers(run)
+    numbers, flows, takers = count(pid, 2), flows_of_ranks(run), _takers(run)
     for rank, row in enumerate(run.timeline):
-        for span in row:
+        for span, used in zip(row, flows[rank], strict=True):
             if isinstance(span.instruction, Send):
-                value = message_value(span.instruction, layout)
+                value = used.consumes[0]
                 if (taken := takers.get((span.instruction.peer, value))) is None:
                     continue
                 name = "activation" if value.kind is Kind.OUTPUT else "gradient"
@@ -92,8 +92,8 @@ def _takers(run: Simulation | MeasuredStep) -> dict[tuple[int, Value], float]:
     """Return when the computation that takes a value on a rank runs."""
     return {
         (rank, value): span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
-        for rank, row in enumerate(run.timeline)
-        for span in row
+        for rank, (row, flows) in enumerate(zip(run.timeline, flows_of_ranks(run), strict=True))
+        for span, used in zip(row, flows, strict=True)
         if isinstance(span.instruction, Compute)
-        for value in flow(span.instruction, run.plan.layout, rank).consumes
+        for value in used.consumes
     }

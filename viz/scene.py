@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintsched.ir.dataflow import Kind, Value, flow, message_value
+from quintsched.ir.dataflow import Flow, Kind, Value
 from quintsched.ir.instructions import Compute, Instruction, Recv, Send
 from quintsched.simulation.activation_memory import HELD
 from quintsched.simulation.measured import MeasuredSpan, MeasuredStep
@@ -94,19 +94,19 @@ class Scene:
 
 def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     """Sort the spans of a simulation or a measured step into what is drawn."""
-    layout = run.plan.layout
+    layout, flows = run.plan.layout, flows_of_ranks(run)
     chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
     arrivals = _arrivals(run)
     boxes, arrows, bars, waits = [], [], [], []
     marks: dict[Mark, None] = {}
     for rank, row in enumerate(run.timeline):
-        for span in row:
+        for span, used in zip(row, flows[rank], strict=True):
             began = span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
             match span.instruction:
                 case Compute() as i:
                     boxes.append(Box(rank, began, span.end, i, chunk_of[i.stage]))
                 case Send() as i:
-                    value = message_value(i, layout)
+                    value = used.consumes[0]
                     arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))
                 case Recv():
                     continue
@@ -128,9 +128,18 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
 
 def _arrivals(run: Simulation | MeasuredStep) -> dict[Value, float]:
     """Return when each message was there, or, where that was measured, when its taker had it."""
-    layout = run.plan.layout
-    spans = (span for row in run.timeline for span in row)
-    return {message_value(span.instruction, layout): span.end for span in spans if isinstance(span.instruction, Recv)}
+    return {
+        used.produces[0]: span.end
+        for row, flows in zip(run.timeline, flows_of_ranks(run), strict=True)
+        for span, used in zip(row, flows, strict=True)
+        if isinstance(span.instruction, Recv)
+    }
+
+
+def flows_of_ranks(run: Simulation | MeasuredStep) -> list[list[Flow]]:
+    """Return what each span's instruction takes and makes."""
+    plan = run.plan
+    return [plan.flows.of_rows(plan.columns.rows_of(rank)) for rank in range(plan.columns.num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -150,10 +159,9 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
     def amount(value: Value) -> float:
         return costs.of_part(HELD[value.kind], value.stage, plan.schedule.parts)
 
-    for rank, row in enumerate(simulation.timeline):
+    for row, flows in zip(simulation.timeline, flows_of_ranks(simulation), strict=True):
         of_rank: list[tuple[float, float]] = []
-        for span in row:
-            used = flow(span.instruction, plan.layout, rank)
+        for span, used in zip(row, flows, strict=True):
             of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in HELD]
             for value in used.produces:
                 if value.kind in HELD:  # what a backward leaves takes the place of what it takes

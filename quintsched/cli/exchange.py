@@ -96,6 +96,7 @@ def import_(
     """Read PyTorch's schedule CSV, prove it, write the plan."""
     from quintsched.cli.check import report
     from quintsched.formats import torch_csv
+    from quintsched.plan import Plan
 
     text, name = _read(file)
     try:
@@ -105,7 +106,7 @@ def import_(
             point = "unsound" if isinstance(error, UnsoundError) else "well-formed"
             emit({"sound": False, "findings": [{"point": point, "message": str(error)}]})
         raise type(error)(f"{file}: {error}") from error
-    plan, verdict = imported.plan, imported.verdict
+    plan, verdict = Plan.of(imported.plan), imported.verdict
     for line in imported.notes:
         note(f"{file}: {line}")
     if output is None:

@@ -11,6 +11,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -144,8 +145,8 @@ def program_texts(columns: Columns) -> Iterator[str]:
                 if name not in NUMBERS:
                     values[place] = [texts[number] for number in values[place]]
             lines[rows] = [template % of_row for of_row in zip(*values, strict=True)] if values else template
-    for rows in map(columns.rows_of, range(columns.num_ranks)):
-        yield "  [" + ",\n   ".join(lines[rows.start : rows.stop].tolist()) + "]"
+    for first, end in pairwise(columns.first.tolist()):
+        yield "  [" + ",\n   ".join(lines[first:end].tolist()) + "]"
 
 
 def encode(instruction: ins.Instruction) -> dict[str, object]:

@@ -23,9 +23,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.formats.plan_json import dumps
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer
+from quintsched.graph.event_graph import Times
 from quintsched.ir.plan_data import PlanData
-from quintsched.simulation.simulator import Times
 
 FORMAT = "quintsched.simulation.measured"
 VERSION = 1
@@ -99,7 +100,7 @@ def file_name(rank: int) -> str:
 
 def digest_of(plan: PlanData) -> str:
     """Return what a trace knows its plan by: the SHA-256 of the plan file's text."""
-    return hashlib.sha256(plan.to_json().encode()).hexdigest()
+    return hashlib.sha256(dumps(plan).encode()).hexdigest()
 
 
 def load_ranks(directory: Path, plan: PlanData) -> tuple[RankTrace, ...]:

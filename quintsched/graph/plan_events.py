@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.columns import ABSENT, Columns, Ints
 from quintsched.ir.instructions import WHOLE_MESH, Recv, Send, SyncTied
 from quintsched.ir.plan_data import PlanData
 
@@ -92,7 +92,7 @@ def _distinct(values: Ints) -> Ints:
 
 def shrunk(numbers: Ints) -> Ints:
     """Return numbers from 0 on in 16 bits, if they fit: those are sorted in linear time."""
-    return numbers.astype(np.uint16) if numbers.max(initial=0) < 2**16 else numbers  # type: ignore[return-value]
+    return numbers.astype(np.uint16) if numbers.max(initial=0) < 2**16 else numbers
 
 
 def pipeline_collectives(plan: PlanData) -> dict[tuple[int, ...], dict[int, list[int]]]:
@@ -162,12 +162,6 @@ class Events:
     def num_events(self) -> int:
         """How many events there are."""
         return len(self.first_rows)
-
-    def of_pipeline(self) -> Flags:
-        """Which rows are messages or collectives among pipeline ranks."""
-        found = self.groups != NO_GROUP
-        found[self.channels.sends.rows] = found[self.channels.receives.rows] = True
-        return found
 
     def member(self, event: int, rank: int) -> int:
         """Return the event's row on `rank`, or its first one."""

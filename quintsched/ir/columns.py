@@ -178,7 +178,8 @@ class Columns:
     def instruction(self, row: int) -> Instruction:
         """The instruction in a row."""
         kind = ALL[self.op[row]]
-        return kind(*(self._value(name, int(self.columns[name][row])) for name in FIELDS[kind]))
+        found: Instruction = kind(*(self._value(name, int(self.columns[name][row])) for name in FIELDS[kind]))
+        return found
 
     def instructions(self, rows: Sequence[int] | range) -> list[Instruction]:
         """The instructions of many rows."""
@@ -190,7 +191,7 @@ class Columns:
         ]
         made = []
         for k, code in enumerate(codes.tolist()):
-            kind, of_kind = makers[code]  # type: ignore[misc]
+            kind, of_kind = makers[code]
             made.append(kind(*[column[k] for column in of_kind]))
         return made
 

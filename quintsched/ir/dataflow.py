@@ -26,8 +26,9 @@ from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import Layout
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
-from quintsched.ir.values import TRAVELS, Numbering, Value
+from quintsched.ir.values import TRAVELS, Numbering
 from quintsched.ir.values import Kind as Kind
+from quintsched.ir.values import Value as Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ class _Reader:
             of_name = {tie.params: tie.number for tie in layout.ties}
             return _Cells(rows, stages, np.array([of_name.get(p, 0) for p in columns.values("params", rows)], np.int64))
         if which is Which.REDUCTION_BEFORE:
-            before = layout.reduction_of[stages, numbers] - 1
+            before: Ints = layout.reduction_of[stages, numbers] - 1
             some = before >= 0
             return _each(_Cells(rows[some], stages[some], before[some] * len(layout.buckets)), buckets)
         if which is Which.EVERY_BUCKET:

@@ -14,7 +14,7 @@ there, a handler there, and a step of the symbolic proof; a test over all of the
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Instruction:
     """Whether it is a collective in which all pipeline ranks take part."""
     among_replicas: ClassVar[bool] = False
     """Whether it is a collective among the replicas of a pipeline rank."""
-    on_bucket: ClassVar[str] = ""
+    on_bucket: ClassVar[Literal["all_reduce", "reduce_scatter", "all_gather"] | None] = None
     """The collective on one gradient bucket that it is: "all_reduce", "reduce_scatter" or "all_gather"."""
 
     @property
@@ -204,7 +204,7 @@ class AllReduceBucket(OnBucket):
 
     letters: ClassVar[str] = "AR"
     costs: ClassVar[tuple[str, ...]] = ("reduce_scatter", "all_gather")
-    on_bucket: ClassVar[str] = "all_reduce"
+    on_bucket = "all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class ReduceScatterBucket(OnBucket):
 
     letters: ClassVar[str] = "RS"
     costs: ClassVar[tuple[str, ...]] = ("reduce_scatter",)
-    on_bucket: ClassVar[str] = "reduce_scatter"
+    on_bucket = "reduce_scatter"
 
     part: int
 
@@ -254,7 +254,7 @@ class AllGatherBucket(OnBucket):
 
     letters: ClassVar[str] = "AG"
     costs: ClassVar[tuple[str, ...]] = ("all_gather",)
-    on_bucket: ClassVar[str] = "all_gather"
+    on_bucket = "all_gather"
 
 
 ALL: tuple[type[Instruction], ...] = tuple(
@@ -275,5 +275,5 @@ AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 def short(instruction: Instruction, *, with_stage: bool = True) -> str:
     """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1)."""
     stage = str(instruction.stage) if with_stage and hasattr(instruction, "stage") else ""
-    number = getattr(instruction, "microbatch", getattr(instruction, "bucket", ""))
+    number: object = getattr(instruction, "microbatch", getattr(instruction, "bucket", ""))
     return f"{stage}{instruction.letters}{number}"

@@ -164,7 +164,8 @@ class Layout:
     def num_reductions(self) -> Ints:
         """How often the buckets of each stage are reduced."""
         visited = np.where(self.visits_all, self.reduction_of, 0)
-        return visited.max(axis=1, initial=0) + 1
+        found: Ints = visited.max(axis=1, initial=0) + 1
+        return found
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:

@@ -136,7 +136,8 @@ class Numbering:
 
     def keys(self, kind: Kind, stages: Ints, numbers: Ints) -> Ints:
         """Return the keys of values; the number of a reduced gradient is reduction x buckets + bucket here."""
-        return self.firsts[kind] + stages * self.counts[kind] + numbers
+        found: Ints = self.firsts[kind] + stages * self.counts[kind] + numbers
+        return found
 
     def value(self, key: int) -> Value:
         """Return the value that a key stands for."""

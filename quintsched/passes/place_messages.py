@@ -21,13 +21,14 @@ import numpy as np
 
 from quintsched.errors import UnsoundError
 from quintsched.graph.edges import build_graph
+from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints, Programs
 from quintsched.ir.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulator import Times, event_durations
+from quintsched.simulation.simulator import event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2

@@ -24,6 +24,7 @@ import numpy as np
 
 from quintsched.errors import UsageError, suggest
 from quintsched.formats.trace_json import DIGITS, RankTrace, load_ranks
+from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Channels
 from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.instructions import (
@@ -41,7 +42,7 @@ from quintsched.ir.instructions import (
 )
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulator import Span, Times
+from quintsched.simulation.simulator import Span
 
 Kind = TypeVar("Kind", bound=Instruction)
 

@@ -166,8 +166,8 @@ def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
     columns = plan.columns
     durations = np.zeros(len(columns))
     for kind in ALL:
-        rows = columns.rows_where(kind) if kind.costs else ()
-        if len(rows):
+        rows = columns.rows_where(kind)
+        if kind.costs and len(rows):
             durations[rows] = _durations(kind, rows, plan, costs)
     return durations[events.first_rows]
 
@@ -178,15 +178,16 @@ def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs
     if issubclass(kind, Message):
         return costs.p2p * parts
     if issubclass(kind, Compute):
-        return np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])[columns.stage[rows]]
-    once = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
+        of_stage: Times = np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])
+        return of_stage[columns.stage[rows]]
+    once: Times = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
     if issubclass(kind, OnBucket):
         buckets = range(max(plan.layout.buckets) + 1)
-        of_bucket = np.array([[bucket_share(plan, costs, s, b) for b in buckets] for s in stages])
+        of_bucket: Times = np.array([[bucket_share(plan, costs, s, b) for b in buckets] for s in stages])
         return of_bucket[columns.stage[rows], columns.column("bucket")[rows]] * once[columns.stage[rows]]
     if kind.whole_mesh:
         held = (plan.layout.stages_of(rank) for rank in range(columns.num_ranks))
-        return max(sum(once[stage] for stage in of_rank) for of_rank in held)
+        return max(float(sum(once[stage] for stage in of_rank)) for of_rank in held)
     if "stages" in FIELDS[kind]:
         return np.array([sum(once[stage] for stage in named) for named in columns.values("stages", rows)])
     return once[columns.stage[rows]]

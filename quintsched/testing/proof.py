@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from quintsched.compiler import compile, order_of_computation
+from quintsched.compiler import compile
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import short
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, Shape, find_schedule
+from quintsched.schedules.kit.order import order_of_computation
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.time_grid import time_grid
 from quintsched.testing.strategies import costs as any_costs
@@ -177,7 +178,7 @@ class _Trial:
 
     def _order(self, shape: Shape, case: _Case) -> list[str]:
         try:
-            return _rows(order_of_computation(self.schedule, shape, case.mesh))
+            return _rows(Plan.of(order_of_computation(self.schedule, shape, case.mesh)))
         except UnsoundError:  # its own code fails: the message says so
             return []
 

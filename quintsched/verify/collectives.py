@@ -19,12 +19,12 @@ from quintsched.verify.diagnostics import Finding
 def calls_of(plan: PlanData) -> set[Call]:
     """Return the collectives over replicas that a plan's instructions call."""
     columns, found = plan.columns, set[Call]()
-    for kind in (kind for kind in ALL if kind.on_bucket):
-        axes = columns.column("axes")
-        for row in np.unique(axes[columns.rows_where(kind)], return_index=True)[1].tolist():
-            first = columns.rows_where(kind)[row]
-            names = columns.values("axes", np.array([first]))[0]
-            found.add((kind.on_bucket, math.prod(map(plan.mesh.axis_size, names))))
+    for kind in ALL:
+        if kind.on_bucket is not None:
+            rows = columns.rows_where(kind)
+            distinct = np.unique(columns.column("axes")[rows], return_index=True)[1]
+            for axes in columns.values("axes", rows[distinct]):
+                found.add((kind.on_bucket, math.prod(map(plan.mesh.axis_size, axes))))
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
-from quintsched.ir.dataflow import Flow, Kind, Value, flow
+from quintsched.ir.dataflow import Flow, Kind, Value
 from quintsched.ir.instructions import ENDS_BACKWARD, Instruction
 from quintsched.plan import Plan
 
@@ -217,7 +217,12 @@ class Machine:
 
     def flow(self, instruction: Instruction) -> Flow:
         """Return what an instruction takes and makes on this rank."""
-        return flow(instruction, self.plan.layout, self.pp_rank)
+        return self._flow_of[instruction]
+
+    @cached_property
+    def _flow_of(self) -> dict[Instruction, Flow]:
+        rows = self.plan.columns.rows_of(self.pp_rank)
+        return dict(zip(self.plan.programs[self.pp_rank], self.plan.flows.of_rows(rows), strict=True))
 
     @cached_property
     def last_backwards(self) -> frozenset[Instruction]:

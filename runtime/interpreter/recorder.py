@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from quintsched.formats.trace_json import RankTrace, digest_of
+from quintsched.graph.event_graph import Times
 from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
-from quintsched.simulation.simulator import Times
 
 Call = Callable[[], None]
 Stamp = Any

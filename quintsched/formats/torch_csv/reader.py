@@ -14,6 +14,7 @@ from quintsched.errors import UnsoundError, UsageError
 from quintsched.formats.torch_csv.cells import Cell, Cells, read_cells
 from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.graph.profiles import find_profile
+from quintsched.ir.columns import Programs
 from quintsched.ir.instructions import AllReduceBucket, Instruction, RecvGrad, SendAct
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
@@ -99,12 +100,12 @@ def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> PlanData:
         stage_to_pp=stage_to_pp,
         routes=(Route(tuple(range(len(home))), tuple(range(microbatches))),),
         buckets_per_stage=1,
-        programs=(),
+        programs=Programs.of([]),
     )
     programs: list[list[Instruction]] = [[] for _ in range(mesh.pp)]
     for cell in cells:
         programs[cell.rank] += _instructions(cell, draft)
-    return replace(draft, programs=tuple(map(tuple, programs)))
+    return replace(draft, programs=Programs.of(programs))
 
 
 def _instructions(cell: Cell, plan: PlanData) -> Sequence[Instruction]:

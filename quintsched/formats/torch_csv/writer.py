@@ -23,6 +23,7 @@ from quintsched.ir.instructions import (
     ShareMetrics,
 )
 from quintsched.ir.plan_data import PlanData
+from quintsched.verify.soundness import check
 
 _WORDS: dict[type[Instruction], Word] = {kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGES.items())}
 _LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
@@ -33,7 +34,7 @@ def dumps(plan: PlanData, *, compute_only: bool = False) -> str:
 
     Raises `UnsoundError` for a plan that is not sound, `UsageError` for one that torch's runtime cannot express.
     """
-    plan.check().raise_if_unsound()
+    check(plan).raise_if_unsound()
     fault = _beyond_torch(plan)
     if fault:
         raise UsageError(f"torch's pipeline runtime cannot run this plan: {fault}")
