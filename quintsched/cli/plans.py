@@ -37,7 +37,7 @@ ScheduleName = Annotated[
 ]
 MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help="The device mesh, like dp=2,pp=2,tp=2.")]
 PlanningCosts = Annotated[
-    Path | Callable[[str, Plan], None] | None,
+    Path | None,
     typer.Option("--costs", metavar="FILE", help="For schedules that search: a JSON file of costs to plan with."),
 ]
 Recompute = Annotated[
@@ -49,7 +49,7 @@ Recompute = Annotated[
     ),
 ]
 Tied = Annotated[
-    list[str] | Callable[[str, Plan], None] | None,
+    list[str] | None,
     typer.Option("--tied", metavar="NAME=STAGES", help="A weight that several stages hold: embedding=0,3."),
 ]
 ZeroStage = Annotated[
@@ -68,11 +68,10 @@ Means = Annotated[
 Latency = Annotated[float, typer.Option("--latency", metavar="S", help="For auto: seconds that a message costs.")]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="B/S", help="For auto: bytes per second of a wire.")]
 PlanOutput = Annotated[
-    Path | Callable[[str, Plan], None] | None,
-    typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output."),
+    Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
 ]
 PrintAfter = Annotated[
-    str | Callable[[str, Plan], None] | None,
+    str | None,
     typer.Option(
         "--print-after", metavar="PASS", help="Write the plan after this pass, or after all, to standard error."
     ),
@@ -83,22 +82,22 @@ def compile(
     schedule: ScheduleName,
     mesh: MeshText,
     microbatches: Microbatches,
-    chunks: Chunks = Callable[[str, Plan], None] | None,
+    chunks: Chunks = None,
     slices: Slices = 1,
-    costs: PlanningCosts = Callable[[str, Plan], None] | None,
-    memory_cap: MemoryCap = Callable[[str, Plan], None] | None,
+    costs: PlanningCosts = None,
+    memory_cap: MemoryCap = None,
     recompute: Recompute = "0",
-    tied: Tied = Callable[[str, Plan], None] | None,
+    tied: Tied = None,
     zero: ZeroStage = 0,
     zero_every: ZeroEvery = 1,
     buckets_per_stage: BucketsPerStage = 1,
     communication: Means = "native",
     latency_s: Latency = 20e-6,
     bandwidth: Bandwidth = 1e9,
-    output: PlanOutput = Callable[[str, Plan], None] | None,
-    print_after: PrintAfter = Callable[[str, Plan], None] | None,
+    output: PlanOutput = None,
+    print_after: PrintAfter = None,
     as_json: AsJson = False,
-) -> Callable[[str, Plan], None] | None:
+) -> None:
     """Compile a plan and prove it sound."""
     from quintsched.cli.check import report
     from quintsched.collectives import Wire
@@ -122,7 +121,7 @@ def compile(
         after=_watch(print_after),
     )
     verdict = plan.check(profile="blocking")
-    if output is Callable[[str, Plan], None] | None:
+    if output is None:
         note(f"{plan.title}\n{verdict.explain()}")
         typer.echo(plan.to_json(), nl=False)
         return
@@ -159,19 +158,19 @@ def _read_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _watch(print_after: str | Callable[[str, Plan], None] | None) -> Watch | Callable[[str, Plan], None] | None:
+def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
     """Return what writes the plan after a pass, or after each; raises `UsageError` for an unknown one."""
     from quintsched.compiler import ORDER
     from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
     from quintsched.text.listing import listing
 
-    if print_after is Callable[[str, Plan], None] | None:
-        return Callable[[str, Plan], None] | None
+    if print_after is None:
+        return None
     names = [ORDER, *dict.fromkeys(step.name for step in (*TRAIN_PASSES, *FORWARD_PASSES)), "all"]
     if print_after not in names:
         raise UsageError(f"--print-after: unknown pass {print_after!r}{suggest(print_after, names)}")
 
-    def watch(name: str, plan: Plan) -> Callable[[str, Plan], None] | None:
+    def watch(name: str, plan: Plan) -> None:
         if print_after in (name, "all"):
             note(f"== after {name}: {plan.title}")
             for rank, program in enumerate(plan.programs):
@@ -182,21 +181,18 @@ def _watch(print_after: str | Callable[[str, Plan], None] | None) -> Watch | Cal
 
 def show(
     plan: PlanFile,
-    rank: Annotated[
-        int | Callable[[str, Plan], None] | None,
-        typer.Option("--rank", metavar="R", help="Show this global rank's list."),
-    ] = Callable[[str, Plan], None] | None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Show this global rank's list.")] = None,
     as_json: AsJson = False,
-) -> Callable[[str, Plan], None] | None:
+) -> None:
     """Show a plan's grid over time, or one rank's list."""
     found = read_plan(plan)
-    if rank is Callable[[str, Plan], None] | None:
+    if rank is None:
         _show_grid(found, as_json)
     else:
         _show_rank(found, rank, as_json)
 
 
-def _show_grid(plan: Plan, as_json: bool) -> Callable[[str, Plan], None] | None:
+def _show_grid(plan: Plan, as_json: bool) -> None:
     from quintsched.simulation.time_grid import time_grid
 
     simulation = simulate_plan(plan)
@@ -207,7 +203,7 @@ def _show_grid(plan: Plan, as_json: bool) -> Callable[[str, Plan], None] | None:
     say([title, *time_grid(simulation, terminal_width())])
 
 
-def _show_rank(plan: Plan, rank: int, as_json: bool) -> Callable[[str, Plan], None] | None:
+def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
     from quintsched.formats.plan_json import encode
     from quintsched.text.listing import listing
 

@@ -51,9 +51,8 @@ class EventGraph:
         """Run every event that can; O(events + edges)."""
         successors = _Neighbours.of(self.num_events, self.sources, self.targets)
         first, second, third = (column.tolist() for column in successors.columns)
-        waiting: list[int] = sum(
-            np.bincount(c[c != NONE], minlength=self.num_events) for c in successors.columns
-        ).tolist()
+        counts = [np.bincount(c[c != NONE], minlength=self.num_events) for c in successors.columns]
+        waiting: list[int] = np.sum(counts, axis=0).tolist()
         for targets in successors.more.values():
             for target in targets:
                 waiting[target] += 1

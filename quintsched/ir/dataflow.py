@@ -295,7 +295,7 @@ def gatherings_of(columns: Columns) -> Ints:
     gathers = columns.are(ins.GatherParams)[order]
     times = np.cumsum(gathers)
     starts = np.flatnonzero(np.r_[True, np.diff(stage[order]) != 0]) if len(order) else np.zeros(0, np.int64)
-    before = np.repeat(times[starts] - gathers[starts], np.diff(np.r_[starts, len(order)]))
+    before: Ints = np.repeat(times[starts] - gathers[starts], np.diff(np.r_[starts, len(order)]))
     found = np.zeros(len(columns), np.int64)
     found[order] = np.maximum(times - before - 1, 0)
     return found

@@ -258,7 +258,9 @@ class AllGatherBucket(OnBucket):
 
 
 ALL: tuple[type[Instruction], ...] = tuple(
-    kind for kind in list(globals().values()) if isinstance(kind, type) and getattr(kind, "letters", "")
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Instruction) and kind.letters
 )
 """Every instruction there is, in the order of this file."""
 
