@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from quintsched.verify.soundness import Verdict
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan(PlanData):
     """A plan: see `PlanData` for what it holds. `compile` and `load` give only well-formed ones."""
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
         """Return the plan with this data; what is known of the data is known of the plan."""
-        plan = cls(**{field.name: getattr(data, field.name) for field in fields(data) if field.init})
+        plan = cls(**{field.name: getattr(data, field.name) for field in fields(data)})
         plan._remembered.update(data._remembered)
         plan.__dict__.update({name: data.__dict__[name] for name in ("layout", "flows") if name in data.__dict__})
         return plan

@@ -9,7 +9,6 @@ import numpy as np
 
 import quintsched as qs
 from quintsched.formats.trace_json import RankTrace, digest_of
-from quintsched.ir.dataflow import flow, message_value
 from quintsched.ir.instructions import ClipGrad, Compute, OptStep, Recv
 from quintsched.simulation.measured import Trace
 
@@ -25,19 +24,20 @@ def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans
     the next one's start it ends.
     """
     row = simulation.timeline[pp_rank]
-    layout = simulation.plan.layout
+    plan = simulation.plan
+    flows = plan.flows.of_rows(plan.columns.rows_of(pp_rank))
     at, spans, taken = 0.0, {}, {}
     for index, span in enumerate(row):
         if not isinstance(span.instruction, Compute | ClipGrad | OptStep):
             spans[index] = (at, at, 0.0)
             continue
-        for value in flow(span.instruction, layout, pp_rank).consumes:
+        for value in flows[index].consumes:
             taken[value] = (span.start, span.start - at)
         spans[index] = (at, max(span.end - gap, span.start), span.start - at)
         at = span.end
     for index, span in enumerate(row):
         if isinstance(span.instruction, Recv):
-            end, wait = taken[message_value(span.instruction, layout)]
+            end, wait = taken[flows[index].produces[0]]
             spans[index] = (min(spans[index][0], end - wait), end, wait)
     return [spans[index] for index in range(len(row))]
 

@@ -175,7 +175,7 @@ def _loads_as_written(text: str | bytes) -> PlanData | None:
         chunks = body.removesuffix(END).split(",\n  [")
         chunks = [chunks[0], *(f"  [{chunk}" for chunk in chunks[1:])]
         columns = Columns.stack([_program_as_written(chunk) for chunk in chunks])
-    except (InputError, ValueError, KeyError, TypeError, AttributeError):
+    except (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     same = all(map(operator.eq, program_texts(columns), chunks))
     return _wellformed(_plan_of(file, Programs(columns))) if same else None

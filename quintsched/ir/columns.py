@@ -183,7 +183,8 @@ class Columns:
 
     def instructions(self, rows: Sequence[int] | range) -> list[Instruction]:
         """The instructions of many rows."""
-        where = slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+        together = isinstance(rows, range) and rows.step == 1
+        where = slice(rows.start, rows.stop) if together else list(rows)  # type: ignore[union-attr]
         codes = self.op[where]
         values = {name: self._values(name, column[where]) for name, column in self.columns.items()}
         makers = [

@@ -209,10 +209,7 @@ class AllReduceBucket(OnBucket):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatterBucket(OnBucket):
-    """Sum what a gradient bucket of `stage` holds since its last such reduction, and keep only a shard of the sum.
-
-    `part` numbers the reductions of the bucket.
-    """
+    """Sum what a gradient bucket of `stage` holds since its last such reduction, and keep a shard of the sum."""
 
     letters: ClassVar[str] = "RS"
     costs: ClassVar[tuple[str, ...]] = ("reduce_scatter",)

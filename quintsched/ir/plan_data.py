@@ -54,7 +54,7 @@ class ScheduleSpec:
         return self.chunks * self.slices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlanData:
     """One program per pp coordinate; all ranks with that coordinate run the same one.
 
@@ -78,10 +78,20 @@ class PlanData:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     communication: Communication = NATIVE
     zero: Zero = field(default_factory=Zero)
-    _remembered: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "programs", Programs.of(self.programs))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlanData):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__dataclass_fields__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def _remembered(self) -> dict[str, Any]:
+        return {}
 
     def remember(self, name: str, find: Callable[[], T]) -> T:
         """Return what `find` found the first time that somebody asked for `name`: a plan never changes."""

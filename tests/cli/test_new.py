@@ -13,7 +13,9 @@ from quintsched import compiler
 from quintsched.ir.instructions import AllReduceBucket, SendAct
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass, lower
 from quintsched.schedules.kit import registry
+from quintsched.schedules.kit.order import order_of_computation
 from quintsched.verify.diagnostics import Point
+from quintsched.verify.soundness import check
 
 
 def pytest_of(path: Path) -> tuple[int, str]:
@@ -254,7 +256,7 @@ def test_a_pass_that_breaks_a_point_is_named(monkeypatch, after, breaks, blamed,
 
 def test_a_break_that_a_later_pass_mends_is_seen_when_it_is_asked_for():
     """By default only the whole is proved, at the end."""
-    order = compiler.order_of_computation(
+    order = order_of_computation(
         qs.schedules.find_schedule("gpipe"), qs.schedules.find_schedule("gpipe").shape(2, 4, None), qs.Mesh(pp=2)
     )
     passes = (
@@ -263,7 +265,7 @@ def test_a_break_that_a_later_pass_mends_is_seen_when_it_is_asked_for():
         Pass("mends", _sends_changed, ()),
         *TRAIN_PASSES[2:],
     )
-    assert lower(order, passes).check().sound
+    assert check(lower(order, passes)).sound
     with pytest.raises(qs.UnsoundError, match="the pass 'culprit' breaks the point 'channels'"):
         lower(order, passes, verify=True)
 

@@ -93,7 +93,7 @@ def test_any_placement_will_do():
     order = ["0F0,1F0,3F0,3B0,1B0,0B0", "2F0,2B0"]
     plan = torch_csv.loads("\n".join(order)).plan
     assert plan.stage_to_pp == (0, 0, 1, 0)
-    assert plan.check(profile="blocking").sound
+    assert Plan.of(plan).check(profile="blocking").sound
 
 
 def test_the_order_of_messages_in_a_file_with_communication_is_kept():

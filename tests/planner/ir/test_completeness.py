@@ -96,7 +96,7 @@ def test_profiles_and_passes_have_names():
 def test_passes_are_pure(plan: Plan):
     text = plan.to_json()
     for step in TRAIN_PASSES[3:]:
-        assert step.apply(plan) is not plan or not plan.mesh.replica_axes
+        assert step.apply(plan) is not plan or step.name == "sync-tied"  # nothing is tied
     assert plan.to_json() == text
 
 

@@ -251,7 +251,7 @@ def test_each_stage_of_zero_has_instructions_of_its_own():
 
 def test_a_share_that_is_not_gathered_again():
     broken = without(ZERO_2, AllGatherBucket)
-    assert "makes the stepped shares of stage 0, bucket 0, and nothing on rank 0 takes it" in broken.check().explain()
+    assert "makes the stepped shards of stage 0, bucket 0, and nothing on rank 0 takes it" in broken.check().explain()
     assert "the optimizer steps stage 0 with another gradient" in equivalence(broken).explain()
 
 
