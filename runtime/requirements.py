@@ -41,6 +41,11 @@ def require_runnable(plan: Plan, transport: Transport) -> None:
             raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
 
 
+def is_free_when_blocking(plan: Plan, transport: Transport) -> bool:
+    """Whether a plan that this transport can run stays free of deadlock where every send waits for its receive."""
+    return plan.check(transport.profile).profiles["blocking"]
+
+
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:
     """Raise `MisfitError` where sequences are cut and no block can look beyond its piece."""
     pieces = {

@@ -30,7 +30,7 @@ from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model, e
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter.rank_state import SENDS_KEPT
+from quintsched.runtime.interpreter.p2p import MAX_SENDS
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 
@@ -412,13 +412,11 @@ def test_sends_are_awaited_only_where_the_plan_is_proved_for_it() -> None:
     def run(transport: Transport) -> tuple[int | None, float]:
         engine = engine_on(transport, plan, tiny_vit())
         loss = engine.step(TASK.inputs[0], TASK.targets[0]).loss.item()
-        assert engine._training is not None
-        return engine._training.machine.sends_kept, loss
+        return engine._runner.interpreters["train"].state.messages.max_sends, loss
 
     expected = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=8), tiny_vit(), cross_entropy_sum, sgd)
     loss = expected.step(TASK.inputs[0].float(), TASK.targets[0]).loss.item()
-    assert expected._training is not None
-    assert expected._training.machine.sends_kept == SENDS_KEPT
+    assert expected._runner.interpreters["train"].state.messages.max_sends == MAX_SENDS
     for kept, found in run_local(3, run):
         assert kept is None
         assert found == pytest.approx(loss, rel=1e-5)

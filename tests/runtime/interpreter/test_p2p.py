@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.ir.dataflow import flow
 from quintsched.ir.instructions import Recv
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.interpreter.p2p import AHEAD, plan_receives
-from quintsched.runtime.interpreter.rank_state import SENDS_KEPT, Machine
+from quintsched.runtime.interpreter.data_flow import ProgramFlow
+from quintsched.runtime.interpreter.p2p import AHEAD, MAX_SENDS, plan_receives
+from quintsched.runtime.interpreter.rank_state import RankState
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import Task, sgd, share, tiny_vit
@@ -28,8 +28,8 @@ def test_receives_are_posted_in_time_and_in_order(
 ) -> None:
     plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     for rank, program in enumerate(plan.programs):
-        flows = [flow(i, plan.layout, rank) for i in program]
-        postings = plan_receives(program, flows, (lambda stage: ahead) if ahead else None)
+        flows = ProgramFlow(plan, rank).all()
+        postings = plan_receives(ProgramFlow(plan, rank), (lambda stage: ahead) if ahead else None)
         places = {flows[index].produces[0]: index for index, i in enumerate(program) if isinstance(i, Recv)}
         assert {p.value for p in postings} == set(places)
         assert all(p.at <= places[p.value] if ahead else p.at == places[p.value] for p in postings)
@@ -54,9 +54,8 @@ def test_receives_are_posted_in_time_and_in_order(
 def test_buffers_do_not_grow_with_the_microbatches() -> None:
     def slots(microbatches: int) -> int:
         plan = qs.compile("1f1b", mesh="pp=4", microbatches=microbatches)
-        flows = [flow(i, plan.layout, 1) for i in plan.programs[1]]
         return len(
-            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(plan.programs[1], flows, lambda stage: AHEAD)}
+            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(ProgramFlow(plan, 1), lambda stage: AHEAD)}
         )
 
     assert slots(64) == slots(8) <= 3 + 2 * AHEAD
@@ -65,15 +64,15 @@ def test_buffers_do_not_grow_with_the_microbatches() -> None:
 class Watch:
     """Counts, after every call, what was sent and is not let go of yet, and what of it a backward would keep."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, state: RankState) -> None:
+        self._state = state
         self.kept = self.rooted = 0
 
     def wrap(self, index: int, call: Callable[[], None]) -> Callable[[], None]:
         def watched() -> None:
             call()
-            self.kept = max(self.kept, sum(cell.sent is not None for cell in self._machine.sending))
-            roots = (root for saved in self._machine.saved.values() for root in saved.start.roots)
+            self.kept = max(self.kept, sum(cell.sent is not None for cell in self._state.cells.sending))
+            roots = (root for saved in self._state.compute.saved.values() for root in saved.start.roots)
             self.rooted = max(self.rooted, sum(isinstance(root, torch.Tensor) for root in roots))
 
         return watched
@@ -89,12 +88,11 @@ def test_what_was_sent_is_let_go_of(schedule: str, rules: Rules) -> None:
         engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
         batch = share(engine, task.inputs[0], task.targets[0])
         engine.step(*batch)
-        interpreter = engine._training
-        assert interpreter is not None
-        watch = Watch(interpreter.machine)
-        interpreter.run(engine._cut(plan, *batch, {}), 1, interpreter.watched(watch))
+        interpreter = engine._runner.interpreters["train"]
+        watch = Watch(interpreter.state)
+        interpreter.run(engine._model.batches(plan, *batch, {}), 1, interpreter.watched(watch))
         return watch.kept, watch.rooted
 
     for kept, rooted in run_local(2, run, rules=rules):
-        assert 0 < kept <= SENDS_KEPT + 1
+        assert 0 < kept <= MAX_SENDS + 1
         assert rooted == 0, "an edge of the graph keeps no output alive"

@@ -193,8 +193,8 @@ def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
         engine = Engine(plan, lively_gpt(64), cross_entropy_sum, sgd, dtype=torch.float32, transport=transport, **more)
         _, counted = engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))
         costs = engine.saved_costs(counted)
-        assert engine._training is not None
-        return costs.activation[1], engine._training.machine.parcels[0].activation.shape  # type: ignore[index]
+        state = engine._runner.interpreters["train"].state
+        return costs.activation[1], state.messages.parcels[0].activation.shape
 
     return run_local(qs.Mesh.parse(mesh).size, run)[0]
 

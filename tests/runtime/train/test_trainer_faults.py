@@ -20,7 +20,7 @@ from quintsched.runtime.checkpoint import checkpoints as checkpoint
 from quintsched.runtime.checkpoint.checkpoints import Checkpoints
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter.rank_state import Clock
+from quintsched.runtime.interpreter.clock import Clock
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state
