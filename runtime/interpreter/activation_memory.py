@@ -1,8 +1,8 @@
 """Counting the bytes that autograd saves for backwards: the measured side of the simulator's peak activations.
 
 Every tensor that a graph saves passes the saved-tensor hooks; it counts from then on until the graph drops it.
-Bytes are counted by storage, once however many tensors share it. Weights and buffers do not count: they are resident
-anyway. What a `BwdInput` leaves for its `BwdWeight` counts as well.
+Bytes are counted by storage, once however many tensors look into it. Weights and buffers do not count: they are
+resident anyway. What a `BwdInput` leaves for its `BwdWeight` counts as well.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .rank_state import RankState
 Call = Callable[[], None]
 
 
-class _Held:
-    """A saved tensor, counted as long as this lives. It holds no part of the graph: that would keep itself alive."""
+class _SavedTensor:
+    """A saved tensor, counted as long as this lives. It holds nothing of the graph: that would keep itself alive."""
 
     __slots__ = ("count", "tensor")
 
@@ -62,11 +62,11 @@ class SavedBytes:
         extras = (t for unit in batch.extras for t in unit.values())
         self._resident = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
         self._references: Counter[int] = Counter()
-        self._products: dict[tuple[int, int], list[_Held]] = {}
+        self._products: dict[tuple[int, int], list[_SavedTensor]] = {}
         self._bytes = 0
         self.peak = 0
         self._changes: dict[tuple[type[Instruction], int], list[tuple[int, int]]] = defaultdict(list)
-        self._hooks = saved_tensors_hooks(lambda tensor: _Held(tensor, self), lambda held: held.tensor)
+        self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(tensor, self), lambda held: held.tensor)
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
@@ -118,7 +118,7 @@ class SavedBytes:
         pending = self._flows.made(instruction, Kind.PENDING)
 
         def leave(value: Value) -> None:
-            products[key] = [_Held(tensor, self) for tensor in self._pending[value].tensors()]
+            products[key] = [_SavedTensor(tensor, self) for tensor in self._pending[value].tensors()]
 
         def take() -> None:
             del products[key]

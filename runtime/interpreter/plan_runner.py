@@ -128,7 +128,7 @@ class PlanRunner:
         self._is_broken = False
         self.steps.in_run += state.flows.trains
         tally, outcome = state.compute.tally, state.step_end.outcome
-        return StepResult(tally.sums, tally.shared, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+        return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)

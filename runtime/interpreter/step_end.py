@@ -28,7 +28,7 @@ def bind_reduce_bucket(
 
 def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMetrics) -> Call:
     """Sum the tally over all ranks but tensor-parallel copies, without waiting for it."""
-    return partial(state.tally.share, state.metrics_group)
+    return partial(state.tally.reduce, state.metrics_group)
 
 
 def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:

@@ -20,8 +20,8 @@ class Tally:
     Attributes:
         losses, weights: what each microbatch brought so far, tensors or numbers.
         metrics: one such list per metric.
-        sums: float64, loss, loss weight, then one per metric, once they are shared; before that not-a-number.
-        shared: what is to be waited for before `sums` are read.
+        sums: float64: loss, loss weight, then one per metric, reduced over the ranks; before that not-a-number.
+        work: what is to be waited for before `sums` are read.
     """
 
     def __init__(self, num_metrics: int, device: torch.device) -> None:
@@ -34,16 +34,16 @@ class Tally:
     def begin(self) -> None:
         """Start a step, whose sums nobody knows yet."""
         self.sums: Tensor = self._nothing
-        self.shared: Work = DoneWork()
+        self.work: Work = DoneWork()
 
-    def share(self, group: Group) -> None:
+    def reduce(self, group: Group) -> None:
         """Add up what was collected, and begin to sum it over the ranks of a group; collect anew."""
         self.sums = self._add_up()
-        self.shared = group.all_reduce(self.sums)
+        self.work = group.all_reduce(self.sums)
 
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
         """Return the batch's total loss weight, 0-dimensional, waiting until it is known."""
-        wait([self.shared])
+        wait([self.work])
         return self.sums[1]
 
     def _add_up(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""One rank's part of the model, set up once: which blocks are a stage, how they are cut over tp, what serves them.
+"""One rank's stages of the model, set up once: which blocks are a stage, how they are cut over tp, what serves them.
 
 blocks ──▶ cuts (blocks of each stage) ──▶ tensor cuts ──▶ stages, built and the same on all their holders
                                                         ──▶ tied weights, queues of put-off weight gradients

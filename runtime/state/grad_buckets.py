@@ -187,7 +187,7 @@ def cut_buckets(
 ) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into the plan's buckets, of like size, and those by bytes and dtype.
 
-    Behind them come those with partial sums, then those to be reduced `apart`, each in a bucket of its own; then, in
+    Behind them come those with partial sums, then those to be reduced `apart`, each in a separate bucket; then, in
     one more bucket of the plan, the experts that ranks along ep do not have in common. With `waiting_apart` no bucket
     has both weights whose gradients can wait and others.
     """

@@ -52,7 +52,7 @@ class GradSums:
         if params == "stage":
             copies = [[bucket.flat] for bucket in self._buckets.of_stages(stages)]
         else:
-            copies = [[self._buckets.home[parameter][1] for parameter in self._tied.own(params)]]
+            copies = [[self._buckets.home[parameter][1] for parameter in self._tied.copies(params)]]
         self._under_way += _begin_sums(copies, sharing)
 
     def end(self) -> None:

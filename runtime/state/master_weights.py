@@ -4,7 +4,7 @@
        ▲                                                                      │
        └──────────── rounded ◀── master (float32) ◀── optimizer step ◀────────┘
 
-Weights of 32 bits or more are their own masters.
+Weights of 32 bits or more are themselves the masters.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ UNDER_WAY = 4
 class Sums:
     """Sums of results over batches; they stay tensors until they are read.
 
-    The latest results are not looked at yet: looking waits until the ranks have shared them.
+    The latest results are not looked at yet: looking waits until they are reduced over the ranks.
     """
 
     def __init__(self, start: dict[str, float]) -> None:

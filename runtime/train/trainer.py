@@ -50,7 +50,7 @@ def _nan_for_null(value: object) -> object:
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """Where a training stands; all that a checkpoint needs besides the engine's state."""
+    """How far a training has come; all that a checkpoint needs besides the engine's state."""
 
     epoch_batches: int
     step: int = 0
@@ -85,7 +85,7 @@ class Trainer:
         dataset = load_dataset(job.data) if _needs_data(plan, transport.rank) else None
         self._train_split = dataset.train if dataset else None
         self._validation_split = dataset.validation if dataset else None
-        sizes = _tell_sizes(dataset, plan, transport)
+        sizes = _broadcast_sizes(dataset, plan, transport)
         blocks, tied, optimizer = build_model(job.model, sizes.spec), tied_weights(job.model), job.train.optimizer
         undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
         self.engine = Engine(
@@ -177,7 +177,7 @@ class Trainer:
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
         window = Window(self.job.log.every)
-        self.engine.clock.read_s()  # what validation computed is none of the window's
+        self.engine.clock.read_s()  # what validation computed belongs to no window
         began, first_batch = time.perf_counter(), progress.batch
         totals = Sums(progress.totals)
         for result in self._steps(traced):
@@ -198,19 +198,19 @@ class Trainer:
         progress = self.progress
         for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            result = self.engine.step(*self._share(self._train_split, indices))
+            result = self.engine.step(*self._samples(self._train_split, indices))
             traced.count(self.engine)
             progress.step += 1
             progress.batch += 1
             yield result
 
-    def _share(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return this replica's share of a batch; nothing on a rank that needs none."""
+    def _samples(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return this replica's samples of a batch; nothing on a rank that needs none."""
         if split is None:
             return None, None
         engine = self.engine
-        share = len(indices) // engine.num_replicas
-        return gather_batch(split, indices[engine.replica * share : (engine.replica + 1) * share])
+        count = len(indices) // engine.num_replicas
+        return gather_batch(split, indices[engine.replica * count : (engine.replica + 1) * count])
 
     def _set_learning_rate(self) -> None:
         train = self.job.train
@@ -273,7 +273,7 @@ class Trainer:
         """Return loss and accuracy over the whole validation split, the same on every rank."""
         totals = Sums({})
         for indices in self._validation_batches.batches(0):
-            totals.add(self.engine.evaluate(*self._share(self._validation_split, indices)))
+            totals.add(self.engine.evaluate(*self._samples(self._validation_split, indices)))
         sums = totals.read()
         return {name: sums[name] / sums["weight"] for name in ("loss", "accuracy")}
 
@@ -325,15 +325,15 @@ def _world(plan: Plan, transport: Transport) -> Group:
     return transport.make_group([tuple(range(plan.mesh.size))])
 
 
-def _tell(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
+def _broadcast(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
     """Send up to 15 numbers from the first rank that reads data to all others."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
-    told = torch.zeros(16, dtype=torch.int64)
+    message = torch.zeros(16, dtype=torch.int64)
     if numbers is not None:
-        told[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
-    told = told.to(transport.device)
-    _world(plan, transport).broadcast(told, source).wait()
-    count, *values = told.tolist()
+        message[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+    message = message.to(transport.device)
+    _world(plan, transport).broadcast(message, source).wait()
+    count, *values = message.tolist()
     return [int(value) for value in values[:count]]
 
 
@@ -346,9 +346,9 @@ class _DataSizes:
     num_validation: int
 
 
-def _tell_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
+def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
     mine = None
     if dataset is not None:
         mine = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
-    num_train, num_validation, num_classes, *shape = _tell(mine, plan, transport)
+    num_train, num_validation, num_classes, *shape = _broadcast(mine, plan, transport)
     return _DataSizes(DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation)

@@ -225,7 +225,8 @@ def test_a_loss_written_in_c() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "words"), [("tp=2", "block 1 is cut over tp already"), ("ep=2", "experts of block 1 are shared out over")]
+    ("mesh", "words"),
+    [("tp=2", "block 1 is cut over tp already"), ("ep=2", "experts of block 1 are cut over ep already")],
 )
 def test_modules_that_another_engine_has_cut_are_refused(mesh: str, words: str) -> None:
     blocks = moe_gpt(DataSpec(input_shape=(8,), num_classes=9), MoEGPTOptions(hidden=8, depth=1, heads=2, experts=2))
