@@ -35,7 +35,6 @@ from .parallel.context.context import ContextMethod
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
-    is_free_when_blocking,
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
@@ -109,7 +108,7 @@ class Engine:
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
         self.plan, self._evaluation_plan = plan, evaluation_of(plan)
         self.transport = transport or connect_for(plan, timeout_s)
-        require_runnable(plan, self.transport)
+        may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
         metrics = metrics or {}
         options = ModelOptions(
@@ -137,7 +136,16 @@ class Engine:
         )
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
-        self._runner = self._make_runner(loss_fn, metrics, clip)
+        bind_logits = self._model.tensor.told
+        run_options = RunOptions(
+            loss_fn=bind_logits(loss_fn),
+            metrics={name: bind_logits(metric) for name, metric in metrics.items()},
+            clip=clip,
+            max_sends=MAX_SENDS if may_wait else None,
+        )
+        self._runner = PlanRunner(
+            self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
+        )
 
     def _connect(self, context: ContextMethod) -> MeshGroups:
         """Make the groups and the channels of the plan; all ranks must have the same plan."""
@@ -157,16 +165,6 @@ class Engine:
         if trace_steps is None:
             return None
         return Recorder(self.plan, self.transport.rank, self.transport.device, trace_steps)
-
-    def _make_runner(self, loss_fn: LossFn, metrics: Mapping[str, MetricFn], clip: float | None) -> PlanRunner:
-        bind_logits = self._model.tensor.told
-        options = RunOptions(
-            loss_fn=bind_logits(loss_fn),
-            metrics={name: bind_logits(metric) for name, metric in metrics.items()},
-            clip=clip,
-            max_sends=MAX_SENDS if is_free_when_blocking(self.plan, self.transport) else None,
-        )
-        return PlanRunner(self._model, self._state, self._groups, self.transport, self.clock, options, self._recorder)
 
     @property
     def stages(self) -> dict[int, Stage]:

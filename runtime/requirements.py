@@ -9,7 +9,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
-from quintsched.verify.soundness import require_runnable as require_free
+from quintsched.verify.soundness import Verdict
+from quintsched.verify.soundness import require_runnable as require_free_on_one_host
 
 from .blocks.blocks import Blocks, some_take
 from .comm import Transport
@@ -18,15 +19,28 @@ from .parallel.expert.moe import mixtures
 from .stage.build import Stage
 
 
-def require_runnable(plan: Plan, transport: Transport) -> None:
-    """Raise `UsageError`, `MisfitError` or `UnsoundError` for a plan that this transport cannot run."""
+def require_runnable(plan: Plan, transport: Transport) -> Verdict:
+    """Return the proof of a plan; raise `UsageError`, `MisfitError` or `UnsoundError` if this transport cannot run it.
+
+    This is the only place where the runtime has a plan proved.
+    """
     plan.mesh.require_world_size(transport.world_size)
     if plan.mesh.axis_size("cp") > 1 and plan.schedule.slices > 1:
         raise UsageError(
             f"mesh {plan.mesh} cuts each sequence over cp, and {plan.schedule.name} cuts it into "
             f"{plan.schedule.slices} slices; a run does one or the other"
         )
-    require_free(plan, transport.profile)
+    verdict = plan.check(profile=transport.profile)
+    verdict.raise_if_unsound()
+    if not verdict.profiles["blocking"]:
+        require_free_on_one_host(plan, transport.profile)
+    _require_models_order(plan)
+    _require_separate_twins(plan)
+    return verdict
+
+
+def _require_models_order(plan: Plan) -> None:
+    """Raise `MisfitError` unless each route visits the whole model, in its order."""
     layout = plan.layout
     for route in plan.routes:
         visited = [layout.part_of(stage) for stage in route.stages]
@@ -35,15 +49,14 @@ def require_runnable(plan: Plan, transport: Transport) -> None:
                 f"a route visits the pieces of the model in the order {visited}; to be run, each route must visit all "
                 "of them in the model's order"
             )
+
+
+def _require_separate_twins(plan: Plan) -> None:
+    """Raise `MisfitError` where stages that hold the same weights, of different routes, are on one rank."""
     for stage in range(len(plan.stage_to_pp)):
-        twins = layout.twins(stage)
+        twins = plan.layout.twins(stage)
         if len({plan.stage_to_pp[twin] for twin in twins}) < len(twins):
             raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
-
-
-def is_free_when_blocking(plan: Plan, transport: Transport) -> bool:
-    """Whether a plan that this transport can run stays free of deadlock where every send waits for its receive."""
-    return plan.check(transport.profile).profiles["blocking"]
 
 
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:
