@@ -40,26 +40,29 @@ DIFFERENTIABLE = frozenset(
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
-    flows, forward, unit = state.flows, state.forwards[instruction.stage], instruction.microbatch
-    (made,) = flows.made(instruction, Kind.OUTPUT, Kind.LOSS)
-    kept = next(iter(flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)), None)
-    take, takes_inputs = _taking(state, index, instruction)
-    finish = partial(_lose, state, unit) if made.kind is Kind.LOSS else _hand_on(state, made)
-    extras_of = _extras(state, instruction)
-    if forward.drops and flows.trains:
-        extras_of = _with_unit(state, instruction, extras_of)
-    clock, saved, whole, differentiable, losses = (
-        state.clock,
-        state.saved,
-        forward.whole,
-        DIFFERENTIABLE,
-        state.tally.losses,
-    )
+    (made,) = state.flows.made(instruction, Kind.OUTPUT, Kind.LOSS)
+    finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, made)
+    kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
+    if kept:
+        return _bind_training(state, index, instruction, finish, kept[0])
+    return _bind_evaluation(state, index, instruction, finish)
 
-    def train() -> None:
-        given = take()
+
+def _bind_training(
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
+) -> Call:
+    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
+    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    if forward.drops:
+        extras_of = _with_unit(state, instruction, extras_of)
+    clock, saved, losses, whole = state.clock, state.saved, state.tally.losses, forward.whole
+    differentiable = DIFFERENTIABLE
+
+    def run() -> None:
+        given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
-        if not takes_inputs:
+        if take is not None:
             given = tuple([t.detach().requires_grad_() if t.dtype in differentiable else t for t in given])
         reruns: list[Rerun] = []
         extras = extras_of(given)
@@ -68,11 +71,20 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append(auxiliary.detach())
-        saved[kept] = Saved(given, start, reruns)  # type: ignore[index]
+        saved[kept] = Saved(given, start, reruns)
         clock.stop()
 
-    def evaluate() -> None:
-        given = take()
+    return run
+
+
+def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
+    """Run a forward of which nothing is kept."""
+    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    clock, losses = state.clock, state.tally.losses
+
+    def run() -> None:
+        given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         outputs, auxiliary = forward(given, extras_of(given), [])
         if auxiliary is not None:
@@ -80,15 +92,13 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
         finish(tuple(_apart(output, given) for output in outputs))
         clock.stop()
 
-    return evaluate if kept is None else train
+    return run
 
 
-def _taking(state: ComputeState, index: int, instruction: ins.Fwd) -> tuple[Callable[[], Outputs], bool]:
-    """Return what takes a forward's input, and whether that is one of the batch."""
-    taken, current, unit = state.flows.taken(instruction, Kind.OUTPUT), state.current, instruction.microbatch
-    if taken:
-        return state.cells.taker(taken[0], index), False
-    return lambda: (current.batch.inputs[unit],), True
+def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
+    """Return what takes a forward's input; None where that is one of the batch."""
+    taken = state.flows.taken(instruction, Kind.OUTPUT)
+    return state.cells.taker(taken[0], index) if taken else None
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
