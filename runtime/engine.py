@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 from .blocks.blocks import Blocks
 from .blocks.shapes import agree
