@@ -31,7 +31,8 @@ from .interpreter.interpreter import Interpreter
 from .interpreter.rank_state import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
 from .interpreter.recorder import Recorder
 from .interpreter.step_result import StepResult
-from .parallel.context.context import ContextMethod, ContextParallel
+from .job.choices import ContextMethod
+from .parallel.context.context import ContextParallel
 from .parallel.dropout import Masks
 from .parallel.expert.load import ExpertLoad
 from .parallel.expert.moe import leave_uncompiled

@@ -24,6 +24,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..blocks.blocks import Parcel, TensorSpec
 from ..comm import Transport, Work
+from ..comm.device import is_accelerator, timing_event
 from ..parallel.context.context import Context
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.forward import Outputs, StageForward
@@ -122,26 +123,25 @@ class Clock:
     """Adds up the time a rank computes. On a GPU, where the host runs ahead, it measures by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] | None = (
-            deque() if device.type == "cuda" else None
-        )
+        self._device = device
+        self._events: deque[tuple[torch.Event, torch.Event]] | None = deque() if is_accelerator(device) else None
         self._seconds = 0.0
         self._since = 0.0
-        self._began: torch.cuda.Event | None = None
+        self._began: torch.Event | None = None
 
     def start(self) -> None:
         """Begin a stretch of computation."""
         if self._events is None:
             self._since = time.perf_counter()
         else:
-            self._began = _event_now()
+            self._began = timing_event(self._device)
 
     def stop(self) -> None:
         """End the stretch that `start` began."""
         if self._events is None:
             self._seconds += time.perf_counter() - self._since
         elif self._began is not None:
-            self._events.append((self._began, _event_now()))
+            self._events.append((self._began, timing_event(self._device)))
             while self._events and self._events[0][1].query():
                 self._add_oldest(self._events)
 
@@ -154,15 +154,9 @@ class Clock:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _add_oldest(self, events: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
+    def _add_oldest(self, events: deque[tuple[torch.Event, torch.Event]]) -> None:
         begin, end = events.popleft()
         self._seconds += begin.elapsed_time(end) / 1000
-
-
-def _event_now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @dataclass

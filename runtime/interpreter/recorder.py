@@ -27,6 +27,8 @@ from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
 from quintsched.simulate.simulator import Times
 
+from ..comm.device import is_accelerator, timing_event
+
 Call = Callable[[], None]
 Stamp = Any
 """A moment as a clock notes it: only the clock that gave it can read it."""
@@ -67,8 +69,9 @@ class HostClock:
 class EventClock:
     """The clock of a GPU: events on the current stream, against one whose time of day is known."""
 
-    def __init__(self) -> None:
-        self._base: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base: torch.Event | None = None
         self._base_s = 0.0
 
     def set(self) -> None:
@@ -77,13 +80,11 @@ class EventClock:
         self._base.synchronize()
         self._base_s = time.time()
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> torch.Event:
         """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return timing_event(self._device)
 
-    def wall_s(self, stamp: torch.cuda.Event) -> float:
+    def wall_s(self, stamp: torch.Event) -> float:
         """Return the time of day of a moment; waits until it has come."""
         assert self._base is not None
         stamp.synchronize()
@@ -109,7 +110,7 @@ class Recorder:
         self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
         self._program = plan.programs[self._pp_rank]
         self._steps = frozenset(steps)
-        self._clock: TraceClock = EventClock() if device.type == "cuda" else HostClock()
+        self._clock: TraceClock = EventClock(device) if is_accelerator(device) else HostClock()
         self.now = self._clock.now
         self._number = -1
         self._start: list[Stamp | None] = [None] * len(self._program)

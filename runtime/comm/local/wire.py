@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..base import Rules, describe
+from ...job.choices import Rules
+from ..base import describe
 
 Key = tuple[int, int, int | None]
 

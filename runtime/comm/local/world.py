@@ -16,7 +16,7 @@ import torch
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from ..base import Rules
+from ...job.choices import Rules
 from .rendezvous import Meetings
 from .wire import Wire
 

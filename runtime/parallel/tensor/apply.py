@@ -21,6 +21,7 @@ from torch import nn
 from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
+from ...job.choices import TensorSplit
 from ..dropout import KeyedDropout
 from ..expert.moe import mixtures
 from ..expert.tensor_boundary import Door
@@ -28,7 +29,7 @@ from .column_linear import Entry
 from .consistency import require_same, watch_gradient
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .region import Region
-from .rules import HEAD_COUNTS, Cut, Split, find_cuts, require_pairs
+from .rules import HEAD_COUNTS, Cut, find_cuts, require_pairs
 from .shard import Shard, gather_full, shard_of, take_shard
 
 __all__ = [
@@ -136,7 +137,7 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
 
 def _cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
     """Yield the parameters of which each rank has a part."""
-    return (p for name, p in cut.layer.named_parameters() if cut.split is not Split.ROW or name != "bias")
+    return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
 
 
 def _share_heads(parent: nn.Module, size: int) -> None:
@@ -158,12 +159,12 @@ def _share_region(parent: nn.Module, pairs: Sequence[nn.Module], group: Group) -
 def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
     entry, leaving = way
     match cut.split, cut.layer:
-        case Split.COLUMN | Split.VOCABULARY, nn.Linear() as linear:
-            gathers = not cut_logits if cut.split is Split.VOCABULARY else not cut.is_paired
+        case TensorSplit.COLUMN | TensorSplit.VOCABULARY, nn.Linear() as linear:
+            gathers = not cut_logits if cut.split is TensorSplit.VOCABULARY else not cut.is_paired
             return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
-        case Split.ROW, nn.Linear() as linear:
+        case TensorSplit.ROW, nn.Linear() as linear:
             return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
-        case Split.VOCABULARY, nn.Embedding() as embedding:
+        case TensorSplit.VOCABULARY, nn.Embedding() as embedding:
             return VocabParallelEmbedding.from_embedding(embedding, group)
     raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
 
