@@ -21,7 +21,8 @@ from quintsched.plan import Plan
 from quintsched.simulate.costs import Costs
 
 from .autograd.deferred_weight_grads import WeightQueue, defer_weights
-from .blocks.blocks import Blocks, TensorSpec, estimate_costs, outlines
+from .blocks.blocks import Blocks, TensorSpec, outlines
+from .blocks.costs import estimate_costs
 from .blocks.shapes import agree, find_shapes, tell_spec
 from .comm import Transport
 from .comm.connection import connect_for
@@ -38,12 +39,8 @@ from .parallel.expert.load import ExpertLoad
 from .parallel.expert.moe import leave_uncompiled
 from .parallel.mesh_groups import make_groups, open_channels
 from .parallel.tensor.model_cuts import TensorCuts
-from .requirements import (
-    require_blocks_to_recompute,
-    require_keyed_dropout,
-    require_long_sight,
-    require_runnable,
-)
+from .parallel.tensor.vocab_loss import takes_vocabulary
+from .requirements import require_blocks_to_recompute, require_keyed_dropout, require_long_sight, require_runnable
 from .stage.build import build_stages, cut, require_separate
 from .stage.forward import StageForward
 from .stage.microbatches import Batch, BatchCutter
@@ -51,7 +48,6 @@ from .stage.tied_weights import TiedWeights
 from .state.memory_stats import StateBytes
 from .state.optimizers import OptimizerFn
 from .state.training_state import TrainingState
-from .train.losses import takes_vocabulary
 
 
 class Engine:
@@ -69,8 +65,7 @@ class Engine:
             pairs. With ZeRO these are segments of one dimension of the parameters that they are named after.
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
-        block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
-            fast as can be.
+        block_costs: what each block costs, in any unit; None estimates it. Stages are cut as evenly as can be.
         bucket_mb: gradients are reduced in pieces of at most this many megabytes.
         dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
             the optimizer works on float32 masters, and gradients are added up in float32.
@@ -374,8 +369,7 @@ class Engine:
 
         Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on.
         """
-        step = torch.tensor(self._steps_before + self._num_steps)
-        return {**self._state.read(), "engine.step": step}
+        return {**self._state.read(), "engine.step": torch.tensor(self._steps_before + self._num_steps)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""

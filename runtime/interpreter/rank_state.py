@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..blocks.blocks import Parcel, TensorSpec
 from ..comm import Transport, Work
+from ..comm.clock import now_s
 from ..comm.device import is_accelerator, timing_event
 from ..parallel.context.context import Context
 from ..parallel.mesh_groups import MeshGroups
@@ -132,14 +132,14 @@ class Clock:
     def start(self) -> None:
         """Begin a stretch of computation."""
         if self._events is None:
-            self._since = time.perf_counter()
+            self._since = now_s()
         else:
             self._began = timing_event(self._device)
 
     def stop(self) -> None:
         """End the stretch that `start` began."""
         if self._events is None:
-            self._seconds += time.perf_counter() - self._since
+            self._seconds += now_s() - self._since
         elif self._began is not None:
             self._events.append((self._began, timing_event(self._device)))
             while self._events and self._events[0][1].query():

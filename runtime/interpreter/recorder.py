@@ -13,7 +13,6 @@ time. On a GPU, where the host runs ahead, it is an event on the current stream.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
 from quintsched.simulate.simulator import Times
 
+from ..comm.clock import now_s, time_of_day_s
 from ..comm.device import is_accelerator, timing_event
 
 Call = Callable[[], None]
@@ -54,12 +54,12 @@ class HostClock:
     """The host's clock."""
 
     def __init__(self) -> None:
-        self.now = time.perf_counter
+        self.now = now_s
         self._offset_s = 0.0
 
     def set(self) -> None:
         """Set it to the time of day."""
-        self._offset_s = time.time() - time.perf_counter()
+        self._offset_s = time_of_day_s() - now_s()
 
     def wall_s(self, stamp: float) -> float:
         """Return the time of day of a moment."""
@@ -78,7 +78,7 @@ class EventClock:
         """Set it to the time of day; waits for the GPU, once."""
         self._base = self.now()
         self._base.synchronize()
-        self._base_s = time.time()
+        self._base_s = time_of_day_s()
 
     def now(self) -> torch.Event:
         """Record an event on the current stream."""

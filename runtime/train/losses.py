@@ -10,9 +10,6 @@ If any of them has none, the logits are put together first.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,14 +42,6 @@ def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None
     """
     predicted = logits.argmax(-1) if vocabulary is None else cut_argmax(logits, vocabulary)
     return (predicted == targets).sum().to(_at_least_float32(logits))
-
-
-def takes_vocabulary(function: Callable[..., object]) -> bool:
-    """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
-    try:
-        return "vocabulary" in inspect.signature(function).parameters
-    except ValueError:
-        return False
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

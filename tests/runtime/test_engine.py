@@ -26,7 +26,8 @@ from quintsched.ir.instructions import (
 )
 from quintsched.ir.layout import Route
 from quintsched.plan import ScheduleSpec
-from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model, estimate_costs, measure_costs
+from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model
+from quintsched.runtime.blocks.costs import estimate_costs, measure_costs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine

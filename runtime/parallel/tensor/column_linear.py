@@ -19,6 +19,7 @@ Several columns of one module that take the same tokens (queries, keys and value
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -37,7 +38,6 @@ from ...comm.autograd_collectives import (
     begin_reduce_scatter,
     copy_to_group,
 )
-from .region import Region
 
 Entry = Literal["copy", "gather", "none"]
 """How the input of a column layer comes from the ranks around; see the module."""
@@ -46,28 +46,53 @@ TOKENS = 1
 """The dimension along which tokens are shared out: (samples, tokens, …)."""
 
 
+@dataclass
+class ColumnRowPair:
+    """The columns of one module and the rows behind them; in between each rank has its shard of the features.
+
+    Column and row note whether a forward is between them, which a dropout there has to know: its mask is that of this
+    rank's features. `columns` that take the same tokens let them enter once.
+    """
+
+    group: Group
+    columns: int = 1
+    is_between: bool = False
+    _last: tuple[Tensor, Tensor] | None = None
+
+    def enter(self, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `x` as columns take it: `how(x)`, or what that was for the column before if it took the same `x`."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, how(x))
+        return self._last[1]
+
+    def leave(self) -> None:
+        """Note that a row has taken what the columns gave."""
+        self.is_between = False
+        self._last = None
+
+
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None = None
 ) -> Tensor:
     """Return `x` times this rank's columns: (…, in) to (…, out / size), of all ranks' tokens where they are gathered.
 
-    `region` is that of the column and others beside it, if there are any.
+    `pair` says which other columns take the same tokens, and is there where a row follows.
     """
-    return _aside(x, weight, bias, group, entry, region)
+    return _aside(x, weight, bias, group, entry, pair)
 
 
 def _column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None
 ) -> Tensor:
-    if region is not None and region.columns > 1:
-        return linear(region.enter(x, partial(_enter, group, entry)), weight, bias)
+    if pair is not None and pair.columns > 1:
+        return linear(pair.enter(x, partial(_enter, group, entry)), weight, bias)
     if group.size == 1 or entry == "none" or not _is_plain(x, weight):
         return linear(_enter(group, entry, x), weight, bias)
     product: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
     return product
 
 
-_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, Region | None], Tensor] = torch.compiler.disable(
+_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = torch.compiler.disable(
     _column_product
 )
 """Outside of compiled code: a rank that compiles and one that does not have to issue the same collectives."""
