@@ -184,7 +184,7 @@ class Engine:
         require_blocks_to_recompute(self.plan, self.stages)
         if self._compiled:
             leave_uncompiled(self.stages)
-        self._expert_load = ExpertLoad(blocks, self.stages, self._groups, device)
+        self._expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
         self.clock = Clock(device)
         self._cut = BatchCutter(
             device,

@@ -24,6 +24,9 @@ from .dtensor import is_sharded
 Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
 
+TOKENS = 1
+"""The dimension of tokens in what passes between blocks that have them: (samples, tokens, …)."""
+
 _GLOBAL_GENERATOR = threading.Lock()
 """Ranks that are threads of one process share torch's global generator; one block is built at a time."""
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..comm import Group
-from .tensor.column_linear import ColumnRowPair
+from .column_row import ColumnRowPair
 
 WORD = 0xFFFF_FFFF
 FACTORS = (0x21F0_AAAD, 0x735A_2D97)

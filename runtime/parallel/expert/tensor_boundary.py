@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import (
     begin_all_gather,
@@ -29,7 +30,6 @@ from ...comm.autograd_collectives import (
     reduce_scatter,
     scatter_to_group,
 )
-from ..tensor.column_linear import TOKENS
 
 
 class TensorBoundary:

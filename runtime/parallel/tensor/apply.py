@@ -22,10 +22,11 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
 from ...job.choices import TensorSplit
+from ..column_row import ColumnRowPair
 from ..dropout import KeyedDropout
 from ..expert.moe import mixtures
 from ..expert.tensor_boundary import TensorBoundary
-from .column_linear import ColumnRowPair, Entry
+from .column_linear import Entry
 from .consistency import require_same, watch_gradient
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .rules import HEAD_COUNTS, Cut, find_cuts, require_pairs

@@ -19,7 +19,6 @@ Several columns of one module that take the same tokens (queries, keys and value
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...autograd.deferred_weight_grads import bias_gradient, defer, linear, weight_gradient
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import (
     all_gather,
@@ -38,37 +38,10 @@ from ...comm.autograd_collectives import (
     begin_reduce_scatter,
     copy_to_group,
 )
+from ..column_row import ColumnRowPair
 
 Entry = Literal["copy", "gather", "none"]
 """How the input of a column layer comes from the ranks around; see the module."""
-
-TOKENS = 1
-"""The dimension along which tokens are shared out: (samples, tokens, …)."""
-
-
-@dataclass
-class ColumnRowPair:
-    """The columns of one module and the rows behind them; in between each rank has its shard of the features.
-
-    Column and row note whether a forward is between them, which a dropout there has to know: its mask is that of this
-    rank's features. `columns` that take the same tokens let them enter once.
-    """
-
-    group: Group
-    columns: int = 1
-    is_between: bool = False
-    _last: tuple[Tensor, Tensor] | None = None
-
-    def enter(self, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `x` as columns take it: `how(x)`, or what that was for the column before if it took the same `x`."""
-        if self._last is None or self._last[0] is not x:
-            self._last = (x, how(x))
-        return self._last[1]
-
-    def leave(self) -> None:
-        """Note that a row has taken what the columns gave."""
-        self.is_between = False
-        self._last = None
 
 
 def column_product(

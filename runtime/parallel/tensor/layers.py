@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, reduce_from_group, reduce_scatter, scatter_to_group
-from .column_linear import TOKENS, ColumnRowPair, Entry, column_product
+from ..column_row import ColumnRowPair
+from .column_linear import Entry, column_product
 from .consistency import require_same
 from .shard import Shard, mark_shard, take_shard
 

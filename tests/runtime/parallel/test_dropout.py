@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Group, SelfGroup
+from quintsched.runtime.parallel.column_row import ColumnRowPair
 from quintsched.runtime.parallel.dropout import KeyedDropout, Masks, Unit, key_dropouts
-from quintsched.runtime.parallel.tensor.column_linear import ColumnRowPair
 
 from ..toys import sgd
 
