@@ -52,7 +52,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "quintsched": (),
 }
-"""The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, nothing is checked."""
+"""The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
 
 INNER_ORDER = {"quintsched.runtime.parallel": ("tensor", "expert", "context")}
 """The folders of a room, from top to bottom; the files beside them may be anywhere."""
