@@ -13,8 +13,7 @@ Sources: PyTorch's `torch.distributed.tensor.parallel` and `torch.distributed.fs
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-if TYPE_CHECKING:
-    from ..comm import Group
-    from ..parallel.mesh_groups import MeshGroups
+from ..comm import Group
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -66,10 +63,11 @@ def counts_here(parameter: DTensor) -> bool:
     return all(parameter.device_mesh.get_local_rank(dim) == 0 for dim in copies)
 
 
-def prepare_sharded(block: nn.Module, number: int, groups: MeshGroups) -> None:
+def prepare_sharded(block: nn.Module, number: int, tensor: Group, replicas: Group) -> None:
     """Check that a block is sharded over ranks of ours, and let `fully_shard` sum gradients instead of averaging them.
 
-    Raises `MisfitError` for DTensors over other ranks than this rank's tp group, or, from `fully_shard`, its replicas.
+    Raises `MisfitError` for DTensors over other ranks than this rank's `tensor` group, or, from `fully_shard`, its
+    `replicas`.
     """
     wrapped = [module for module in block.modules() if isinstance(module, FSDPModule)]
     summed = {parameter for module in wrapped for parameter in module.parameters()}
@@ -78,10 +76,10 @@ def prepare_sharded(block: nn.Module, number: int, groups: MeshGroups) -> None:
         if not isinstance(parameter, DTensor):
             continue
         if parameter in summed:
-            _require_over(parameter, groups.replicas, f"block {number}'s {name!r}", "fully_shard", "dp x cp x ep")
+            _require_over(parameter, replicas, f"block {number}'s {name!r}", "fully_shard", "dp x cp x ep")
             parameter._quintsched_comes_summed = True  # type: ignore[attr-defined]
         else:
-            _require_over(parameter, groups.tensor, f"block {number}'s {name!r}", "parallelize_module", "tp")
+            _require_over(parameter, tensor, f"block {number}'s {name!r}", "parallelize_module", "tp")
     for module in wrapped:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -95,13 +93,6 @@ def _require_over(parameter: DTensor, group: Group, what: str, how: str, axes: s
             f"{what} is sharded over the ranks {ranks}, but {how} has to be over {axes}, which for this rank are "
             f"{list(group.ranks)}; make its DeviceMesh of the plan's axes"
         )
-
-
-def groups_of_copies(tensor: Tensor, groups: MeshGroups) -> Iterable[Group]:
-    """Return the groups whose members hold the same of a tensor: all holders of its stage, where it is no DTensor."""
-    if not isinstance(tensor, DTensor):
-        return (groups.holders,)
-    return (groups.tensor,) if comes_summed(tensor) else (groups.replicas,)
 
 
 def before_fully_shard(module: nn.Module, inside: bool = False) -> nn.Module:

@@ -15,20 +15,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
-
-Rules = Literal["mailbox", "rendezvous", "nccl"]
-"""What a wire does with a message, from the most lenient to the strictest.
-
-mailbox     matched by tag; copied when it is sent, so that no sender ever waits
-rendezvous  matched by tag; a send is done when its receive is there: gloo's own
-nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send is done when it is there
-"""
 
 
 class ReduceOp(Enum):

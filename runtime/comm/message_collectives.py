@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -29,6 +28,7 @@ from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 
 from . import Group, ReduceOp, Transport, Work
+from .device import current_stream, is_accelerator, new_stream, on_stream
 
 SPELLED_TAG = 2
 """The tag of all chunks: ring attention, whose messages may have the same ends, takes 0 and 1."""
@@ -46,7 +46,7 @@ class SpelledGroup(Group):
         self._communication = communication
         self._transport = transport
         self._queue: deque[SpelledWork] = deque()
-        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+        self._stream = new_stream(group.device)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         plan = self._choose("all_reduce", tensor) if op is ReduceOp.SUM else None
@@ -81,7 +81,7 @@ class SpelledGroup(Group):
         work = SpelledWork(self, steps, tensors)
         self._queue.append(work)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(current_stream(self.device))
             self.drive(work)
         return work
 
@@ -89,7 +89,7 @@ class SpelledGroup(Group):
         """Carry out all that was issued up to `until`; nothing where that has been done already."""
         while until in self._queue:
             work = self._queue.popleft()
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with on_stream(self._stream):
                 work.carry_out()
 
     def _gather(self, plan: CollectivePlan, whole: Tensor, part: Tensor) -> None:
@@ -148,21 +148,21 @@ class SpelledWork:
         self._group = group
         self._steps: Callable[[], None] | None = steps
         self._tensors = tensors
-        self._done: torch.cuda.Event | None = None
+        self._done: torch.Event | None = None
 
     def carry_out(self) -> None:
         """Take all steps; on CUDA, issue them on the current stream."""
         if self._steps is not None:
             self._steps()
         self._steps = None
-        if self._group.device.type == "cuda":
-            self._done = torch.cuda.current_stream().record_event()
+        if is_accelerator(self._group.device):
+            self._done = current_stream(self._group.device).record_event()
 
     def wait(self) -> None:
         """Take the steps that are left, of this and of all that was issued before; on CUDA let the stream wait."""
         self._group.drive(self)
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+            current_stream(self._group.device).wait_event(self._done)
         self._tensors = ()
 
 

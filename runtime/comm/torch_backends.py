@@ -21,40 +21,42 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from .base import Group, ReduceOp, Rules, SelfGroup, Transport, Work, describe
+from ..job.choices import Rules
+from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
+from .device import LIBRARIES, claim_device, current_device, library_of, require_queues, synchronize
 from .failures import Blame, raise_stall, run_bounded, stall_errors
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES = 32
-"""The hardware queues of a GPU: the most that CUDA takes."""
+_BACKEND_KEY = "quintsched/backend"
 
 
-def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
+def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
     """Join the other ranks, with the addresses that torchrun put into the environment.
 
     Args:
-        backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one).
+        backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one), or what takes
+            NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
         timeout_s: the longest that one wait may take, in seconds.
         rules: the backend's own if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
         UsageError: not started by torchrun, no such backend, or rules that it cannot follow.
-        MisfitError: nccl with fewer devices than local ranks.
+        MisfitError: nccl with fewer devices than local ranks, or ranks that name different backends.
         StallError: the others did not come.
     """
     transports: dict[str, dict[Rules, type[_TorchTransport]]] = {
         "gloo": {"rendezvous": GlooTransport, "nccl": FifoGlooTransport},
-        "nccl": {"nccl": NcclTransport},
+        **{library: {"nccl": NcclTransport} for library in LIBRARIES},
     }
     if backend not in transports:
         raise UsageError(f"unknown transport {backend!r}{suggest(backend, transports)}")
@@ -63,13 +65,17 @@ def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0, *, rule
     transport = by_rules.get(own if rules is None else rules)
     if transport is None:
         raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
-    device = _cuda_device() if backend == "nccl" else torch.device("cpu")
+    device = claim_device(backend)
     timeout = timedelta(seconds=timeout_s)
     owns_world = not dist.is_initialized()
     if owns_world:
         _require_torchrun()
         with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            require_same_backend(backend, store, rank, world_size)
+            world = PrefixStore("world", store)
+            dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
     return transport(device, timeout, owns_world)
 
 
@@ -78,8 +84,7 @@ def as_group(group: Group | dist.ProcessGroup) -> Group:
     if isinstance(group, Group):
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
-    on_cuda = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = current_device(dist.get_backend(group))
     return TorchGroup(group, ranks, device, Blame()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
 
 
@@ -211,11 +216,15 @@ class _TorchTransport(Transport):
         """Leave word of who failed, then hang up, which wakes the others."""
         if not isinstance(error, StallError):
             self._blame.accuse(self.rank, error)
-        self._hang_up(dist.distributed_c10d._abort_process_group if self.name == "nccl" else dist.destroy_process_group)
+        self._hang_up(self._abandon)
 
     def close(self) -> None:
         """Destroy the process groups; does not wait for peers longer than a few seconds."""
         self._hang_up(dist.destroy_process_group)
+
+    def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
+        """End a process group, all where it is None, though work is under way."""
+        dist.destroy_process_group(process_group)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         if self._is_open:
@@ -276,7 +285,7 @@ class FifoGlooTransport(GlooTransport):
 
 
 class NcclTransport(_TorchTransport):
-    """Tensors on CUDA devices; a communicator and a stream per directed channel, first in, first out.
+    """Tensors on accelerators; a communicator and a stream per directed channel, first in, first out.
 
     The stream is the process group's own: it waits for what the caller's current stream was given up to the call, so
     that a message goes when its tensor is ready, whatever is computed next; and a wait makes the current stream wait
@@ -292,14 +301,15 @@ class NcclTransport(_TorchTransport):
 
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(device, timeout, owns_world)
+        self.name = library_of(device)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def _warm_up(self, group: Group) -> None:
         group.all_reduce(torch.zeros(1, device=self.device)).wait()
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        self._require_queues(sum(self.rank in channel for channel in channels))
+        require_queues(self.rank, 1 + len(self._groups) + sum(self.rank in channel for channel in channels))
         for source, destination in channels:
             link = self._new_process_group(sorted((source, destination)))
             if link is not None:
@@ -307,22 +317,16 @@ class NcclTransport(_TorchTransport):
                 token = torch.zeros(1, device=self.device)
                 move = self._send if self.rank == source else self._recv
                 move(token, destination if self.rank == source else source, 0).wait()
-                torch.cuda.synchronize(self.device)
-
-    def _require_queues(self, num_channels: int) -> None:
-        """Raise `MisfitError` where streams would share a hardware queue, and wait for each other as no proof knows."""
-        queues, streams = int(os.environ.get(_QUEUES, MOST_QUEUES)), 1 + len(self._groups) + num_channels
-        if queues < min(streams, MOST_QUEUES):
-            raise MisfitError(
-                f"{_QUEUES}={queues}, but rank {self.rank} has {streams} streams, which would wait behind each other; "
-                f"leave it unset, or set it to {MOST_QUEUES}"
-            )
+                synchronize(self.device)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return self._issue(self._links[self.rank, peer].send, tensor, int(peer > self.rank), peer, tag)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         return self._issue(self._links[peer, self.rank].recv, buffer, int(peer > self.rank), peer, tag)
+
+    def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
+        dist.distributed_c10d._abort_process_group(process_group)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         self._links.clear()
@@ -335,20 +339,20 @@ def _require_torchrun() -> None:
         raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
 
 
-def _cuda_device() -> torch.device:
-    """Make the device that LOCAL_RANK names the current one."""
-    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if num_devices == 0:
-        raise MisfitError("transport nccl wants a CUDA device and there is none; choose gloo")
-    if local_rank >= num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+def require_same_backend(backend: str, store: Store, rank: int, world_size: int) -> None:
+    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain.
+
+    The store may outlive a connection, so its keys count the connections made so far.
+    """
+    key = f"{_BACKEND_KEY}/{(store.add(_BACKEND_KEY, 1) - 1) // world_size}"
+    if rank == 0:
+        store.set(key, backend)
+    first = store.get(key).decode()
+    if first != backend:
         raise MisfitError(
-            f"local rank {local_rank} wants a device of its own and there are {num_devices}; start fewer ranks per "
-            "node (or, from NCCL 2.30 on, let ranks share a device with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            f"rank {rank} connects over {backend}, but rank 0 over {first}; give every rank of every node a device, or "
+            "set runtime.transport to gloo"
         )
-    os.environ.setdefault(_QUEUES, str(MOST_QUEUES))  # read when the device is first used
-    device = torch.device("cuda", local_rank % num_devices)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _destroy_all(

@@ -24,6 +24,7 @@ from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Times
 
+from ..comm.device import is_accelerator
 from .clock import EventClock, HostClock, Stamp, TraceClock
 
 Call = Callable[[], None]
@@ -50,7 +51,7 @@ class Recorder:
         self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
         self._program = plan.programs[self._pp_rank]
         self._steps = frozenset(steps)
-        self._clock: TraceClock = EventClock() if device.type == "cuda" else HostClock()
+        self._clock: TraceClock = EventClock(device) if is_accelerator(device) else HostClock()
         self.now = self._clock.now
         self._number = -1
         self._start: list[Stamp | None] = [None] * len(self._program)

@@ -17,10 +17,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from .settings import Settings
+from quintsched.collectives.choice import Means
+
+from .choices import ContextMethod, Precision, StrictRules, TensorSplit, TransportName
+from .settings import Settings, name_in
 
 Numbers = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+TensorSplitName = Annotated[str, PlainValidator(name_in(TensorSplit))]
 
 
 def _mesh(value: object) -> object:
@@ -78,7 +82,7 @@ class ParallelConfig(Settings):
     """0: keep all activations; 1: recompute them; k: those of every k-th block of a stage. A list: one per stage."""
     tied: dict[str, Numbers] = Field(default_factory=dict)
     """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
-    communication: Literal["native", "ring", "tree", "auto"] = "native"
+    communication: Means = "native"
     """How gradients are summed over replicas: by the library, or spelled out in messages; "auto": by their size."""
     latency_s: float = Field(default=20e-6, ge=0)
     """Seconds that a message costs, which communication "auto" reckons with."""
@@ -91,9 +95,9 @@ class ParallelConfig(Settings):
     """With `zero` 2 or 3: after how many microbatches of a stage its gradients are reduced."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
-    context: Literal["ring", "gather", "ulysses"] = "ring"
+    context: ContextMethod = "ring"
     """How attention reaches over the parts of a sequence, where the mesh has cp."""
-    rules: dict[str, Literal["column", "row", "vocabulary", "replicate"]] = Field(default_factory=dict)
+    rules: dict[str, TensorSplitName] = Field(default_factory=dict)
     """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
     those in the whole model, which begin with the number of a block."""
     sequence_parallel: bool = False
@@ -164,11 +168,11 @@ class TrainConfig(Settings):
 class RuntimeConfig(Settings):
     """The section `runtime`: how it is executed."""
 
-    transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
+    transport: TransportName = "auto"
     """What carries the messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
-    rules: Literal["rendezvous", "nccl"] | None = None
+    rules: StrictRules | None = None
     """Stricter rules than the transport's own, for tests: a send waits for its receive; messages in NCCL's order."""
-    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     """Type to compute in; with bfloat16, gradients are added up and weights are stepped in float32."""
     compile: bool = False
     """Whether torch.compile compiles each stage."""

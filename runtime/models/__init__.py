@@ -2,6 +2,7 @@
 
 A model is a list of zero-argument builders, one per block: a rank calls those of its own stages only.
 Adding a model is one module with an options class and a function, and one line in MODELS.
+Imports `parallel`, `blocks`, `data`, `autograd`, `job`.
 """
 
 from __future__ import annotations

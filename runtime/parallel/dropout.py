@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..comm import Group
-from .tensor.region import Region
+from .column_row import ColumnRowPair
 
 WORD = 0xFFFF_FFFF
 FACTORS = (0x21F0_AAAD, 0x735A_2D97)
@@ -113,14 +113,14 @@ class KeyedDropout(nn.Dropout):
 
     Attributes:
         masks, site: what it draws by, and where it stands in the model.
-        region: while this is open, the last dimension is this rank's share of the features.
-        sequence: while no region is open, the tokens here are this rank's share of those of the unit: part `index` of
+        pair: while a forward is between column and row, the last dimension is this rank's shard of the features.
+        sequence: elsewhere the tokens here are this rank's slice of those of the unit: slice `index` of
             `size` equal ones, one behind the other.
     """
 
     masks: Masks
     site: str
-    region: Region | None = None
+    pair: ColumnRowPair | None = None
     sequence: Group | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ class KeyedDropout(nn.Dropout):
             )
         features = x.shape[-1] if x.dim() > 1 else 1
         rows = x.numel() // max(samples * features, 1)
-        inside = self.region is not None and self.region.is_open
-        first = self.region.group.index * features if self.region is not None and inside else 0
+        inside = self.pair is not None and self.pair.is_between
+        first = self.pair.group.index * features if self.pair is not None and inside else 0
         places = _places(rows, unit.positions, None if inside else self.sequence, device)
         columns = _mix(torch.arange(first, first + features, device=device))
         keys = self.masks.keys(unit, self.site, device)

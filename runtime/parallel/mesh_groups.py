@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quintsched.ir.instructions import Message, Send
@@ -67,6 +67,12 @@ class MeshGroups:
         if isinstance(parameter, DTensor):
             return is_first and counts_here(parameter)
         return is_first and (shard_of(parameter) is not None or self.tensor.index == 0)
+
+    def copies_of(self, tensor: Tensor) -> Group:
+        """Return the group whose members hold the same of a tensor: its stage's holders, unless it is a DTensor."""
+        if not isinstance(tensor, DTensor):
+            return self.holders
+        return self.tensor if comes_summed(tensor) else self.replicas
 
 
 def make_groups(plan: Plan, transport: Transport) -> MeshGroups:

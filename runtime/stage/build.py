@@ -15,7 +15,7 @@ from quintsched.errors import MisfitError
 from quintsched.ir.layout import Layout
 
 from ..blocks.blocks import Block, Blocks, build_block
-from ..blocks.dtensor import groups_of_copies, local_of, prepare_sharded
+from ..blocks.dtensor import local_of, prepare_sharded
 from ..comm import Group
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
@@ -73,10 +73,9 @@ def build_stages(
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
-        prepare_sharded(module, number, groups)
+        prepare_sharded(module, number, groups.tensor, groups.replicas)
         for held in (*module.parameters(), *module.buffers()):
-            for group in groups_of_copies(held, groups):
-                _same_everywhere(local_of(held), group)
+            _same_everywhere(local_of(held), groups.copies_of(held))
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)

@@ -18,9 +18,11 @@ from quintsched.ir.instructions import BwdInput
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
-from ..blocks.blocks import Blocks, estimate_costs, outlines
+from ..blocks.blocks import Blocks, outlines
+from ..blocks.costs import estimate_costs
 from ..comm import Transport
-from ..parallel.context.context import ContextMethod, ContextParallel
+from ..job.choices import ContextMethod
+from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
@@ -114,7 +116,7 @@ class RankModel:
         )
         if options.compiled:
             leave_uncompiled(self.stages)
-        self.expert_load = ExpertLoad(blocks, self.stages, self._groups, device)
+        self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
         self.batches = BatchCutter(
             device,
             options.dtype,

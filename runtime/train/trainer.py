@@ -9,7 +9,6 @@ Every rank runs the same loop and knows the same figures; rank 0 writes them dow
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,9 +24,11 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.formats.strictjson import describe_faults
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Blocks, estimate_costs, measure_costs, undecayed_weights
+from ..blocks.blocks import Blocks, undecayed_weights
+from ..blocks.costs import estimate_costs, measure_costs
 from ..checkpoint.checkpoints import Checkpoints, remembered
 from ..comm import Group, Transport
+from ..comm.clock import now_s
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from ..engine import Engine
 from ..interpreter.step_result import StepResult
@@ -178,7 +179,7 @@ class Trainer:
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
         window = Window(self.job.log.every)
         self.engine.clock.read_s()  # what validation computed belongs to no window
-        began, first_batch = time.perf_counter(), progress.batch
+        began, first_batch = now_s(), progress.batch
         totals = Sums(progress.totals)
         for result in self._steps(traced):
             totals.add(result)
@@ -189,7 +190,7 @@ class Trainer:
                 progress.totals = totals.read()
                 self._save()
         steps = progress.batch - first_batch
-        seconds = time.perf_counter() - began
+        seconds = now_s() - began
         progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
         self._end_epoch(totals.read(), steps, seconds)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model, estimate_costs, measure_costs
+from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model
+from quintsched.runtime.blocks.costs import estimate_costs, measure_costs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine

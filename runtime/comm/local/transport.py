@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work
+from ...job.choices import Rules
+from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from .rendezvous import Collective, Share
 from .world import Awaited, LocalWorld
 

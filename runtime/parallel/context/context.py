@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -33,10 +33,8 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from ...blocks.blocks import TensorSpec
 from ...comm import Group, Transport
 from ...comm.autograd_collectives import all_gather, all_to_all
+from ...job.choices import ContextMethod
 from .ring_attention import Ring, ring_attention
-
-ContextMethod = Literal["ring", "gather", "ulysses"]
-"""How attention reaches over the parts of a sequence."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 

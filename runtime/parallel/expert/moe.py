@@ -27,7 +27,7 @@ from ...autograd.deferred_weight_grads import linear
 from ...comm import Group, SelfGroup, as_group
 from ...comm.autograd_collectives import all_to_all_rows
 from .router import Routing, balance_loss, route, z_loss
-from .tensor_boundary import Door
+from .tensor_boundary import TensorBoundary
 
 Rows = list[list[int]]
 """How many rows, per rank of ep and expert of the rank that they lie on."""
@@ -86,7 +86,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_tokens", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.group: Group = SelfGroup(0, torch.device("cpu"))
         self._context: Group = self.group
-        self._door = Door(self.group, cut=False, shares=False)
+        self._boundary = TensorBoundary(self.group, cut=False, shares=False)
         self._uncompiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
 
     def share_out(self, group: Group, context: Group) -> None:
@@ -102,9 +102,9 @@ class MoE(nn.Module):
         self.experts = nn.ModuleDict({str(number): self.experts[str(number)] for number in mine})
         self.group, self._context = group, context
 
-    def open_door(self, door: Door) -> None:
-        """Let tokens come and go as tensor parallelism wants it."""
-        self._door = door
+    def set_boundary(self, boundary: TensorBoundary) -> None:
+        """Let tokens enter and leave as tensor parallelism wants it."""
+        self._boundary = boundary
 
     def leave_uncompiled(self) -> None:
         """Keep what depends on data out of torch.compile, where the module is part of something compiled."""
@@ -113,9 +113,9 @@ class MoE(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Let every token pass its experts; all ranks of ep, and of cp, call this."""
         run = self._shapes_only if tokens.is_meta else self._uncompiled or self._pass_through_experts
-        seen, taken = self._door.enter(tokens)
+        seen, taken = self._boundary.enter(tokens)
         mixed, auxiliary = run(seen.flatten(0, -2), taken.flatten(0, -2))
-        output = self._door.leave(mixed.view_as(seen))
+        output = self._boundary.leave(mixed.view_as(seen))
         if self.shared is not None:
             output = output + self.shared(tokens)
         return output, auxiliary
@@ -145,7 +145,7 @@ class MoE(nn.Module):
         return sum(parts[1:], parts[0]) if parts else None
 
     def _mix(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return what each token's experts make of it, weighed: (T, D). The only door to the experts, and from them."""
+        """Return what each token's experts make of it, weighed: (T, D). The only way to the experts, and from them."""
         limit = self._capacity(len(tokens))
         counts = routing.counts if limit is None else routing.counts.clamp(max=limit)
         order = _order(routing, limit)
@@ -156,7 +156,7 @@ class MoE(nn.Module):
         arrived = all_to_all_rows(assigned.index_select(0, kept), self.group, to_others, from_others)
         returned = all_to_all_rows(self._run(arrived, received), self.group, from_others, to_others)
         placed = torch.zeros_like(assigned).index_copy(0, kept, returned)
-        weights = self._door.weights(routing.weights).to(tokens.dtype)
+        weights = self._boundary.weights(routing.weights).to(tokens.dtype)
         weighed: Tensor = placed.unflatten(0, (-1, self.top_k)) * weights.unsqueeze(-1)
         return weighed.sum(1)
 

@@ -4,9 +4,10 @@
     tokens ─▷ gather or copy ─┤                                  ├─ weighed and added up ─▷ sum or scatter ──▶ tokens
                                 all-to-all ─▶ experts' parts ────┘
 
-The experts' columns and rows would each copy and sum for themselves, once per expert; the door does it once for all.
-On the way to the router all ranks have the same tokens and the same gradients; on the way to the experts each rank's
-gradient is a part, to be summed. Where tokens are shared out (`sequence_parallel`), both ways begin with one gather.
+The experts' columns and rows would each copy and sum for themselves, once per expert; the boundary does it for all of
+them at once. On the way to the router all ranks have the same tokens and the same gradients; on the way to the experts
+each rank's gradient is a partial sum. Where each rank has a slice of the tokens (`sequence_parallel`), both ways begin
+with one gather.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import (
     begin_all_gather,
@@ -28,11 +30,10 @@ from ...comm.autograd_collectives import (
     reduce_scatter,
     scatter_to_group,
 )
-from ..tensor.column_linear import TOKENS
 
 
-class Door:
-    """The door of one mixture of experts.
+class TensorBoundary:
+    """Where tokens enter and leave one mixture of experts.
 
     Args:
         group: the ranks of tp.

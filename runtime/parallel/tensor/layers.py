@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, reduce_from_group, reduce_scatter, scatter_to_group
-from .column_linear import TOKENS, Entry, column_product
+from ..column_row import ColumnRowPair
+from .column_linear import Entry, column_product
 from .consistency import require_same
-from .region import Region
 from .shard import Shard, mark_shard, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
@@ -111,7 +112,7 @@ class ColumnParallelLinear(ShardedModule):
         self.parts = parts
         self.gather_output = gather_output
         self.entry: Entry = entry
-        self.region: Region | None = None
+        self.pair: ColumnRowPair | None = None
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
@@ -131,9 +132,9 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, in) to (…, out / size), or (…, out) with `gather_output`."""
-        if self.region is not None:
-            self.region.is_open = True
-        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.region)
+        if self.pair is not None:
+            self.pair.is_between = True
+        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.pair)
         if not self.gather_output:
             return y
         return gather_from_group(y.view(*y.shape[:-1], self.parts, -1), self.group, -1).flatten(-2)
@@ -183,7 +184,7 @@ class RowParallelLinear(ShardedModule):
         self.out_features = out_features
         self.input_is_parallel = input_is_parallel
         self.exit: Exit = exit
-        self.region: Region | None = None
+        self.pair: ColumnRowPair | None = None
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
@@ -218,8 +219,8 @@ class RowParallelLinear(ShardedModule):
                 f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
             )
         y = self._leave(linear(x, self.weight))
-        if self.region is not None:
-            self.region.leave()
+        if self.pair is not None:
+            self.pair.leave()
         return y if self.bias is None else y + self.bias
 
     def _leave(self, partial: Tensor) -> Tensor:

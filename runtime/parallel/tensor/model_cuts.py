@@ -10,8 +10,9 @@ from torch import nn
 
 from ...blocks.dtensor import is_sharded
 from ...comm import Group
+from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
-from .rules import Cut, Split, find_cuts
+from .rules import Cut, find_cuts
 from .sequence import SequenceParallel, partial_weights
 
 
@@ -41,7 +42,7 @@ class TensorCuts:
             require_like_experts(block, cuts[number], str(number))
         has_pairs = [any(cut.is_paired for cut in of_block) for of_block in cuts]
         self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
-        heads = [cut for cut in cuts[-1] if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
+        heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
         self._last = len(cuts) - 1
 

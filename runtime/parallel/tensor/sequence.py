@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import Parcel, TensorSpec
+from ...blocks.blocks import TOKENS, Parcel, TensorSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, scatter_to_group
 from ..expert.moe import mixtures
-from .column_linear import TOKENS
 from .shard import shard_of
 
 

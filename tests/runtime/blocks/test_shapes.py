@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import TensorSpec, trace_shapes
-from quintsched.runtime.blocks.shapes import agree, tell_spec
+from quintsched.runtime.blocks.blocks import TensorSpec
+from quintsched.runtime.blocks.shapes import agree, tell_spec, trace_shapes
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import tiny_vit

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE, apply_expert_parallel, apply_tensor_parallel
-from quintsched.runtime.blocks.blocks import (
-    Block,
-    Blocks,
-    TensorSpec,
-    build_block,
-    build_model,
-    estimate_costs,
-    trace_shapes,
-)
+from quintsched.runtime.blocks.blocks import Block, Blocks, TensorSpec, build_block, build_model
+from quintsched.runtime.blocks.costs import estimate_costs
+from quintsched.runtime.blocks.shapes import trace_shapes
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main
