@@ -126,7 +126,8 @@ class PlanRunner:
         state.current.number = self.steps.total
         interpreter.run(batch, self.steps.in_run, calls)
         self._is_broken = False
-        self.steps.in_run += state.flows.trains
+        if state.flows.trains:
+            self.steps.in_run += 1
         tally, outcome = state.compute.tally, state.step_end.outcome
         return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
@@ -150,37 +151,32 @@ class PlanRunner:
         parcels = {stage: of_blocks[blocks.stop - 1] for stage, blocks in enumerate(model.cuts)}
         current, waits, tally = CurrentStep(), Waits(), Tally(len(options.metrics), self._transport.device)
         cells = Cells(waits)
-        return RankState(
-            flows,
-            current,
-            cells,
-            waits,
-            ComputeState(
-                flows,
-                current,
-                cells,
-                self._clock,
-                tally,
-                self._forwards(flows, of_blocks),
-                parcels,
-                self._place(inputs),
-                options.loss_fn,
-                options.metrics,
-                gradients,
-                model.queues,
-            ),
-            MessageState(flows, cells, parcels, self._transport, options.max_sends),
-            StepEndState(
-                waits,
-                tally,
-                self._groups.metrics,
-                gradients,
-                self._state.masters,
-                self._state.optimizers,
-                options.clip,
-            ),
-            ZeroState(waits, self._state.weights, gradients),
+        compute = ComputeState(
+            flows=flows,
+            current=current,
+            cells=cells,
+            clock=self._clock,
+            tally=tally,
+            forwards=self._forwards(flows, of_blocks),
+            parcels=parcels,
+            place=self._place(inputs),
+            loss_fn=options.loss_fn,
+            metrics=options.metrics,
+            gradients=gradients,
+            queues=model.queues,
         )
+        step_end = StepEndState(
+            waits=waits,
+            tally=tally,
+            metrics_group=self._groups.metrics,
+            gradients=gradients,
+            masters=self._state.masters,
+            optimizers=self._state.optimizers,
+            clip=options.clip,
+        )
+        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends)
+        zero = ZeroState(waits, self._state.weights, gradients)
+        return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
     def _forwards(self, flows: ProgramFlow, parcels: list[Parcel]) -> dict[int, StageForward]:
         model, layout = self._model, flows.plan.layout
