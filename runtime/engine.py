@@ -23,10 +23,10 @@ from quintsched.simulate.costs import Costs
 from .autograd.deferred_weight_grads import WeightQueue, defer_weights
 from .blocks.blocks import Blocks, TensorSpec, outlines
 from .blocks.costs import estimate_costs
-from .blocks.shapes import agree, find_shapes, tell_spec
+from .blocks.shapes import agree, announce_spec, find_shapes
 from .comm import Transport
 from .comm.connection import connect_for
-from .comm.control import Everyone
+from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.interpreter import Interpreter
 from .interpreter.rank_state import SENDS_KEPT, Clock, LossFn, Machine, MetricFn, Tally
@@ -119,8 +119,8 @@ class Engine:
         cut_logits = all(map(takes_vocabulary, (loss_fn, *(metrics or {}).values())))
         self._plan_cuts(blocks, block_costs, rules or {}, sequence_parallel=sequence_parallel, cut_logits=cut_logits)
         self._build(blocks, seed)
-        self._loss_fn = self._tensor.told(loss_fn)
-        self._metrics = {name: self._tensor.told(metric) for name, metric in (metrics or {}).items()}
+        self._loss_fn = self._tensor.bind(loss_fn)
+        self._metrics = {name: self._tensor.bind(metric) for name, metric in (metrics or {}).items()}
         self._tied = TiedWeights(plan, tied or {}, self._cuts, self.stages, self._groups)
         self._queues, self.deferred_share = self._defer()
         self._state = TrainingState(
@@ -140,7 +140,7 @@ class Engine:
         self._sends_kept = SENDS_KEPT if plan.check(profile="tagged").profiles["blocking"] else None
         self._groups = make_groups(plan, self.transport)
         self._sequences = ContextParallel(context, self._groups.context, self.transport, self._compiled)
-        self.everyone = Everyone(self._groups.world)
+        self.everyone = ControlGroup(self._groups.world)
         open_channels([plan, self._evaluation_plan], self.transport, ring=context == "ring")
         agree("the plan", plan.to_json(), self._groups.world, self.transport.device)
 
@@ -309,7 +309,7 @@ class Engine:
         device = self.transport.device
         source = plan.layout.rank_of(plan.routes[0].stages[0])
         own = TensorSpec.of(batch.inputs[0]) if self._pp_rank == source else None
-        inputs = tell_spec(own, source, self._groups.pipeline, device)
+        inputs = announce_spec(own, source, self._groups.pipeline, device)
         shapes = find_shapes(self._outlines, inputs, batch.extras[0], self._dtype, self._groups.world, device)
         tokens = self._tensor.tokens
         parcels = tokens.travelling(shapes)
