@@ -24,7 +24,7 @@ import torch
 from quintsched.formats.trace_json import RankTrace, digest_of
 from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
-from quintsched.simulate.simulator import Times
+from quintsched.simulation.simulator import Times
 
 from ..comm.clock import now_s, time_of_day_s
 from ..comm.device import is_accelerator, timing_event
