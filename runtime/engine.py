@@ -23,7 +23,7 @@ from .blocks.blocks import Blocks
 from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
-from .comm.control import Everyone
+from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
 from .interpreter.p2p import MAX_SENDS
@@ -123,7 +123,7 @@ class Engine:
             seed=seed,
         )
         self._groups = self._connect(context)
-        self.everyone = Everyone(self._groups.world)
+        self.everyone = ControlGroup(self._groups.world)
         self._model = self._set_up(blocks, options)
         self._state = TrainingState(
             plan,
@@ -136,7 +136,7 @@ class Engine:
         )
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
-        bind_logits = self._model.tensor.told
+        bind_logits = self._model.tensor.bind
         run_options = RunOptions(
             loss_fn=bind_logits(loss_fn),
             metrics={name: bind_logits(metric) for name, metric in metrics.items()},

@@ -1,11 +1,11 @@
 """Recomputation: a forward that keeps no more than its input, and is run again before its backward.
 
     Fwd         x ──▶ run without recording ──▶ y          kept: x, and the state of the random generator
-    Recompute   x ──▶ run again, recording  ──▶ (y)        the activations stand again
+    Recompute   x ──▶ run again, recording  ──▶ (y)        the activations are there again
     Bwd         ∂x ◀── through what was recorded ◀── ∂y
 
 The plan says when (`Recompute`), so that it can happen while the gradient is still on its way. To autograd the
-dropped piece is one function, whose backward runs the recorded one.
+dropped forward is one function, whose backward runs the recorded one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...]
 
 
 class Rerun:
-    """One piece of one forward that was dropped; `again` brings it back."""
+    """A forward, or some blocks of it, that was dropped; `again` brings it back."""
 
     def __init__(
         self, run: Run, buffers: Callable[[], Iterable[Tensor]], given: tuple[Tensor, ...], extras: Mapping[str, Any]

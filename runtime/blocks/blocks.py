@@ -28,7 +28,7 @@ TOKENS = 1
 """The dimension of tokens in what passes between blocks that have them: (samples, tokens, …)."""
 
 _GLOBAL_GENERATOR = threading.Lock()
-"""Ranks that are threads of one process share torch's global generator; one block is built at a time."""
+"""Ranks that are threads of one process have one global generator of torch's; one block is built at a time."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ BlockResult = Tensor | Carry | tuple[Tensor | Carry, Tensor]
 
 
 def split_result(result: BlockResult) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return a block's output, what rides along from there, and the auxiliary loss that may stand beside it."""
+    """Return a block's output, what rides along from there, and the auxiliary loss that may be beside it."""
     output, auxiliary = result if isinstance(result, tuple) else (result, None)
     return (output.output, output.riders, auxiliary) if isinstance(output, Carry) else (output, {}, auxiliary)
 

@@ -24,8 +24,8 @@ def estimate_costs(blocks: Blocks) -> list[float]:
     for block in blocks:
         module = on_meta(block)
         lookups = {id(m.weight): m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding)}
-        shares = {id(p): share for m in module.modules() for p, share in getattr(m, "touched_parameters", tuple)()}
-        touched = (lookups.get(id(p), p.numel() * shares.get(id(p), 1.0)) for p in module.parameters())
+        fractions = {id(p): f for m in module.modules() for p, f in getattr(m, "touched_parameters", tuple)()}
+        touched = (lookups.get(id(p), p.numel() * fractions.get(id(p), 1.0)) for p in module.parameters())
         costs.append(float(sum(touched)))
     return costs
 

@@ -1,12 +1,12 @@
-"""Modules that PyTorch has sharded: their parameters are DTensors, of which each rank holds a local part.
+"""Modules that PyTorch has sharded: their parameters are DTensors, of which each rank holds a local shard.
 
-    parallelize_module over tp     ┌──────────┐ local part ◀── optimizer (a plain parameter in the same memory)
+    parallelize_module over tp     ┌──────────┐ local shard ◀── optimizer (a plain parameter in the same memory)
     fully_shard over the replicas  │ DTensor  │
-                                   └──────────┘ gradient ──redistributed──▶ added to the local part's sum
+                                   └──────────┘ gradient ──redistributed──▶ added to the local shard's sum
 
 Such a block is not cut again. Over the ranks that its DTensors do not span it starts alike, and there its gradients are
 summed like any others. `fully_shard` gathers weights inside of forwards and backwards and sums gradients over the
-replicas in each backward, so they come as a part of the whole batch's and are not summed a second time.
+replicas in each backward, so they are those of the whole batch and are not summed a second time.
 
 Sources: PyTorch's `torch.distributed.tensor.parallel` and `torch.distributed.fsdp` (FSDP2).
 """
@@ -32,13 +32,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, in the same memory: of a DTensor its part, else the tensor itself."""
+    """Return what of a tensor lies on this rank, in the same memory: of a DTensor its shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter's gradient; where it comes as partial sums, they are added up first."""
+    """Return this rank's shard of a parameter's gradient; where it comes as partial sums, they are added up first."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -47,7 +47,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def full_of(tensor: DTensor) -> Tensor:
-    """Return the whole of a DTensor; every rank that holds a part calls this."""
+    """Return the whole of a DTensor; every rank that holds a shard calls this."""
     full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     return full
 
@@ -58,7 +58,7 @@ def comes_summed(parameter: Tensor) -> bool:
 
 
 def counts_here(parameter: DTensor) -> bool:
-    """Whether this rank counts its part in a norm over all ranks that hold parts: of copies, the first does."""
+    """Whether this rank counts its shard in a norm over all ranks that hold shards: of copies, the first does."""
     copies = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
     return all(parameter.device_mesh.get_local_rank(dim) == 0 for dim in copies)
 
@@ -100,7 +100,7 @@ def before_fully_shard(module: nn.Module, inside: bool = False) -> nn.Module:
 
     It serves to find shapes: the hooks of `fully_shard` gather weights, which takes the other ranks.
     """
-    if not inside and not any(isinstance(part, FSDPModule) for part in module.modules()):
+    if not inside and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     bare: Any = object.__new__(kind)

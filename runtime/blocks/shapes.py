@@ -35,16 +35,16 @@ _DTYPES = (
 _MOST_DIMENSIONS = 8
 
 
-def tell_spec(spec: TensorSpec | None, source: int, group: Group, device: torch.device) -> TensorSpec:
+def announce_spec(spec: TensorSpec | None, source: int, group: Group, device: torch.device) -> TensorSpec:
     """Return the spec that the member at index `source` of the group has; the others pass None."""
-    told = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+    announced = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
     if spec is not None:
         if len(spec.shape) > _MOST_DIMENSIONS or spec.dtype not in _DTYPES:
-            raise MisfitError(f"inputs of {spec} cannot be told to other ranks")
+            raise MisfitError(f"inputs of {spec} cannot be announced to other ranks")
         numbers = [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-        told[: len(numbers)] = torch.tensor(numbers, device=device)
-    group.broadcast(told, source).wait()
-    dtype, dimensions, *shape = told.tolist()
+        announced[: len(numbers)] = torch.tensor(numbers, device=device)
+    group.broadcast(announced, source).wait()
+    dtype, dimensions, *shape = announced.tolist()
     return TensorSpec(tuple(shape[:dimensions]), _DTYPES[dtype])
 
 

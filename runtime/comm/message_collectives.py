@@ -4,12 +4,12 @@
     rank 0, a ring of 3  recv chunk 1 from rank 2 into scratch, send chunk 2 to rank 1, wait for both, add, …
 
 `SpelledGroup` takes the place of the replicas' group where the plan's communication asks for it. A collective for which
-the plan has no mini-plan is the library's own, and so is everything but sums and gathers.
+the plan has no mini-plan is the library's, and so is everything but sums and gathers.
 
 Who drives the steps: on a wire whose waits block the host (gloo, in process) a collective waits for its turn, and the
 `wait` for it takes its steps, after those of all that were issued before it. So nothing is under way while a backward
 goes on, and all members have to wait in the same order. On CUDA the host issues all steps at once on a stream of the
-group's own, next to the computations. Either way the messages of a channel stand in one order on both of its ends.
+group's, next to the computations. Either way the messages of a channel have one order on both of its ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPELLED_TAG = 2
 class SpelledGroup(Group):
     """A group of more than one rank whose sums and gathers are carried out by a plan's mini-plans.
 
-    `group` is the library's own, of the same ranks; the mini-plans' channels are open (`spelled_channels`).
+    `group` is the library's, of the same ranks; the mini-plans' channels are open (`spelled_channels`).
     """
 
     def __init__(self, group: Group, communication: Communication, transport: Transport) -> None:
@@ -92,16 +92,16 @@ class SpelledGroup(Group):
             with on_stream(self._stream):
                 work.carry_out()
 
-    def _gather(self, plan: CollectivePlan, whole: Tensor, part: Tensor) -> None:
-        whole.view(self.size, -1)[self.index].copy_(part)
+    def _gather(self, plan: CollectivePlan, whole: Tensor, shard: Tensor) -> None:
+        whole.view(self.size, -1)[self.index].copy_(shard)
         self._carry_out(plan, whole)
 
-    def _scatter(self, plan: CollectivePlan, part: Tensor, whole: Tensor) -> None:
-        in_place = self.is_own_part(part, whole)
+    def _scatter(self, plan: CollectivePlan, shard: Tensor, whole: Tensor) -> None:
+        in_place = self.is_shard_in_place(shard, whole)
         sums = whole if in_place else whole.clone()
         self._carry_out(plan, sums)
         if not in_place:
-            part.copy_(sums.view(self.size, -1)[self.index])
+            shard.copy_(sums.view(self.size, -1)[self.index])
 
     def _carry_out(self, plan: CollectivePlan, flat: Tensor) -> None:
         """Take this rank's steps on the chunks of a flat tensor."""
@@ -173,7 +173,7 @@ def _nothing() -> None:
 def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:
     """Return views of a flat tensor, chunk after chunk, whose sizes differ by 1 at most.
 
-    Where the elements divide by the number of ranks, and the chunks too, every rank's part is whole chunks.
+    Where the elements divide by the number of ranks, and the chunks too, every rank's shard is whole chunks.
     """
     bounds = [flat.numel() * chunk // chunks for chunk in range(chunks + 1)]
     return [flat[first:end] for first, end in pairwise(bounds)]
@@ -185,7 +185,7 @@ def spell_out(group: Group, communication: Communication, transport: Transport) 
 
 
 def spelled_channels(plan: Plan) -> list[tuple[int, int]]:
-    """Return the directed channels of all mini-plans, between the replicas of every part of the model."""
+    """Return the directed channels of all mini-plans, between the replicas of every stage."""
     if not plan.communication.plans:
         return []
     lines = {*plan.mesh.groups(*REPLICA_AXES), *plan.mesh.groups(*EXPERT_REPLICA_AXES)}

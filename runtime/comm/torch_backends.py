@@ -47,7 +47,7 @@ def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = No
         backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one), or what takes
             NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
         timeout_s: the longest that one wait may take, in seconds.
-        rules: the backend's own if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
+        rules: the backend's if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
         UsageError: not started by torchrun, no such backend, or rules that it cannot follow.
@@ -61,8 +61,8 @@ def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = No
     if backend not in transports:
         raise UsageError(f"unknown transport {backend!r}{suggest(backend, transports)}")
     by_rules = transports[backend]
-    own: Rules = next(iter(by_rules))
-    transport = by_rules.get(own if rules is None else rules)
+    default: Rules = next(iter(by_rules))
+    transport = by_rules.get(default if rules is None else rules)
     if transport is None:
         raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
     device = claim_device(backend)
@@ -112,8 +112,8 @@ class TorchGroup(Group):
         return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type == "cpu" and self.is_own_part(output, tensor):
-            # gloo sums a copy of all of it, in half as much time again as its own all-reduce takes in place.
+        if tensor.device.type == "cpu" and self.is_shard_in_place(output, tensor):
+            # gloo sums a copy of all of it, in half as much time again as its all-reduce takes in place.
             return self._all_reduce(tensor, ReduceOp.SUM)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
@@ -166,7 +166,7 @@ class _TorchWork:
 
 
 class _TorchTransport(Transport):
-    """What gloo and NCCL share: making groups, blaming and hanging up."""
+    """What gloo and NCCL have in common: making groups, blaming and hanging up."""
 
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
@@ -249,11 +249,11 @@ class GlooTransport(_TorchTransport):
         """Gloo connects when a group is made."""
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Messages share the process group of a group of all ranks, if there is one: each has threads of its own."""
+        """Messages share the process group of a group of all ranks, if there is one: threads are per group."""
         if channels and self._messages is None:
-            everyone = tuple(range(self.world_size))
-            shared = next((group.process_group for group in self._groups if group.ranks == everyone), None)
-            self._messages = shared or self._new_process_group(everyone)
+            world = tuple(range(self.world_size))
+            of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
+            self._messages = of_all or self._new_process_group(world)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         assert self._messages is not None
@@ -287,7 +287,7 @@ class FifoGlooTransport(GlooTransport):
 class NcclTransport(_TorchTransport):
     """Tensors on accelerators; a communicator and a stream per directed channel, first in, first out.
 
-    The stream is the process group's own: it waits for what the caller's current stream was given up to the call, so
+    The stream is the process group's: it waits for what the caller's current stream was given up to the call, so
     that a message goes when its tensor is ready, whatever is computed next; and a wait makes the current stream wait
     for the message. A stream of ours on top would cost two more events per message and change nothing. The Work
     keeps its tensor until then, for the allocator would give freed memory to the next tensor of the current stream.

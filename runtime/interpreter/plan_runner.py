@@ -15,7 +15,7 @@ from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, TensorSpec
-from ..blocks.shapes import find_shapes, tell_spec
+from ..blocks.shapes import announce_spec, find_shapes
 from ..comm import Transport
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.forward import StageForward
@@ -141,7 +141,7 @@ class PlanRunner:
         """Return a unit of inputs, and what every block leaves for the next; the same on all ranks."""
         device, source = self._transport.device, plan.layout.rank_of(plan.routes[0].stages[0])
         mine = TensorSpec.of(batch.inputs[0]) if self._model.pp_rank == source else None
-        inputs = tell_spec(mine, source, self._groups.pipeline, device)
+        inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
         shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
         return inputs, model.tensor.tokens.travelling(shapes)

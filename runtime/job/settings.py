@@ -59,7 +59,7 @@ def read_settings(kind: type[AnySettings], values: Mapping[str, Any], source: st
 def _fault(kind: type[Settings], details: ErrorDetails, prefix: str) -> str:
     """Return one fault as "path: what is wrong"."""
     place = details["loc"]
-    path = ".".join(str(part) for part in ([prefix] if prefix else []) + list(place))
+    path = ".".join(str(key) for key in ([prefix] if prefix else []) + list(place))
     return f"{path}: {_reason(kind, details)}"
 
 

@@ -32,7 +32,7 @@ def _say(error: QuintschedError) -> None:
 
 
 def _meet(rank: int) -> bool:
-    """Wait in torchrun's own store until all ranks have come; returns whether rank 0 was among them."""
+    """Wait in torchrun's store until all ranks have come; returns whether rank 0 was among them."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return rank == 0
     from datetime import timedelta

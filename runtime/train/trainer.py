@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from ..comm.clock import now_s
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from ..engine import Engine
 from ..interpreter.step_result import StepResult
+from ..job.choices import Precision
 from ..job.config import JobConfig
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
@@ -41,7 +42,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .reporter import Record, Reporter
 from .trace_window import TracedSteps, traced_steps
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
 
 
 def _nan_for_null(value: object) -> object:

@@ -84,7 +84,7 @@ class LocalWorld:
             self._fail(rank, error)
 
     def close(self, rank: int) -> None:
-        """Note that `rank` will not send any more; those who wait for it are told."""
+        """Note that `rank` will not send any more; those who wait for it wake up."""
         with self.lock:
             self._closed.add(rank)
             self._ring_all()

@@ -1,7 +1,7 @@
 """Tensor parallelism: a module cut over the ranks of a group, in one line.
 
     x ─▶ column ─▶ activation or attention ─▶ row ─▶ sum over the ranks ─▶ y
-         └────── each rank has its share ──────┘
+         └────── each rank has its shard ──────┘
 
 A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, Shoeybi et al. 2019,
 section 3). Outside of such a pair all ranks hold the same tensors and the same gradients.
@@ -58,7 +58,7 @@ def apply_tensor_parallel(
     """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
 
     By default the column/row pairs of attention blocks and MLPs are found by name (see split_rules); all else stays
-    replicated, which is correct, just not split. An attention module's own count of heads (`num_heads`, …) becomes that
+    replicated, which is correct, just not split. An attention module's count of heads (`num_heads`, …) becomes that
     of this rank; one that keeps it elsewhere must take it from the width of its projections.
 
     Args:
@@ -66,8 +66,8 @@ def apply_tensor_parallel(
         group: all its members must call this.
         rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate"; the
             first that matches wins over the defaults.
-        path: where the module stands in the model; rules see names below it.
-        sequence_parallel: between its pairs, the module is given this rank's share of the tokens (samples, tokens, …)
+        path: the module's name in the model; rules see names below it.
+        sequence_parallel: between its pairs, the module is given this rank's slice of the tokens (samples, tokens, …)
             and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
         cut_logits: a linear layer cut by "vocabulary" gives the outputs of this rank's ids (see `losses`); otherwise it
             gives whole ones, as a column alone does.
@@ -92,11 +92,11 @@ def apply_tensor_parallel(
             return made[id(cut)]
         setattr(cut.parent, cut.name, made[id(cut)])
     parents = {cut.parent for cut in cuts if cut.is_paired}
-    for parent in (part for part in module.modules() if part in parents):  # those within others after them
+    for parent in (child for child in module.modules() if child in parents):  # those within others after them
         _divide_heads(parent, group.size)
         _join_pairs(parent, [made[id(cut)] for cut in cuts if cut.is_paired and cut.parent is parent], group)
     for layer in mixtures(module).values():
-        layer.set_boundary(TensorBoundary(group, cut=layer in bounded, shares=sequence_parallel))
+        layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))
     for dropout in module.modules() if sequence_parallel else ():
         if isinstance(dropout, KeyedDropout):
             dropout.sequence = group
@@ -106,7 +106,7 @@ def apply_tensor_parallel(
 
 
 def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
-    """Return the mixtures of which every expert is cut in all its parts: they copy and sum for all of them at once."""
+    """Return the mixtures of which every weight of every expert is cut: they copy and sum for all of them at once."""
     cut = {id(weight) for cut in cuts if cut.is_paired for weight in _cut_weights(cut)}
     return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
 
@@ -114,8 +114,8 @@ def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
 def _ways(module: nn.Module, cuts: Sequence[Cut], bounded: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
     """Return how tokens enter and leave each layer that is cut; experts are given whole ones."""
     alone: Way = ("copy", "sum")
-    shared: Way = ("gather", "scatter") if sequence_parallel else alone
-    ways = {id(cut.layer): shared if cut.is_paired else alone for cut in cuts}
+    sliced: Way = ("gather", "scatter") if sequence_parallel else alone
+    ways = {id(cut.layer): sliced if cut.is_paired else alone for cut in cuts}
     for mixture in mixtures(module).values():
         of_experts: Way = ("none", "none") if mixture in bounded else alone
         ways |= {id(layer): of_experts for layer in mixture.experts.modules()}
@@ -127,7 +127,7 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
     for name, mixture in mixtures(module).items():
         found = {}
         for number, expert in mixture.experts.items():
-            names = {id(layer): part for part, layer in expert.named_modules()}
+            names = {id(layer): inner for inner, layer in expert.named_modules()}
             found[number] = {(names[id(cut.layer)], cut.split) for cut in cuts if id(cut.layer) in names}
         odd = next((number for number, how in found.items() if how != found["0"]), None)
         if odd is not None:
@@ -136,7 +136,7 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
 
 
 def _cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which each rank has a part."""
+    """Yield the parameters of which each rank has a shard."""
     return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
 
 

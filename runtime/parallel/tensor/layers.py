@@ -28,7 +28,7 @@ from .consistency import require_same
 from .shard import Shard, mark_shard, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
-"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its share of the tokens; or
+"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its slice of the tokens; or
 as it is, one of the summands, where somebody else adds them up."""
 
 Sharded = TypeVar("Sharded", bound="ShardedModule")
@@ -72,14 +72,14 @@ class ShardedModule(nn.Module):
 
 
 class ColumnParallelLinear(ShardedModule):
-    """A linear layer that computes this rank's share of the output features: (…, in) to (…, out / size).
+    """A linear layer that computes this rank's shard of the output features: (…, in) to (…, out / size).
 
     Args:
         in_features: full width of the input.
         out_features: full width of the output.
-        group: the ranks that share it.
+        group: the ranks over which it is cut.
         bias: whether there is one; it is cut like the output.
-        parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its share of every one.
+        parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its shard of every one.
         gather_output: give back the full output (…, out) on all ranks.
         entry: how the input comes from the ranks around (see `column_product`).
         device: of the parameters.
@@ -146,14 +146,14 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """A linear layer that takes this rank's share of the input features: (…, in / size) to (…, out).
+    """A linear layer that takes this rank's shard of the input features: (…, in / size) to (…, out).
 
     Args:
         in_features: full width of the input.
         out_features: full width of the output.
-        group: the ranks that share it.
+        group: the ranks over which it is cut.
         bias: whether there is one; it is replicated, and added once, after the sum over the ranks.
-        input_is_parallel: the input is this rank's share already, as a column layer leaves it; otherwise it is full.
+        input_is_parallel: the input is this rank's shard already, as a column layer leaves it; otherwise it is full.
         exit: what becomes of the partial results.
         device: of the parameters.
         dtype: of the parameters.
@@ -244,7 +244,7 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings: full number of ids.
         embedding_dim: width of the output.
-        group: the ranks that share it.
+        group: the ranks over which it is cut.
         padding_idx: an id whose row gets no gradient.
         device: of the parameters.
         dtype: of the parameters.

@@ -23,7 +23,7 @@ class TensorCuts:
         outlines: the blocks before anything is cut (see `blocks.outlines`).
         group: the ranks of tp.
         rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
-        sequence_parallel: whether tokens are shared out between pairs.
+        sequence_parallel: whether tokens are sliced between pairs.
         cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
     """
 
@@ -65,10 +65,10 @@ class TensorCuts:
         )
 
     def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:
-        """Return the weights of cut blocks whose gradients are in parts on the ranks of tp."""
+        """Return the weights of cut blocks whose gradients are partial sums on the ranks of tp."""
         inside = [partial_weights(block) for number, block in blocks.items() if self.tokens.inside(number)]
         return frozenset().union(*inside)
 
-    def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss or a metric that knows over which ranks the logits it gets are cut, if they are."""
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss or a metric bound to the ranks over which the logits it gets are cut, if they are."""
         return partial(function, vocabulary=self._group) if self._logits_are_cut else function

@@ -10,7 +10,7 @@ By default, pairs found by name within one parent module:
 A pair is cut only where both sides are plain nn.Linear of matching sizes that are used nowhere else, and an attention
 only where its parent says how many heads there are, or how wide one is. Everything else is left alone.
 
-A module may say more of its own layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
+A module may say more of its layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
 then stays whole:
 
     class Head(nn.Module):
@@ -38,7 +38,7 @@ from ...job.choices import TensorSplit
 
 @dataclass(frozen=True)
 class Cut:
-    """One layer to be cut: where it hangs, how, in how many fused parts, and whether its partner is cut too."""
+    """One layer to be cut: where it hangs, how, its fused blocks (`parts`), and whether its partner is cut too."""
 
     parent: nn.Module | None
     name: str
@@ -100,7 +100,7 @@ def find_cuts(root: nn.Module, rules: Mapping[str, str], size: int, path: str = 
 
 
 def cut_width(cut: Cut) -> int:
-    """Return how many features or ids are shared out; 0 for what is neither a linear layer nor an embedding."""
+    """Return how many features or ids are divided; 0 for what is neither a linear layer nor an embedding."""
     match cut.split, cut.layer:
         case TensorSplit.ROW, nn.Linear(in_features=width):
             return int(width)
@@ -110,13 +110,13 @@ def cut_width(cut: Cut) -> int:
 
 
 def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
-    """Raise `MisfitError` where a module cannot work on a share of the tokens: all but its pairs sees only that."""
+    """Raise `MisfitError` where a module cannot work on a slice of the tokens: all but its pairs sees only that."""
     alone = [cut.path for cut in cuts if not cut.is_paired]
     cut = {cut.parent for cut in cuts}
     whole = [name for name, module in root.named_modules(prefix=path) if _attends(module) and module not in cut]
     if alone or whole:
         why = "its partner is not cut" if alone else "it is not cut, and would attend to this rank's tokens only"
-        raise MisfitError(f"sequence parallelism shares out the tokens around {(alone or whole)[0]!r}, but {why}")
+        raise MisfitError(f"sequence parallelism slices the tokens around {(alone or whole)[0]!r}, but {why}")
 
 
 def _attends(module: nn.Module) -> bool:
@@ -126,7 +126,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _declared(root: nn.Module, path: str) -> dict[str, TensorSplit]:
-    """Return what modules say of their own layers, by full names."""
+    """Return what modules say of their layers, by full names."""
     return {
         _join(place, name): _parse_rule(name, rule)
         for place, module in root.named_modules(prefix=path)
@@ -301,15 +301,15 @@ def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -
 
 
 def _head_counts(parent: nn.Module, width: int, kv_width: int) -> dict[str, int]:
-    """Return the counts of heads that `parent` tells: by its own attributes, or by `head_dim` and the widths."""
+    """Return the counts of heads that `parent` states: by its attributes, or by `head_dim` and the widths."""
     counts = {name: getattr(parent, name, None) for name in (*_HEADS, *_KV_HEADS)}
-    told = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+    stated = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
     head_dim = getattr(parent, "head_dim", None)
-    if head_dim is None and told and width:
-        head_dim = width // next(iter(told.values()))
+    if head_dim is None and stated and width:
+        head_dim = width // next(iter(stated.values()))
     if isinstance(head_dim, int) and head_dim > 0 and width:
-        told |= {"heads": width // head_dim, "key/value heads": kv_width // head_dim}
-    return told
+        stated |= {"heads": width // head_dim, "key/value heads": kv_width // head_dim}
+    return stated
 
 
 def _require_heads(path: str, heads: Mapping[str, int], size: int) -> None:

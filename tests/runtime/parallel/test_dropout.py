@@ -220,7 +220,9 @@ def test_blocks_of_another_engine_are_taken_over() -> None:
 def test_a_dropout_of_two_blocks_is_refused() -> None:
     shared = nn.Dropout(0.1)
     blocks = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Linear(4, 4), shared)]
-    with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share the dropout '1'; give each block its own"):
+    with pytest.raises(
+        qs.MisfitError, match=r"blocks 0 and 1 share the dropout '1'; give each block a dropout for itself"
+    ):
         Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), blocks, nn.functional.mse_loss, sgd)
 
 

@@ -359,13 +359,17 @@ class Lone(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "rules", "message"),
     [
-        ([Opaque], {}, r"shares out the tokens around '0.attention', but it is not cut, and would attend to this rank"),
-        ([Own], {}, r"shares out the tokens around '0.attention', but it is not cut, and would attend to this rank's"),
-        ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not share out"),
-        ([Lone], {"0.beside": "column"}, r"shares out the tokens around '0.beside', but its partner is not cut"),
+        ([Opaque], {}, r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank"),
+        (
+            [Own],
+            {},
+            r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank's tokens",
+        ),
+        ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not slice"),
+        ([Lone], {"0.beside": "column"}, r"slices the tokens around '0.beside', but its partner is not cut"),
     ],
 )
-def test_what_cannot_work_on_a_share(blocks: list[Any], rules: dict[str, str], message: str) -> None:
+def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], message: str) -> None:
     def run(transport: Transport) -> None:
         plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
         engine = Engine(
