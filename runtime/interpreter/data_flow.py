@@ -20,16 +20,13 @@ class ProgramFlow:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
+        self.trains = plan.mode == "train"
+        """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
         self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
         last = {i.stage: i for i in self.program if isinstance(i, ENDS_BACKWARD)}
         self._last_backwards = frozenset(last.values())
         self._flows: dict[Instruction, Flow] = {}
-
-    @property
-    def trains(self) -> bool:
-        """Whether the plan trains; else it only runs forward."""
-        return self.plan.mode == "train"
 
     def of(self, instruction: Instruction) -> Flow:
         """Return what an instruction takes and makes."""

@@ -43,6 +43,7 @@ class GradBucket:
     """Some parameters of a stage, whose gradients are views into one flat buffer, float32 where theirs are shorter.
 
     Attributes:
+        plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's.
         flat: the full gradients.
         shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
         views: the gradient of each parameter, in the flat buffer.
@@ -59,7 +60,7 @@ class GradBucket:
     views: list[Tensor]
 
     def __init__(self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
-        self.plan_bucket = plan_bucket
+        self.plan_bucket, self.stage = plan_bucket, plan_bucket.stage
         self.parameters = tuple(parameters)
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
@@ -78,11 +79,6 @@ class GradBucket:
         self._grads = [
             (master, view) for master, view in zip(masters_of, self.views, strict=True) if master is not None
         ]
-
-    @property
-    def stage(self) -> int:
-        """The stage whose parameters these are."""
-        return self.plan_bucket.stage
 
     def attach(self) -> None:
         """Let every weight's gradient be its view, also where `zero_grad` took it away."""
