@@ -1,4 +1,4 @@
-"""How pictures get into files: whole or not at all, and SVG as a page that stands on its own."""
+"""How pictures get into files: whole or not at all, and SVG as a page that needs no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job file: everything a training run is told, apart from the plan.
+"""The job file: every setting of a training run, apart from the plan.
 
     model:      {name: vit, options: {depth: 8}}
     data:       {name: digits}
@@ -17,10 +17,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from .settings import Settings
+from quintsched.collectives.choice import Means
+
+from .choices import ContextMethod, Precision, StrictRules, TensorSplit, TransportName
+from .settings import Settings, name_in
 
 Numbers = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+TensorSplitName = Annotated[str, PlainValidator(name_in(TensorSplit))]
 
 
 def _mesh(value: object) -> object:
@@ -38,11 +42,11 @@ class ModelConfig(Settings):
     """The section `model`: what is trained."""
 
     name: str = "vit"
-    """A built-in model, or a function of one's own: "my_file.py:build"."""
+    """A built-in model, or a user's function: "my_file.py:build"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The options of that model."""
     tied: dict[str, Names] = Field(default_factory=dict)
-    """Weights of a model of one's own that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
+    """Weights of a user's model that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
     pretrained: str | None = None
     """Weights to start from, in GPT-2's shape: a safetensors file, or a directory with `model.safetensors` or its
     index; for "gpt" with `activation: gelu_tanh`. A run that is resumed does not read them."""
@@ -52,17 +56,17 @@ class DataConfig(Settings):
     """The section `data`: what it is trained on."""
 
     name: str = "digits"
-    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a function of
-    one's own: "my_file.py:load"."""
+    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a user's
+    function: "my_file.py:load"."""
     path: str | None = None
     """A directory with MNIST's four IDX files, gzipped or not, which wins over "digits"; for "text", a file, which wins
     over the source of Python's standard library."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Those of "text": {sequence: 128, max_bytes: null}; or those of one's own function. The others have none."""
+    """Those of "text": {sequence: 128, max_bytes: null}; or those of a user's function. The others have none."""
 
 
 class ParallelConfig(Settings):
-    """The section `parallel`: how the work is shared out."""
+    """The section `parallel`: how the work is divided over ranks."""
 
     mesh: Annotated[str | dict[str, int], PlainValidator(_mesh)] = "dp=1"
     """Axes and sizes, outermost first: "dp=2,pp=2,tp=2" or {dp: 2, pp: 2, tp: 2}."""
@@ -73,42 +77,42 @@ class ParallelConfig(Settings):
     chunks: int = Field(default=1, ge=1)
     """Stages per pipeline rank."""
     slices: int = Field(default=1, ge=1)
-    """Pieces of a microbatch along the sequence, for schedules that take them."""
+    """Slices of a microbatch's sequence, for schedules that take them."""
     recompute: int | Numbers = 0
     """0: keep all activations; 1: recompute them; k: those of every k-th block of a stage. A list: one per stage."""
     tied: dict[str, Numbers] = Field(default_factory=dict)
     """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
-    communication: Literal["native", "ring", "tree", "auto"] = "native"
+    communication: Means = "native"
     """How gradients are summed over replicas: by the library, or spelled out in messages; "auto": by their size."""
     latency_s: float = Field(default=20e-6, ge=0)
     """Seconds that a message costs, which communication "auto" reckons with."""
     bandwidth: float = Field(default=1e9, gt=0)
     """Bytes per second between two ranks, likewise."""
     zero: int = Field(default=0, ge=0, le=3)
-    """What replicas share out instead of each holding all of it: 1 the optimizer's state, 2 gradients too, 3 weights
-    too; 0: nothing."""
+    """What is sharded over replicas instead of each holding all of it: 1 the optimizer's state, 2 gradients too, 3
+    weights too; 0: nothing."""
     zero_every: int = Field(default=1, ge=1)
     """With `zero` 2 or 3: after how many microbatches of a stage its gradients are reduced."""
     plan: str | None = None
     """A plan file; it takes the place of the other settings of this section."""
-    context: Literal["ring", "gather", "ulysses"] = "ring"
-    """How attention reaches over the parts of a sequence, where the mesh has cp."""
-    rules: dict[str, Literal["column", "row", "vocabulary", "replicate"]] = Field(default_factory=dict)
+    context: ContextMethod = "ring"
+    """How attention reaches over the slices of a sequence, where the mesh has cp."""
+    rules: dict[str, TensorSplitName] = Field(default_factory=dict)
     """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
     those in the whole model, which begin with the number of a block."""
     sequence_parallel: bool = False
-    """Whether each rank of tp has a share of the tokens wherever layers are not cut."""
+    """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     bucket_mb: float = Field(default=25.0, gt=0)
-    """Size in MB (10^6 bytes) above which a gradient bucket is reduced in pieces."""
+    """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     balance: Literal["estimated", "measured"] = "estimated"
-    """What a block counts when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
+    """What a block costs when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
 
 
 class OptimizerConfig(Settings):
     """The optimizer."""
 
     name: Literal["sgd", "adam", "adamw"] = "adam"
-    """One of torch's own."""
+    """One of torch's."""
     lr: float = Field(default=1e-3, ge=0)
     """The learning rate that the schedule's factor multiplies."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -132,14 +136,14 @@ class OptimizerConfig(Settings):
 
 
 class LearningRateConfig(Settings):
-    """How the learning rate changes from step to step; `optim.learning_rate_factor` has the formula."""
+    """How the learning rate changes from step to step; `train.optimizer.learning_rate_factor` has the formula."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """The shape of the way down, after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear rise."""
     min_factor: float = Field(default=0.0, ge=0, le=1)
-    """What the learning rate ends at, as a share of `lr`."""
+    """What the learning rate ends at, as a fraction of `lr`."""
 
 
 class TrainConfig(Settings):
@@ -164,11 +168,11 @@ class TrainConfig(Settings):
 class RuntimeConfig(Settings):
     """The section `runtime`: how it is executed."""
 
-    transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
+    transport: TransportName = "auto"
     """What carries the messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
-    rules: Literal["rendezvous", "nccl"] | None = None
-    """Stricter rules than the transport's own, for tests: a send waits for its receive; messages in NCCL's order."""
-    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    rules: StrictRules | None = None
+    """Stricter rules than the transport's, for tests: a send waits for its receive; messages in NCCL's order."""
+    precision: Precision = "float32"
     """Type to compute in; with bfloat16, gradients are added up and weights are stepped in float32."""
     compile: bool = False
     """Whether torch.compile compiles each stage."""
@@ -210,7 +214,7 @@ class JobConfig(Settings):
     data: DataConfig = DataConfig()
     """What it is trained on."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the work is shared out."""
+    """How the work is divided over ranks."""
     train: TrainConfig = TrainConfig()
     """The loop."""
     runtime: RuntimeConfig = RuntimeConfig()

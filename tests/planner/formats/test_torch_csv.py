@@ -13,6 +13,7 @@ from quintsched.formats import torch_csv
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import AllReduceBucket, Bwd, Fwd, Message, OptStep
 from quintsched.ir.layout import Route
+from quintsched.plan import Plan
 from quintsched.schedules import all_schedules
 
 PUBLISHED = Path(__file__).parents[2] / "data" / "torch_csv"
