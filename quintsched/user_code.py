@@ -34,6 +34,11 @@ def names_file(name: str) -> bool:
     return is_user_object(name) or name.endswith(".py")
 
 
+def file_of(name: str) -> str:
+    """Return the path of the file that "my_file.py:name" lies in; other names as they are."""
+    return name.rpartition(":")[0] if is_user_object(name) else name
+
+
 def load_object(name: str) -> Any:
     """Return the object that "my_file.py:name" names; the path is relative to the current directory.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.output import AsJson, emit, percent, say, terminal_width
+from quintsched.cli.output import AsJson, emit, percent, refuse_input, say, terminal_width
 from quintsched.cli.pictures import draw_collective
 from quintsched.errors import UsageError
 
@@ -36,6 +36,7 @@ def collective(
     """Spell out a collective in messages, prove it, and time it."""
     from quintsched.collectives import Wire
 
+    refuse_input(output, target)
     plan = _read(target, kind, ranks, chunks)
     verdict = plan.check()
     if not verdict.sound:

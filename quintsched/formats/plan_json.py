@@ -7,7 +7,6 @@ pointer to the place.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quintsched.collectives.choice import Communication, Means
 from quintsched.collectives.timing import Wire
 from quintsched.errors import InputError, UsageError, suggest
+from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.collective_json import CollectiveEntry, entries
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
@@ -293,22 +293,13 @@ _CODECS = {make.__name__: _Codec(make) for make in ins.ALL}
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan file by way of a temporary name, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(dumps(plan), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot write the plan: {error.strerror}") from error
+    """Write a plan file, whole or not at all; raises `UsageError` where that cannot be done."""
+    write_whole(path, dumps(plan), "the plan")
 
 
 def load(path: Path) -> Plan:
     """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the plan: {error.strerror}") from error
+    data = read_whole(path, MAX_BYTES, "the plan")
     try:
         return loads(data)
     except InputError as error:

@@ -12,7 +12,8 @@ the way out. What torch has and a plan has not: `UNSHARD` and `RESHARD` (FSDP's 
 a note; `OVERLAP_F_B` becomes its two parts, in order, as torch's own runtime takes it.
 """
 
+from quintsched.formats.torch_csv.cells import MAX_CHARACTERS
 from quintsched.formats.torch_csv.reader import Imported, loads
 from quintsched.formats.torch_csv.writer import dumps
 
-__all__ = ["Imported", "dumps", "loads"]
+__all__ = ["MAX_CHARACTERS", "Imported", "dumps", "loads"]
