@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from quintsched.ir.mesh import Mesh
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
-    from quintsched.simulate.costs import Costs
-    from quintsched.simulate.simulator import Simulation, simulate
+    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.simulator import Simulation, simulate
     from quintsched.verify.diagnostics import Finding
     from quintsched.verify.soundness import Verdict, check
 
 _HOMES = {
     "verify.soundness": ("Verdict", "check"),
     "compiler": ("compile",),
-    "simulate.costs": ("Costs",),
+    "simulation.costs": ("Costs",),
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
     "verify.diagnostics": ("Finding",),
     "ir.mesh": ("Mesh",),
     "plan": ("Plan",),
     "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),
-    "simulate.simulator": ("Simulation", "simulate"),
+    "simulation.simulator": ("Simulation", "simulate"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -17,7 +17,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Watch, lower
 from quintsched.plan import MAX_BUCKETS, Plan, Program, ScheduleSpec
 from quintsched.schedules import Schedule, Shape, find_schedule, own_code
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 from quintsched.verify.collectives import spell_out
 from quintsched.verify.soundness import check_order
 from quintsched.verify.wellformed import recompute_faults, tied_faults, zero_faults

@@ -24,8 +24,8 @@ from quintsched.ir.mesh import Mesh
 if TYPE_CHECKING:
     import networkx
 
-    from quintsched.simulate.costs import Costs
-    from quintsched.simulate.simulator import Simulation
+    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.simulator import Simulation
     from quintsched.verify.soundness import Verdict
 
 Mode = Literal["train", "forward"]
@@ -163,7 +163,7 @@ class Plan:
 
     def simulate(self, costs: Costs | None = None) -> Simulation:
         """Time the plan under a cost model (default: unit costs); raises `UnsoundError` if it cannot finish."""
-        from quintsched.simulate.simulator import simulate
+        from quintsched.simulation.simulator import simulate
 
         return simulate(self, costs)
 

@@ -18,7 +18,7 @@ from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.ir.instructions import BwdInput
 from quintsched.plan import Plan
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 from .autograd.deferred_weight_grads import WeightQueue, defer_weights
 from .blocks.blocks import Blocks, TensorSpec, estimate_costs, outlines

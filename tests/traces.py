@@ -11,7 +11,7 @@ import quintsched as qs
 from quintsched.formats.trace_json import RankTrace, digest_of
 from quintsched.ir.dataflow import flow, message_value
 from quintsched.ir.instructions import ClipGrad, Compute, OptStep, Recv
-from quintsched.simulate.measured import Trace
+from quintsched.simulation.measured import Trace
 
 EPOCH_S = 1.7e9
 

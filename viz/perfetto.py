@@ -20,8 +20,8 @@ from typing import TypeAlias
 from quintsched.formats.atomic import write_whole
 from quintsched.ir.dataflow import Kind, Value, flow, message_value
 from quintsched.ir.instructions import Compute, Recv, Send, short
-from quintsched.simulate.measured import UNITS, MeasuredSpan, MeasuredStep
-from quintsched.simulate.simulator import Simulation, Span
+from quintsched.simulation.measured import UNITS, MeasuredSpan, MeasuredStep
+from quintsched.simulation.simulator import Simulation, Span
 
 Event: TypeAlias = dict[str, object]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from quintsched.ir.dataflow import Kind, Value, flow, message_value
 from quintsched.ir.instructions import Compute, Instruction, Recv, Send
-from quintsched.simulate.activation_memory import HELD
-from quintsched.simulate.measured import MeasuredSpan, MeasuredStep
-from quintsched.simulate.simulator import Simulation
+from quintsched.simulation.activation_memory import HELD
+from quintsched.simulation.measured import MeasuredSpan, MeasuredStep
+from quintsched.simulation.simulator import Simulation
 
 ROUNDING = 1e-9
 """Times closer than this share of the makespan are the same, but for the rounding of sums."""

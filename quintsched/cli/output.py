@@ -17,9 +17,9 @@ from quintsched.errors import UsageError
 if TYPE_CHECKING:
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
-    from quintsched.simulate.costs import Costs
-    from quintsched.simulate.measured import Trace
-    from quintsched.simulate.simulator import Simulation
+    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.measured import Trace
+    from quintsched.simulation.simulator import Simulation
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
@@ -63,14 +63,14 @@ def read_plan(file: str) -> Plan:
 
 def read_costs(file: Path | None) -> Costs | None:
     """Read a costs file, if one is named."""
-    from quintsched.simulate.costs import Costs
+    from quintsched.simulation.costs import Costs
 
     return None if file is None else Costs.load(file)
 
 
 def read_trace(directory: Path, plan: Plan) -> Trace:
     """Read the trace that a run of a plan left in a directory."""
-    from quintsched.simulate.measured import Trace
+    from quintsched.simulation.measured import Trace
 
     return Trace.load(directory, plan)
 

@@ -27,8 +27,8 @@ from quintsched.errors import UsageError
 if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
     from quintsched.plan import Plan
-    from quintsched.simulate.measured import MeasuredStep
-    from quintsched.simulate.simulator import Simulation
+    from quintsched.simulation.measured import MeasuredStep
+    from quintsched.simulation.simulator import Simulation
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"

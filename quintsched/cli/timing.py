@@ -32,8 +32,8 @@ from quintsched.errors import UsageError
 if TYPE_CHECKING:
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
-    from quintsched.simulate.costs import Costs
-    from quintsched.simulate.simulator import Simulation
+    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.simulator import Simulation
 
 MOST_STEPS = 12
 """How many computations of a critical path people are shown at its beginning, and at its end."""
@@ -72,7 +72,7 @@ def simulate(
     used = _read_costs(costs, directory, read)
     simulation = simulate_plan(read, used)
     if output is not None:
-        from quintsched.simulate.costs import Costs
+        from quintsched.simulation.costs import Costs
 
         write_costs(used or Costs(), output)
     if as_json:

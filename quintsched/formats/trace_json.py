@@ -1,6 +1,6 @@
 """Trace files: what each rank of a run really did, one file per rank, one span per instruction of its program.
 
-    DIR/rank0.json   {"format": "quintsched.simulate.measured", "version": 1, "plan": "<sha256 of the plan's JSON>",
+    DIR/rank0.json   {"format": "quintsched.simulation.measured", "version": 1, "plan": "<sha256 of the plan's JSON>",
     DIR/rank1.json    "rank": 0, "pp_rank": 0, "unit": "s",
     …                 "steps": [{"step": 7, "start": […], "end": […], "wait": […]}, …]}
 
@@ -25,9 +25,9 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer
 from quintsched.plan import Plan
-from quintsched.simulate.simulator import Times
+from quintsched.simulation.simulator import Times
 
-FORMAT = "quintsched.simulate.measured"
+FORMAT = "quintsched.simulation.measured"
 VERSION = 1
 MAX_BYTES = 2**31
 
@@ -56,7 +56,7 @@ class _StepFile(_Strict):
 
 
 class _RankFile(_Strict):
-    format: Literal["quintsched.simulate.measured"]
+    format: Literal["quintsched.simulation.measured"]
     version: Literal[1]
     plan: str
     rank: Index

@@ -26,8 +26,8 @@ from quintsched.ir.columns import Ints
 from quintsched.ir.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
 from quintsched.ir.values import TRAVELS
 from quintsched.plan import Plan
-from quintsched.simulate.costs import Costs
-from quintsched.simulate.simulator import Times, event_durations
+from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulator import Times, event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2

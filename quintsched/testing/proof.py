@@ -21,7 +21,7 @@ from quintsched.ir.instructions import short
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, Shape, find_schedule
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 from quintsched.testing.strategies import costs as any_costs
 from quintsched.text.listing import time_grid
 from quintsched.verify.equivalence import equivalence

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quintsched.ir import placement
 from quintsched.ir.mesh import AXES, Mesh
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 
 @st.composite

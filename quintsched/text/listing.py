@@ -9,7 +9,7 @@ from quintsched.ir.instructions import Compute, Instruction, short
 from quintsched.plan import Plan
 
 if TYPE_CHECKING:
-    from quintsched.simulate.simulator import Simulation
+    from quintsched.simulation.simulator import Simulation
 
 AROUND = 4
 

@@ -27,8 +27,8 @@ from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.instructions import ALL, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
-from quintsched.simulate.activation_memory import peak_activations, peak_receives
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.activation_memory import peak_activations, peak_receives
+from quintsched.simulation.costs import Costs
 from quintsched.text.listing import excerpt
 from quintsched.verify.collectives import broken_collectives
 from quintsched.verify.diagnostics import Finding, Point

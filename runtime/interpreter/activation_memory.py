@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from quintsched.errors import MisfitError
 from quintsched.ir.dataflow import Kind, Value
 from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 from ..blocks.dtensor import is_sharded
 from ..comm import Group, ReduceOp

@@ -25,7 +25,7 @@ import torch
 from quintsched.formats.trace_json import RankTrace, digest_of
 from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
-from quintsched.simulate.simulator import Times
+from quintsched.simulation.simulator import Times
 
 Call = Callable[[], None]
 Stamp = Any

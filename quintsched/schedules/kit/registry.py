@@ -18,7 +18,7 @@ from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
 from quintsched.ir.instructions import Compute
 from quintsched.ir.placement import linear
 from quintsched.plan import Mode
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 Order = Iterator[Compute]
 Placement = Callable[[int, int], tuple[int, ...]]

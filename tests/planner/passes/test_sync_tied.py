@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recompute import TRAINING, shapes_of
 
 import quintsched as qs
 from quintsched.formats import torch_csv
@@ -15,6 +14,7 @@ from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdWeight, Instruct
 from quintsched.plan import MAX_TIED, Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
+from tests.planner.passes.test_place_recomputes import TRAINING, shapes_of
 from tests.planner.verify.mutants import Judge, with_program
 
 

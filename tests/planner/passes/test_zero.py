@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recompute import takes
 
 import quintsched as qs
 from quintsched.formats import torch_csv
@@ -29,6 +28,7 @@ from quintsched.ir.layout import Zero
 from quintsched.plan import MAX_ZERO_EVERY, Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
+from tests.planner.passes.test_place_recomputes import takes
 from tests.planner.verify.mutants import Judge, with_program
 
 MESHES = {

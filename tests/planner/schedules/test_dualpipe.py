@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.ir.instructions import AllReduceBucket, SyncTied
 from quintsched.plan import Plan
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 TABLE = json.loads((Path(__file__).parents[2] / "data" / "schedules_unit_cost.json").read_text())["rows"]
 NAMES = {"DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}

@@ -11,7 +11,7 @@ import quintsched as qs
 from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
 from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 TABLE = json.loads((Path(__file__).parents[2] / "data" / "schedules_unit_cost.json").read_text())["rows"]
 ROWS = [row for row in TABLE if row["schedule"] == "ZBV"]

@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.schedules.zb_auto import _best
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 DATA = Path(__file__).parents[2] / "data"
 PUBLISHED = json.loads((DATA / "zero_bubble_published.json").read_text())["rows"]

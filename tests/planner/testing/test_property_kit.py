@@ -126,7 +126,7 @@ def test_a_schedule_that_crashes_says_where():
         yield Fwd(rank, 1 // (shape.pp - 2))
 
     text = "\n".join(failure(own(crashes), pp=2))
-    assert re.search(r"test_testing_kit.py:\d+: ZeroDivisionError", text)
+    assert re.search(r"test_property_kit.py:\d+: ZeroDivisionError", text)
 
 
 def test_shapes_that_a_schedule_does_not_take_are_passed_over():

@@ -9,7 +9,7 @@ import torch
 import quintsched as qs
 from quintsched.ir.instructions import RecvGrad
 from quintsched.runtime.interpreter.recorder import STEPS, EventClock, Recorder
-from quintsched.simulate.measured import Trace
+from quintsched.simulation.measured import Trace
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 CPU = torch.device("cpu")

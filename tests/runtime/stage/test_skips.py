@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
+from quintsched.runtime.blocks.blocks import build_block
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ..toys import difference, sgd
@@ -78,7 +79,7 @@ def test_a_u_shaped_net_equals_one_process(schedule: str, pp: int, recompute: in
         engine = Engine(plan, BUILDERS, nn.functional.mse_loss, sgd, dtype=torch.float64, transport=transport)
         return [engine.step(inputs, targets).loss.item() for _ in range(3)], engine.full_weights()
 
-    model = Net(nn.ModuleList(qs.runtime.blocks.build_block(b, n, 0, torch.float64) for n, b in enumerate(BUILDERS)))
+    model = Net(nn.ModuleList(build_block(b, n, 0, torch.float64) for n, b in enumerate(BUILDERS)))
     optimizer = sgd(list(model.parameters()))
     expected = []
     for _ in range(3):

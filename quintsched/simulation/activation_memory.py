@@ -12,7 +12,7 @@ from quintsched.ir.dataflow import Flows
 from quintsched.ir.instructions import Recv
 from quintsched.ir.values import Kind
 from quintsched.plan import Plan
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.costs import Costs
 
 HELD = {
     Kind.CHECKPOINT: "activation_checkpointed",

@@ -1,9 +1,9 @@
 """What a simulation says of state that replicas share out, and of the time that takes."""
 
 import pytest
-from test_zero import cells
 
 import quintsched as qs
+from tests.planner.passes.test_zero import cells
 
 W, G, S = 3.0, 5.0, 12.0
 STATE = qs.Costs(weights=W, gradients=G, optimizer_state=S)

@@ -31,8 +31,8 @@ import numpy as np
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import Amounts
 from quintsched.plan import Plan
-from quintsched.simulate.activation_memory import activation_changes
-from quintsched.simulate.costs import Costs
+from quintsched.simulation.activation_memory import activation_changes
+from quintsched.simulation.costs import Costs
 
 
 def peak_state(plan: Plan, costs: Costs) -> tuple[float, ...]:

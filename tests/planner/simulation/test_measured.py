@@ -8,7 +8,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules import all_schedules
-from quintsched.simulate.measured import Trace
+from quintsched.simulation.measured import Trace
 from tests.traces import rank_traces, write_trace
 
 PER_STAGE = qs.Costs(
@@ -157,7 +157,7 @@ def change_step(name, value):
 
 
 BROKEN = {
-    "another format": (change(format="x"), qs.InputError, '/format: .*"quintsched.simulate.measured"'),
+    "another format": (change(format="x"), qs.InputError, '/format: .*"quintsched.simulation.measured"'),
     "from the future": (change(version=2), qs.InputError, "/version: 2 is from the future"),
     "an unknown key": (change(more=1), qs.InputError, "/more: unknown key"),
     "another plan": (change(plan="0" * 64), qs.MisfitError, "the trace of another plan"),

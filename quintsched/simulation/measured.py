@@ -40,8 +40,8 @@ from quintsched.ir.instructions import (
     Recv,
 )
 from quintsched.plan import Plan
-from quintsched.simulate.costs import Costs
-from quintsched.simulate.simulator import Span, Times
+from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulator import Span, Times
 
 Kind = TypeVar("Kind", bound=Instruction)
 

@@ -41,9 +41,9 @@ from quintsched.ir.instructions import (
     ReduceScatterBucket,
 )
 from quintsched.plan import Plan
-from quintsched.simulate.activation_memory import peak_activations
-from quintsched.simulate.costs import Costs
-from quintsched.simulate.state_memory import bucket_share, peak_memory, peak_state
+from quintsched.simulation.activation_memory import peak_activations
+from quintsched.simulation.costs import Costs
+from quintsched.simulation.state_memory import bucket_share, peak_memory, peak_state
 from quintsched.verify.wellformed import malformations
 
 Times: TypeAlias = npt.NDArray[np.float64]
