@@ -59,13 +59,15 @@ def load_object(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def load_schedule(name: str) -> Schedule:
+def load_schedule(name: str | Schedule) -> Schedule:
     """Return the schedule of this name: a registered one, or "my_file.py:name" for one of your own.
 
-    Raises `UsageError` for an unknown name, and for an object that is no schedule.
+    A schedule is taken as it is. Raises `UsageError` for an unknown name, and for an object that is no schedule.
     """
     from quintsched.schedules import Schedule, find_schedule
 
+    if isinstance(name, Schedule):
+        return name
     if not names_file(name):
         return find_schedule(name)
     found = load_object(name)

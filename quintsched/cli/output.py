@@ -27,8 +27,6 @@ CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages per pipeline rank.")]
-Slices = Annotated[int, typer.Option("--slices", metavar="Q", help="Pieces of a microbatch along the sequence.")]
 MemoryCap = Annotated[
     float | None,
     typer.Option(

@@ -20,7 +20,8 @@ from quintsched.ir.instructions import Instruction
 
 if TYPE_CHECKING:
     from quintsched.collectives.proof import CollectiveVerdict
-    from quintsched.collectives.timing import CollectiveRun, Wire
+    from quintsched.collectives.timing import CollectiveRun
+    from quintsched.ir.communication import Wire
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Algorithm = Literal["ring", "tree"]

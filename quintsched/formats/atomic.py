@@ -73,7 +73,7 @@ def same_file(path: Path, other: Path) -> bool:
     """Return whether both name one regular file, by whatever links; files in a directory `other` count as well."""
     with suppress(OSError):
         if other.is_dir():
-            return any(same_file(path, Path(entry.path)) for entry in os.scandir(other) if entry.is_file())
+            return any(same_file(path, entry) for entry in other.iterdir() if entry.is_file())
         return path.is_file() and os.path.samefile(path, other)
     return False
 

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.collectives.choice import Communication, Means
-from quintsched.collectives.timing import Wire
+from quintsched.collectives.choice import Communication
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.collective_json import CollectiveEntry, entries
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
+from quintsched.ir.communication import Means, Wire
 from quintsched.ir.layout import Route, Zero
 from quintsched.ir.mesh import AXES, Mesh
 from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, Plan, Program, ScheduleSpec

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quintsched.collectives.choice import Call, Communication, find_means
-from quintsched.collectives.program import Kind
-from quintsched.collectives.timing import Wire
+from quintsched.collectives.choice import Call, Communication
+from quintsched.collectives.program import MAX_SIZE, Kind
 from quintsched.errors import UsageError
+from quintsched.ir.communication import Wire, find_means
 from quintsched.ir.instructions import Instruction
 from quintsched.verify.diagnostics import Finding
 
@@ -40,12 +40,12 @@ def _axes(bucket: Instruction) -> tuple[str, ...]:
 
 
 def spell_out(plan: Plan, means: str, wire: Wire | None = None) -> Plan:
-    """Add the mini-plans by which a plan's buckets are exchanged; "auto" leaves one without replicas as it is.
+    """Add the mini-plans by which a plan's buckets are exchanged; "auto" may leave it as it is: see `stays_native`.
 
     Raises `UsageError` for unknown means, and for a ring or a tree where no gradient is summed over replicas.
     """
     found, calls = find_means(means), calls_of(plan)
-    if found == "native" or (found == "auto" and not calls):
+    if found == "native" or (found == "auto" and stays_native(calls)):
         return plan
     if not calls:
         raise UsageError(
@@ -53,6 +53,11 @@ def spell_out(plan: Plan, means: str, wire: Wire | None = None) -> Plan:
             "communication native"
         )
     return replace(plan, communication=Communication.of(found, calls, wire or Wire()))
+
+
+def stays_native(calls: set[Call]) -> bool:
+    """Whether "auto" leaves these to the library: nothing is exchanged, or among more ranks than can be spelled out."""
+    return not calls or max(size for _, size in calls) > MAX_SIZE
 
 
 def communication_faults(plan: Plan) -> Iterator[str]:
