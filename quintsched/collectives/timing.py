@@ -20,7 +20,7 @@ from quintsched.collectives.program import Algorithm, CollectivePlan, Kind
 from quintsched.collectives.proof import event_graph
 from quintsched.collectives.spelling import num_steps
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.ir.communication import Wire
+from quintsched.ir.communication import MOST, Wire
 
 TREE_CHOICES = (2, 4, 8, 16, 32)
 """Into how many chunks trees are cut, where the size of a message decides."""
@@ -67,7 +67,7 @@ class CollectiveRun:
 
 def simulate(plan: CollectivePlan, num_bytes: float, wire: Wire) -> CollectiveRun:
     """Run a collective of `num_bytes` (of the whole data); raises `UnsoundError` where it is not sound."""
-    if not 0 <= num_bytes < math.inf:
+    if not 0 <= num_bytes <= MOST:
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
     plan.check().raise_if_unsound()
     seconds = wire.seconds(num_bytes / plan.chunks)

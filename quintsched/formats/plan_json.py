@@ -20,7 +20,7 @@ from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.collective_json import CollectiveEntry, entries
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
-from quintsched.ir.communication import Means, Wire
+from quintsched.ir.communication import MOST, Means, Wire
 from quintsched.ir.layout import Route, Zero
 from quintsched.ir.mesh import AXES, Mesh
 from quintsched.plan import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, Plan, Program, ScheduleSpec
@@ -53,8 +53,8 @@ class _RouteFile(_Strict):
 
 
 class _WireFile(_Strict):
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    latency_s: Annotated[float, Field(ge=0, le=MOST)]
+    bandwidth: Annotated[float, Field(ge=1 / MOST, le=MOST)]
 
 
 class _ZeroFile(_Strict):

@@ -5,7 +5,6 @@ Imports next to nothing: a request names these, and `quintsched --help` reads th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -13,6 +12,10 @@ from quintsched.errors import UsageError, suggest
 
 Means = Literal["native", "ring", "tree", "auto"]
 MEANS: tuple[Means, ...] = get_args(Means)
+
+
+MOST = 1e100
+"""The most seconds, and bytes, of a message: sums of what messages take stay finite numbers."""
 
 
 def find_means(name: str) -> Means:
@@ -39,9 +42,9 @@ class Wire:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency_s < math.inf:
+        if not 0 <= self.latency_s <= MOST:
             raise UsageError(f"a message cannot have a latency of {self.latency_s!r} s")
-        if not 0 < self.bandwidth < math.inf:
+        if not 1 / MOST <= self.bandwidth <= MOST:
             raise UsageError(f"a wire cannot carry {self.bandwidth!r} bytes per second")
 
     def seconds(self, num_bytes: float) -> float:
