@@ -14,7 +14,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import quintsched as qs
-import quintsched.request
 from quintsched.cli import COMMANDS
 from quintsched.cli.app import make_app
 from quintsched.cli.settings import option_of
@@ -103,6 +102,7 @@ def test_every_setting_is_reachable_from_all_three_and_stated_once() -> None:
     names = [entry.name for entry in entries()]
     assert sorted(names) == sorted(SAID)
     assert len({*names}) == len(names)
+    assert {entry.part_of for entry in entries()} == {None, "wire"}
     assert {*inspect.signature(qs.compile).parameters} == {one.name for one in fields(CompileRequest)}
     assert {name for name, _ in settings_of()} == {one.name for one in fields(CompileRequest)} - {"after"}
     assert {*names} <= {*ParallelConfig.model_fields}
@@ -327,4 +327,3 @@ def test_a_request_is_frozen_and_can_be_changed_in_a_copy() -> None:
     request = CompileRequest("1f1b", mesh="pp=2", microbatches=4)
     assert replace(request, microbatches=8) == CompileRequest("1f1b", mesh=qs.Mesh(pp=2), microbatches=np.int64(8))
     assert compile_request(request) == qs.compile("1f1b", mesh="pp=2", microbatches=4)
-    assert quintsched.request.__doc__

@@ -84,6 +84,14 @@ def import_(
     mesh: Annotated[
         str | None, typer.Option("--mesh", metavar="AXES", help="The device mesh; default: a pipeline rank per line.")
     ] = None,
+    zero: Annotated[
+        int,
+        typer.Option(
+            "--zero",
+            metavar="0-3",
+            help="What replicas share out; with 3, UNSHARD and RESHARD gather and free weights.",
+        ),
+    ] = 0,
     profile: Annotated[
         str, typer.Option("--profile", metavar="NAME", help="The transport under which the plan must not deadlock.")
     ] = "channel",
@@ -99,7 +107,7 @@ def import_(
     refuse_input(output, file)
     text, name = _read(file)
     try:
-        imported = torch_csv.loads(text, mesh=mesh, profile=profile, name=name)
+        imported = torch_csv.loads(text, mesh=mesh, zero=zero, profile=profile, name=name)
     except InputError as error:
         if as_json:
             point = "unsound" if isinstance(error, UnsoundError) else "well-formed"

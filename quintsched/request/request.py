@@ -14,24 +14,20 @@ Nothing heavy is imported here: `quintsched --help` reads it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import UsageError
-from quintsched.ir.communication import MEANS, Wire, find_means
-from quintsched.ir.mesh import Mesh, whole_number
+from quintsched.ir.communication import MEANS, Wire
+from quintsched.ir.mesh import Mesh
+from quintsched.request import reading
+from quintsched.request.reading import Read
 
 if TYPE_CHECKING:
     from quintsched.passes import Watch
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
     from quintsched.simulation.costs import Costs
-
-Read = Callable[[str, Any], Any]
-"""(name, value) → the checked value; raises `UsageError` that begins with the name."""
 
 
 @dataclass(frozen=True)
@@ -61,155 +57,6 @@ class Setting:
     """Brings both sides to one form, so that what comes to the same is equal."""
 
 
-def _refuse(name: str, value: object, words: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; {words}")
-
-
-def whole(name: str, value: object) -> int:
-    """Read a whole number, numpy's included; raises `UsageError`."""
-    found = whole_number(value)
-    if found is None:
-        raise _refuse(name, value, "give a whole number")
-    return found
-
-
-def _optional(read: Read) -> Read:
-    return lambda name, value: None if value is None else read(name, value)
-
-
-def _buckets(name: str, value: object) -> int:
-    from quintsched.plan import MAX_BUCKETS
-
-    found = whole_number(value)
-    if found is None or not 1 <= found <= MAX_BUCKETS:
-        raise _refuse(name, value, f"give a whole number from 1 to {MAX_BUCKETS}")
-    return found
-
-
-def _number(name: str, value: object) -> float:
-    """Read a finite number; a whole one stays whole."""
-    found = whole_number(value)
-    if found is not None:
-        return found
-    if not isinstance(value, float) or not math.isfinite(value):
-        raise _refuse(name, value, "give a finite number")
-    return float(value)
-
-
-def _wholes(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        raise _refuse(name, value, "give whole numbers, one for each stage")
-    return tuple(whole(name, item) for item in value)
-
-
-def _whole_or_wholes(name: str, value: object) -> int | tuple[int, ...]:
-    found = whole_number(value)
-    return _wholes(name, value) if found is None else found
-
-
-def _ties(name: str, value: object) -> dict[str, tuple[int, ...]]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise _refuse(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
-    numbers = {key: whole_number(stages) for key, stages in value.items()}
-    return {key: _wholes(name, value[key]) if number is None else (number,) for key, number in numbers.items()}
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _refuse(name, value, "give text")
-    return value
-
-
-def _schedule(name: str, value: object) -> Schedule:
-    from quintsched.schedules import Schedule
-    from quintsched.user_code import load_schedule
-
-    if isinstance(value, Schedule):
-        return value
-    if not isinstance(value, str):
-        raise _refuse(name, value, "give the name of a schedule, my_file.py:my_schedule, or a Schedule")
-    return load_schedule(value)
-
-
-def _mesh_text(_name: str, value: Any) -> Any:
-    """Check a mesh and leave it as it is written."""
-    Mesh.parse(value)
-    return value
-
-
-def _costs(name: str, value: object) -> Costs:
-    from quintsched.simulation.costs import Costs
-
-    if not isinstance(value, Costs):
-        raise _refuse(name, value, "give a quintsched.Costs; Costs.load reads a file")
-    return value
-
-
-def _load_costs(path: str) -> Costs:
-    from quintsched.simulation.costs import Costs
-
-    return Costs.load(Path(path))
-
-
-def _communication(_name: str, value: object) -> str:
-    return find_means(value)  # type: ignore[arg-type]  # it refuses whatever is no name
-
-
-def _wire(name: str, value: object) -> Wire:
-    if not isinstance(value, Wire):
-        raise _refuse(name, value, "give a quintsched.collectives.Wire")
-    return value
-
-
-def parse_numbers(name: str, text: str, example: str = "1 or 0,1,1,0") -> int | tuple[int, ...]:
-    """Read "1" or "0,1,1,0"; raises `UsageError`."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and len(part) <= 9 for part in parts):
-        raise UsageError(f"{name}: cannot read {text!r}; write whole numbers with commas between them, like {example}")
-    return tuple(map(int, parts)) if len(parts) > 1 else int(text)
-
-
-def _parse_stages(name: str, text: str) -> tuple[int, ...]:
-    found = parse_numbers(name, text, "0,1,1,0")
-    return (found,) if isinstance(found, int) else found
-
-
-def _parse_ties(name: str, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for text in texts:
-        weight, equals, stages = text.rpartition("=")
-        if not equals:
-            raise UsageError(f"{name}: cannot read {text!r}; write a name and the stages that hold it: embedding=0,3")
-        if weight in found:
-            raise UsageError(f"{name}: {weight!r} is given twice; name all stages that hold it at once")
-        numbers = parse_numbers(name, stages, "embedding=0,3")
-        found[weight] = (numbers,) if isinstance(numbers, int) else numbers
-    return found
-
-
-def _name_in(value: str, plan: Plan) -> str:
-    """Return the name that a plan would know a schedule by; no name in a plan is ever resolved."""
-    return value if value == plan.schedule.name else _schedule("schedule", value).name
-
-
-def _means_in(value: str, plan: Plan) -> str:
-    """Return what a plan would say of some means: "auto" may have left the exchange native."""
-    from quintsched.verify.collectives import calls_of, stays_native
-
-    return "native" if value == "auto" and stays_native(calls_of(plan)) else value
-
-
-def _every_stage(value: int | tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    return (value,) * len(plan.stage_to_pp) if isinstance(value, int) else value
-
-
-def _wire_in(plan: Plan) -> Wire | None:
-    """Return what a plan's "auto" reckoned with; the others look at no wire."""
-    return plan.communication.wire if plan.communication.means == "auto" else None
-
-
 def _setting(doc: str, read: Read, metavar: str, *, default: Any = MISSING, first: bool = False, **how: Any) -> Any:
     return field(default=default, kw_only=not first, metadata={"setting": Setting(doc, read, metavar, **how)})
 
@@ -224,25 +71,25 @@ class CompileRequest:
     schedule: str | Schedule = _setting(
         "a registered schedule (`quintsched schedules` lists them), one of your own as my_file.py:my_schedule, or "
         "in Python a `Schedule`.",
-        _schedule,
+        reading.read_schedule,
         "NAME",
         first=True,
         letter="s",
-        data=_text,
+        data=reading.read_text,
         in_plan=lambda plan: plan.schedule.name,
-        normal=_name_in,
+        normal=reading.name_in,
     )
     mesh: Mesh | str | Mapping[str, int] = _setting(
         "the device mesh, axes and sizes from the outermost: dp=2,pp=2,tp=2.",
         lambda _name, value: Mesh.parse(value),
         "AXES",
-        data=_mesh_text,
+        data=reading.mesh_text,
         in_plan=lambda plan: plan.mesh,
         normal=lambda value, _plan: Mesh.parse(value).without_ones,
     )
     microbatches: int = _setting(
         "how many microbatches each replica's share of the batch is cut into.",
-        whole,
+        reading.read_whole_number,
         "M",
         text=int,
         letter="m",
@@ -250,7 +97,7 @@ class CompileRequest:
     )
     chunks: int | None = _setting(
         "stages per pipeline rank; by default the fewest that the schedule allows.",
-        _optional(whole),
+        reading.optional(reading.read_whole_number),
         "V",
         default=None,
         text=int,
@@ -258,7 +105,7 @@ class CompileRequest:
     )
     buckets_per_stage: int = _setting(
         "gradient buckets of a stage.",
-        _buckets,
+        reading.read_buckets,
         "N",
         default=1,
         text=int,
@@ -266,15 +113,15 @@ class CompileRequest:
     )
     stage_to_pp: Sequence[int] | None = _setting(
         "which pipeline rank holds each stage, 0,1,1,0; by default the schedule's own placement.",
-        _optional(_wholes),
+        reading.optional(reading.read_wholes),
         "RANKS",
         default=None,
-        parse=_parse_stages,
+        parse=reading.parse_stages,
         in_plan=lambda plan: plan.stage_to_pp,
     )
     slices: int = _setting(
         "pieces of a microbatch along the sequence, for schedules that take them.",
-        whole,
+        reading.read_whole_number,
         "Q",
         default=1,
         text=int,
@@ -282,15 +129,15 @@ class CompileRequest:
     )
     costs: Costs | None = _setting(
         "the costs to plan with, for schedules that search; a JSON file, in Python a `Costs`.",
-        _optional(_costs),
+        reading.optional(reading.read_costs),
         "FILE",
         default=None,
-        data=_optional(_text),
-        load=_load_costs,
+        data=reading.optional(reading.read_text),
+        load=reading.load_costs,
     )
     memory_cap: float | None = _setting(
         "the most activations that a rank may hold, in microbatches of a whole rank, for schedules that search.",
-        _optional(_number),
+        reading.optional(reading.read_number),
         "X",
         default=None,
         text=float,
@@ -299,44 +146,44 @@ class CompileRequest:
     recompute: int | Sequence[int] = _setting(
         "0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for every "
         "k-th block of a stage; one number for all stages, or one for each: 0,1,1,0.",
-        _whole_or_wholes,
+        reading.read_whole_or_wholes,
         "K",
         default=0,
-        parse=parse_numbers,
+        parse=reading.parse_numbers,
         in_plan=lambda plan: tuple(map(plan.layout.recompute_every, range(len(plan.stage_to_pp)))),
-        normal=_every_stage,
+        normal=reading.every_stage,
     )
     tied: Mapping[str, Sequence[int]] | None = _setting(
         "named weights that several stages hold, and which: embedding=0,3, in Python {'embedding': (0, 3)}. Their "
         "gradients are added up.",
-        _ties,
+        reading.read_ties,
         "NAME=STAGES",
         default=None,
         text=list,
-        parse=_parse_ties,
+        parse=reading.parse_ties,
         in_plan=lambda plan: dict(plan.tied),
     )
     communication: str = _setting(
         f"how gradients are summed over replicas, one of {', '.join(MEANS)}: by the library's own collectives, spelled "
         "out in messages, or by what is fastest for a message's size.",
-        _communication,
+        reading.read_communication,
         "MEANS",
         default="native",
         in_plan=lambda plan: plan.communication.means,
-        normal=_means_in,
+        normal=reading.means_in,
     )
     wire: Wire | None = _setting(
         "the latency and bandwidth that communication auto reckons with.",
-        _optional(_wire),
+        reading.optional(reading.read_wire),
         "WIRE",
         default=None,
         parts=Wire,
-        in_plan=_wire_in,
+        in_plan=reading.wire_in,
     )
     zero: int = _setting(
         "what replicas share out instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 gradients "
         "too, 3 weights too.",
-        whole,
+        reading.read_whole_number,
         "0-3",
         default=0,
         text=int,
@@ -344,7 +191,7 @@ class CompileRequest:
     )
     zero_every: int = _setting(
         "with zero 2 and 3, after how many microbatches of a stage its gradients are reduced.",
-        whole,
+        reading.read_whole_number,
         "K",
         default=1,
         text=int,
@@ -395,7 +242,7 @@ class Entry:
         """Return what a job file gives, checked; raises `UsageError`."""
         if not self.setting.parts:
             return (self.setting.data or self.setting.read)(self.name, value)
-        number = _number(self.name, value)
+        number = reading.read_number(self.name, value)
         self.setting.parts(**{self.name: number})
         return number
 
@@ -422,4 +269,11 @@ def entries() -> Iterator[Entry]:
 
 
 def _part(part: Field[Any], whole: str, setting: Setting) -> Entry:
-    return Entry(part.name, setting, part.metadata["doc"], part.metadata["metavar"], part.default, part_of=whole)
+    return Entry(
+        part.name,
+        setting,
+        part.metadata["doc"],
+        part.metadata["metavar"],
+        part.default,
+        part_of=whole,
+    )
