@@ -85,6 +85,8 @@ def test_help_is_light():
         "import sys, quintsched, quintsched.cli\n"
         "try: quintsched.cli.main(['--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
+        "import resource; used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "assert used.ru_utime + used.ru_stime < 0.3, used\n"
         "heavy = {'torch', 'matplotlib', 'numpy', 'networkx', 'pydantic', 'rich', 'yaml'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
