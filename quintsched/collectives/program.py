@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from quintsched.ir.instructions import Instruction
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Algorithm = Literal["ring", "tree"]
 
-KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 MAX_SIZE = 256
 """The most ranks that a collective is spelled out for."""

@@ -68,7 +68,7 @@ def read_number(name: str, value: object) -> float:
 def read_wholes(name: str, value: object) -> tuple[int, ...]:
     """Read whole numbers, in any kind of sequence; raises `UsageError`."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        raise _refuse(name, value, "give whole numbers, one for each stage")
+        raise _refuse(name, value, "give whole numbers")
     return tuple(read_whole_number(name, item) for item in value)
 
 
@@ -85,7 +85,10 @@ def read_ties(name: str, value: object) -> dict[str, tuple[int, ...]]:
     if not isinstance(value, Mapping):
         raise _refuse(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
     numbers = {key: whole_number(stages) for key, stages in value.items()}
-    return {key: read_wholes(name, value[key]) if number is None else (number,) for key, number in numbers.items()}
+    return {
+        key: read_wholes(f"{name} {key!r}", value[key]) if number is None else (number,)
+        for key, number in numbers.items()
+    }
 
 
 def read_text(name: str, value: object) -> str:

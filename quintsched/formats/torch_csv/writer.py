@@ -89,8 +89,8 @@ def _beyond_torch(plan: Plan) -> str | None:
         )
     if plan.zero.shares_weights and plan.zero.every < plan.schedule.microbatches:
         return (
-            f"it reduces gradients after every {plan.zero.every} microbatches; torch does so once: compile it with "
-            f"zero_every {plan.schedule.microbatches}"
+            f"it reduces gradients after every {plan.zero.every} microbatches (ZeRO-3); torch does so once: compile "
+            f"it with zero_every {plan.schedule.microbatches}"
         )
     if plan.tied:
         return (
