@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .autograd.deferred_weight_grads import defer
-    from .blocks.blocks import Carry, build_model, measure_costs
+    from .blocks.blocks import Carry, build_model
+    from .blocks.costs import measure_costs
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from .train.trainer import Trainer
 
 _HOMES = {
-    "blocks.blocks": ("Carry", "build_model", "measure_costs"),
+    "blocks.blocks": ("Carry", "build_model"),
+    "blocks.costs": ("measure_costs",),
     "autograd.deferred_weight_grads": ("defer",),
     "job.config": ("JobConfig",),
     "comm.connection": ("connect_for",),

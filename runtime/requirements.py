@@ -9,7 +9,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
-from quintsched.verify.soundness import require_runnable as require_free
+from quintsched.verify.soundness import Verdict
+from quintsched.verify.soundness import require_runnable as require_free_on_one_host
 
 from .blocks.blocks import Blocks, some_take
 from .comm import Transport
@@ -18,44 +19,61 @@ from .parallel.expert.moe import mixtures
 from .stage.build import Stage
 
 
-def require_runnable(plan: Plan, transport: Transport) -> None:
-    """Raise `UsageError`, `MisfitError` or `UnsoundError` for a plan that this transport cannot run."""
+def require_runnable(plan: Plan, transport: Transport) -> Verdict:
+    """Return the proof of a plan; raise `UsageError`, `MisfitError` or `UnsoundError` if this transport cannot run it.
+
+    This is the only place where the runtime has a plan proved.
+    """
     plan.mesh.require_world_size(transport.world_size)
     if plan.mesh.axis_size("cp") > 1 and plan.schedule.slices > 1:
         raise UsageError(
-            f"mesh {plan.mesh} shares out each sequence over cp, and {plan.schedule.name} cuts it into "
+            f"mesh {plan.mesh} cuts each sequence over cp, and {plan.schedule.name} cuts it into "
             f"{plan.schedule.slices} slices; a run does one or the other"
         )
-    require_free(plan, transport.profile)
+    verdict = plan.check(profile=transport.profile)
+    verdict.raise_if_unsound()
+    if not verdict.profiles["blocking"]:
+        require_free_on_one_host(plan, transport.profile)
+    _require_models_order(plan)
+    _require_separate_twins(plan)
+    return verdict
+
+
+def _require_models_order(plan: Plan) -> None:
+    """Raise `MisfitError` unless each route visits the whole model, in its order."""
     layout = plan.layout
     for route in plan.routes:
-        parts = [layout.part_of(stage) for stage in route.stages]
-        if parts != list(range(1 + max(map(layout.part_of, range(len(plan.stage_to_pp)))))):
+        visited = [layout.part_of(stage) for stage in route.stages]
+        if visited != list(range(1 + max(map(layout.part_of, range(len(plan.stage_to_pp)))))):
             raise MisfitError(
-                f"a route visits the pieces of the model in the order {parts}; to be run, each route must visit all of "
-                "them in the model's order"
+                f"a route visits the pieces of the model in the order {visited}; to be run, each route must visit all "
+                "of them in the model's order"
             )
+
+
+def _require_separate_twins(plan: Plan) -> None:
+    """Raise `MisfitError` where stages that hold the same weights, of different routes, are on one rank."""
     for stage in range(len(plan.stage_to_pp)):
-        twins = layout.twins(stage)
+        twins = plan.layout.twins(stage)
         if len({plan.stage_to_pp[twin] for twin in twins}) < len(twins):
             raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
 
 
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:
-    """Raise `MisfitError` where sequences are cut and no block can look beyond its piece."""
-    pieces = {
+    """Raise `MisfitError` where sequences are cut and no block can look beyond its slice."""
+    cuts = {
         "past": (f"{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices", plan.schedule.slices),
-        "context": (f"mesh {plan.mesh} shares out sequences over cp", plan.mesh.axis_size("cp")),
+        "context": (f"mesh {plan.mesh} cuts sequences over cp", plan.mesh.axis_size("cp")),
     }
-    for name, (what, count) in pieces.items():
+    for name, (what, count) in cuts.items():
         if count > 1 and not some_take(name, blocks):
             raise MisfitError(
-                f"{what}, but no block takes `{name}` in its forward: an attention would see only its own piece"
+                f"{what}, but no block takes `{name}` in its forward: an attention would see only its slice"
             )
 
 
 def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where several ranks would each draw masks of their own (see `dropout`), and in experts."""
+    """Raise `MisfitError` where several ranks would each draw different masks (see `dropout`), and in experts."""
     for stage in stages.values():
         for number, block in stage.blocks.items():
             _refuse_dropouts_of_experts(number, block)

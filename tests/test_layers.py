@@ -1,9 +1,16 @@
-"""Who may import whom, read from the imports: the planner stands alone, runtime and viz stand on it, apart."""
+"""Who may import whom, read from the imports: the planner stands alone, runtime and viz stand on it, apart.
+
+quintsched ◀── runtime      within each: rooms in an order, from the top (entry points) to the bottom; a room imports
+    ▲                       only those after it, imports for type checkers included, and no files import each other
+    └───────── viz          in a circle
+"""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,6 +19,46 @@ ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
 LAYERS = {"quintsched.runtime": ROOT / "runtime", "quintsched.viz": ROOT / "viz", "quintsched": ROOT / "quintsched"}
 DRAWING = {ROOT / "quintsched" / "cli" / name for name in ("pictures.py", "timing.py")}
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "quintsched.runtime": (
+        "launch",
+        "train",
+        "checkpoint",
+        "engine",
+        "requirements",
+        "interpreter",
+        "state",
+        "stage",
+        "models",
+        "parallel",
+        "blocks",
+        "data",
+        "autograd",
+        "comm",
+        "job",
+    ),
+    "quintsched.viz": (
+        "timeline",
+        "activation_panel",
+        "legend",
+        "sheet",
+        "rows",
+        "style",
+        "perfetto",
+        "collective_scene",
+        "files",
+        "scene",
+    ),
+    "quintsched": (),
+}
+"""The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
+
+INNER_ORDER = {"quintsched.runtime.parallel": ("tensor", "expert", "context")}
+"""The folders of a room, from top to bottom; the files beside them may be anywhere."""
+
+ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
+MOST_FILES, MOST_LINES = 15, 400
 
 
 def sources(layer: str) -> list[Path]:
@@ -61,6 +108,96 @@ def test_layers_keep_apart(layer):
             allowed = lazily and path in DRAWING and within(module, "quintsched.viz")
             broken = [other for other in forbidden if within(module, other) and not allowed]
             assert not broken, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def room_of(module: str, package: str) -> str | None:
+    """Return the first name below `package` in a module's path; None for the package itself and for others."""
+    below = module.removeprefix(package).split(".")[1:]
+    return below[0] if within(module, package) and below else None
+
+
+@pytest.mark.parametrize("layer", ORDERED)
+def test_a_room_imports_only_rooms_below_it(layer):
+    order = ORDER[layer]
+    found = {room_of(module_of(path, layer), layer) for path in sources(layer)} - {None, "__main__"}
+    assert found == set(order), "the order of rooms is not that of the folders"
+    for path in sources(layer):
+        home = room_of(module_of(path, layer), layer)
+        for module, _ in imports(path, layer) if home in order else ():
+            room = room_of(module, layer)
+            if room != home and within(module, layer):
+                assert room in order, f"{path.relative_to(ROOT)} imports {module}; name the room that has it"
+                assert order.index(home) < order.index(room), f"{path.relative_to(ROOT)} looks up to {module}"
+
+
+@pytest.mark.parametrize("package", INNER_ORDER)
+def test_folders_of_a_room_have_an_order_too(package):
+    layer, order = package.rpartition(".")[0], INNER_ORDER[package]
+    for path in sources(layer):
+        home = room_of(module_of(path, layer), package)
+        for module, _ in imports(path, layer) if home in order else ():
+            room = room_of(module, package)
+            if room in order and room != home:
+                assert order.index(home) < order.index(room), f"{path.relative_to(ROOT)} looks up to {module}"
+
+
+@pytest.mark.parametrize("layer", ORDERED)
+def test_no_files_import_each_other_in_a_circle(layer):
+    files = {module_of(path, layer): path for path in sources(layer)}
+    uses: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for module, _ in imports(path, layer):
+            target = module if module in files else module.rpartition(".")[0]
+            if target in files and target != name:
+                uses[name].add(target)
+    assert any(uses.values())
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("layer", ORDERED)
+def test_rooms_and_files_are_small(layer):
+    for path in sources(layer):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= MOST_LINES, f"{path.relative_to(ROOT)} has {lines} lines"
+    for folder in {path.parent for path in sources(layer)}:
+        files = len(list(folder.glob("*.py")))
+        assert files <= MOST_FILES, f"{folder.relative_to(ROOT)} has {files} files"
+
+
+@pytest.mark.parametrize("layer", ORDERED)
+def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
+    for folder in {path.parent for path in sources(layer)} - {LAYERS[layer]}:
+        says = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        lines, place = [line for line in says.splitlines() if line], folder.relative_to(ROOT)
+        assert (1 if folder.parent != LAYERS[layer] else 2) <= len(lines) <= 8, f"{place}: about five lines"
+        assert re.search(r"\bimports?\b", says, re.IGNORECASE), f"{place} does not say what it may import"
+
+
+KINDS = {"cuda", "xpu", "mps", "hpu", "npu", "accelerator"}
+
+
+def test_kinds_of_accelerators_are_known_in_one_file():
+    for path in sources("quintsched.runtime"):
+        if path == ROOT / "runtime" / "comm" / "device.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            where = f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 0)}: ask comm.device"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                assert node.attr not in KINDS, where
+            if isinstance(node, ast.Constant):
+                assert node.value not in KINDS, where
+        used = {part for module, _ in imports(path, "quintsched.runtime") for part in module.split(".")[:2]}
+        assert not ("torch" in used and used & KINDS), f"{path.relative_to(ROOT)} imports of an accelerator"
+
+
+def test_the_time_is_read_in_one_file():
+    for path in sources("quintsched.runtime"):
+        read = {module for module, _ in imports(path, "quintsched.runtime") if within(module, "time")} - {"time.sleep"}
+        assert not read or path == ROOT / "runtime" / "comm" / "clock.py", f"{path.relative_to(ROOT)} imports {read}"
 
 
 @pytest.mark.parametrize("layer", ["quintsched.runtime", "quintsched.viz"])

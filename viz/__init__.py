@@ -6,7 +6,8 @@ writes what Perfetto and Chrome show.
 
     render(plan.simulate(), Path("plan.png"))
 
-matplotlib is loaded when the first picture is asked for, not when this package is imported.
+matplotlib is loaded when the first picture is asked for, not when this package is imported. Imports the planner, and
+neither torch nor the runtime.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SVG as a page that stands on its own."""
+"""SVG as a page that needs no other file."""
 
 from __future__ import annotations
 

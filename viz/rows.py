@@ -35,7 +35,7 @@ from .style import (
 )
 
 GUTTER = 0.14
-"""The share of a row that stays free above and below its band."""
+"""The fraction of a row that stays free above and below its band."""
 
 MARK_POINTS = 6.0
 MARK_STEP = 1.15 * MARK_POINTS
@@ -180,7 +180,7 @@ def _colour(box: Box, scale: Scale) -> Rgb:
 
 
 def _draw_arrows(axes: Axes, scene: Scene, scale: Scale) -> None:
-    """Draw messages behind the boxes; those that go down stand a little left of those that go up at the same time."""
+    """Draw messages behind the boxes; those that go down are a little left of those that go up at the same time."""
     crowding = _crowding(scene, scale) / MESSAGES_PER_INCH
     width, alpha = 1.0 - 0.5 * crowding, 0.95 - 0.5 * crowding
     ways: dict[bool, list[Arrow]] = defaultdict(list)
@@ -251,9 +251,9 @@ def _name_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
     axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks], fontsize=font)
     axes.tick_params(axis="y", length=0)
     for rank in ranks:
-        share = scene.busy[rank] / scene.makespan if scene.makespan else 0.0
+        fraction = scene.busy[rank] / scene.makespan if scene.makespan else 0.0
         axes.annotate(
-            f"{percent(share)} busy",
+            f"{percent(fraction)} busy",
             (1, rank + 0.5),
             xycoords=axes.get_yaxis_transform(),
             xytext=(5, 0),

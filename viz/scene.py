@@ -20,7 +20,7 @@ from quintsched.simulation.measured import MeasuredSpan, MeasuredStep
 from quintsched.simulation.simulator import Simulation
 
 ROUNDING = 1e-9
-"""Times closer than this share of the makespan are the same, but for the rounding of sums."""
+"""Times closer than this fraction of the makespan are the same, but for the rounding of sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
     return tuple(_add_up(of_rank, plan.schedule.parts, simulation.makespan * ROUNDING) for of_rank in changes)
 
 
-def _add_up(changes: Sequence[tuple[float, float]], parts: int, instant: float) -> Held:
+def _add_up(changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
     """Add up changes in the order of time; those less than `instant` apart are one step."""
     at, now, peak = 0.0, 0.0, 0.0
     after = {at: now}
@@ -173,4 +173,4 @@ def _add_up(changes: Sequence[tuple[float, float]], parts: int, instant: float) 
         now += change
         peak = max(peak, now)
         after[at] = now
-    return Held(tuple(after), tuple(amount / parts for amount in after.values()), peak / parts)
+    return Held(tuple(after), tuple(amount / units for amount in after.values()), peak / units)

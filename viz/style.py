@@ -1,6 +1,6 @@
 """How things look: colours, marks, fonts, and numbers as text.
 
-Colours are of the Okabe-Ito family, told apart by people of any colour vision; a rank's chunks differ in lightness.
+Colours are of the Okabe-Ito family, distinct to people of any colour vision; a rank's chunks differ in lightness.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LOOKS: dict[type[Instruction], Look] = {
     Stored: Look("chunk arrives and is stored", "#E69F00"),
     SyncTied: Look("tied gradients added up", "#000000", "s"),
     AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
-    ReduceScatterBucket: Look("gradients reduced, shares kept", "#009E73", "d"),
+    ReduceScatterBucket: Look("gradients reduced, shards kept", "#009E73", "d"),
     GatherParams: Look("weights gathered", "#882255", "^"),
     FreeParams: Look("weights dropped", "#C48AA5", ">"),
     ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
@@ -77,7 +77,7 @@ LOOKS: dict[type[Instruction], Look] = {
     OptStep: Look("optimizer step", INK, "*"),
     AllGatherBucket: Look("stepped weights gathered", "#882255", "P"),
 }
-"""Legends list what there is in this order; a class that is not here is shown in grey, by its own name."""
+"""Legends list what there is in this order; a class that is not here is shown in grey, by its name."""
 
 CARGO: dict[Kind, Look] = {
     Kind.OUTPUT: Look("activation sent", "#2B6C99"),
@@ -136,7 +136,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def printable(text: str) -> str:
-    """Return `text` with what cannot be printed (or stand in an XML file) replaced."""
+    """Return `text` with what cannot be printed (or be in an XML file) replaced."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -151,6 +151,6 @@ def duration(value: float, unit: str) -> str:
     return f"{number(value)} {printable(unit)}"
 
 
-def percent(share: float) -> str:
-    """Return a share as per cent."""
-    return f"{100 * share:.1f} %"
+def percent(fraction: float) -> str:
+    """Return a fraction as per cent."""
+    return f"{100 * fraction:.1f} %"

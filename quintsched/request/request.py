@@ -120,7 +120,7 @@ class CompileRequest:
         in_plan=lambda plan: plan.stage_to_pp,
     )
     slices: int = _setting(
-        "pieces of a microbatch along the sequence, for schedules that take them.",
+        "slices of a microbatch's sequence, for schedules that take them.",
         reading.read_whole_number,
         "Q",
         default=1,
@@ -181,8 +181,8 @@ class CompileRequest:
         in_plan=reading.wire_in,
     )
     zero: int = _setting(
-        "what replicas share out instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 gradients "
-        "too, 3 weights too.",
+        "what is sharded over replicas instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 "
+        "gradients too, 3 weights too.",
         reading.read_whole_number,
         "0-3",
         default=0,

@@ -1,4 +1,5 @@
 """Backwards run by hand: halves of a backward, recomputation, gradients of keys and values of earlier slices.
 
-Imports torch and nothing else of the runtime.
+`run_backward` stops at given edges, `deferred_weight_grads` puts weight gradients off, `recompute` drops activations
+and brings them back, `kv_store` serves sequences in slices. Imports `comm.device` alone.
 """

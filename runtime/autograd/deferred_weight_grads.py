@@ -5,14 +5,14 @@
 
 `BwdInput` is an ordinary backward of the whole stage, run inside `WeightQueue.deferring()`: linear layers and
 embeddings then pass on the gradient of their input and leave that of their weights as products. The graph is freed by
-it; only x and g of each product stand until `Products.drain`. Outside of `deferring()` the same layers compute
+it; only x and g of each product are kept until `Products.drain`. Outside of `deferring()` the same layers compute
 everything at once, with the same bits.
 
 Whatever cannot wait (norms, convolutions, functional calls on a weight, weights with hooks or a parametrization) is
-computed by the backward as ever. A weight of which one use waits and another does not gets both parts, added in
+computed by the backward as ever. A weight of which one use waits and another does not gets both gradients, added in
 another order than a full backward adds them.
 
-A layer of one's own joins in by naming its parameters and offering their products in its backward:
+A user's layer joins in by naming its parameters and offering their products in its backward:
 
     class Scale(nn.Module):
         deferrable = ("weight",)                       # what defer_weights looks for
@@ -130,7 +130,7 @@ class WeightQueue:
         return Products(self)
 
     def __reduce__(self) -> tuple[type[WeightQueue], tuple[()]]:
-        """Let a copied or pickled parameter have a queue of its own, which nobody ever drains or fills."""
+        """Let a copied or pickled parameter have another queue, which nobody ever drains or fills."""
         return WeightQueue, ()
 
 
@@ -266,7 +266,7 @@ def _is_recorded(weight: Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """A matrix times weightᵀ, plus the bias. Each product is the very call that autograd's own formulas make."""
+    """A matrix times weightᵀ, plus the bias. Each product is the very call that autograd's formulas make."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:

@@ -2,7 +2,7 @@
 
     slice      0            1            2                    forwards in this order, backwards against it
     keys     [k0]        [k0 k1]      [k0 k1 k2]              one buffer per microbatch, filled slice by slice
-    ∂keys    [∂0]◀───────[∂0 ∂1]◀─────[∂0 ∂1 ∂2]              one buffer, added to; a slice takes its part when the
+    ∂keys    [∂0]◀───────[∂0 ∂1]◀─────[∂0 ∂1 ∂2]              one buffer, added to; a slice takes its rows when the
                                                               slices behind it have added theirs
 
 An attention takes `past` by name and calls `keys, values = past.extend(self, keys, values)`.
@@ -43,27 +43,27 @@ class Past:
     def extend(self, site: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values so far: (samples, heads, slice, size) to (samples, heads, seen + slice, size).
 
-        `site` is the calling module; each has its own past.
+        `site` is the calling module; each has a past.
         """
         return self._extend((site, 0), keys), self._extend((site, 1), values)
 
-    def _extend(self, which: tuple[nn.Module, int], piece: Tensor) -> Tensor:
+    def _extend(self, which: tuple[nn.Module, int], fresh: Tensor) -> Tensor:
         row = self._store.rows.get(which)
         if row is None:
-            shape = (*piece.shape[:-2], self._total, piece.shape[-1])
-            row = self._store.rows[which] = Row(torch.empty(shape, dtype=piece.dtype, device=piece.device))
-        extended: Tensor = _Extend.apply(piece, row, self.seen)  # type: ignore[no-untyped-call]
+            shape = (*fresh.shape[:-2], self._total, fresh.shape[-1])
+            row = self._store.rows[which] = Row(torch.empty(shape, dtype=fresh.dtype, device=fresh.device))
+        extended: Tensor = _Extend.apply(fresh, row, self.seen)  # type: ignore[no-untyped-call]
         return extended
 
 
 class _Extend(torch.autograd.Function):
-    """Put a piece behind what is known. The buffer is written through `.data`: earlier slices, whose graphs hold
-    what lies before the piece, are not touched, and autograd need not suspect it."""
+    """Put a slice behind what is known. The buffer is written through `.data`: earlier slices, whose graphs hold
+    what lies before the slice, are not touched, and autograd need not suspect it."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, row: Row, start: int) -> Tensor:
-        ctx.row, ctx.start, ctx.end = row, start, start + piece.shape[-2]
-        row.whole.data[..., start : ctx.end, :].copy_(piece)
+    def forward(ctx: Any, fresh: Tensor, row: Row, start: int) -> Tensor:
+        ctx.row, ctx.start, ctx.end = row, start, start + fresh.shape[-2]
+        row.whole.data[..., start : ctx.end, :].copy_(fresh)
         return row.whole.data[..., : ctx.end, :]
 
     @staticmethod

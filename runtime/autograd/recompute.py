@@ -1,11 +1,11 @@
 """Recomputation: a forward that keeps no more than its input, and is run again before its backward.
 
     Fwd         x ──▶ run without recording ──▶ y          kept: x, and the state of the random generator
-    Recompute   x ──▶ run again, recording  ──▶ (y)        the activations stand again
+    Recompute   x ──▶ run again, recording  ──▶ (y)        the activations are there again
     Bwd         ∂x ◀── through what was recorded ◀── ∂y
 
 The plan says when (`Recompute`), so that it can happen while the gradient is still on its way. To autograd the
-dropped piece is one function, whose backward runs the recorded one.
+dropped forward is one function, whose backward runs the recorded one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ..comm.device import fork_generators, generator_states, restore_generators
 from .run_backward import run_backward
 
 Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
 
 
 class Rerun:
-    """One piece of one forward that was dropped; `again` brings it back."""
+    """A forward, or some blocks of it, that was dropped; `again` brings it back."""
 
     def __init__(
         self, run: Run, buffers: Callable[[], Iterable[Tensor]], given: tuple[Tensor, ...], extras: Mapping[str, Any]
@@ -32,7 +33,7 @@ class Rerun:
         self._buffers = buffers
         self._given: tuple[Tensor, ...] = given
         self._extras = extras
-        self._generators = _generator_states(given[0].device)
+        self._generators = generator_states(given[0].device)
         self._outputs: tuple[Tensor, ...] = ()
         self.has_auxiliary = False
 
@@ -47,8 +48,8 @@ class Rerun:
         device = self._given[0].device
         buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
         self._given = tuple(t.detach().requires_grad_(t.requires_grad) for t in self._given)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-            _restore_generators(device, self._generators)
+        with fork_generators(device), torch.enable_grad():
+            restore_generators(device, self._generators)
             self._outputs = self.flat()
         for buffer, before in buffers:
             buffer.data.copy_(before)  # past the version counter: the backward may have saved it, and does not mind
@@ -75,16 +76,6 @@ def run_dropped(
     anchor = torch.empty(0, requires_grad=True)  # a first stage's inputs need no gradient, but its weights do
     outputs: tuple[Tensor, ...] = _Dropped.apply(rerun, anchor, *given)  # type: ignore[no-untyped-call]
     return (outputs[:-1], outputs[-1]) if rerun.has_auxiliary else (outputs, None)
-
-
-def _generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    return (torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()))
-
-
-def _restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 class _Dropped(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""A model as a list of blocks: how blocks are built and called, what they cost, which shapes pass between them.
+"""A model as a list of blocks: how they are built and called, what they cost, which shapes pass between them.
 
-Imports `comm` and `autograd` at most.
+`blocks` builds, `costs` estimates or measures, `shapes` finds what passes between them without data, `dtensor` takes in
+modules that PyTorch has sharded. Imports `comm`; knows no mesh.
 """

@@ -1,4 +1,4 @@
-"""A model as a sequence of blocks: building them one at a time, their sizes, and the shapes between them.
+"""A model as a sequence of blocks: how they are built, one at a time, and what is known of them before.
 
 A block is a module, or a function without arguments that builds one. With functions no rank builds the blocks of
 the others, and the engine seeds each block by (seed, its number), so that initial weights do not depend on the mesh.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,18 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from quintsched.errors import MisfitError
-
-from .dtensor import before_fully_shard, is_sharded
+from .dtensor import is_sharded
 
 Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
 
+TOKENS = 1
+"""The dimension of tokens in what passes between blocks that have them: (samples, tokens, …)."""
+
 _GLOBAL_GENERATOR = threading.Lock()
-"""Ranks that are threads of one process share torch's global generator; one block is built at a time."""
+"""Ranks that are threads of one process have one global generator of torch's; one block is built at a time."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def outlines(blocks: Blocks, *, apart: bool) -> list[nn.Module]:
     return [
         copy.deepcopy(block, _meta_twins(block))
         if apart and isinstance(block, nn.Module) and not is_sharded(block)
-        else _on_meta(block)
+        else on_meta(block)
         for block in blocks
     ]
 
@@ -152,38 +151,22 @@ def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
 
 def some_take(name: str, blocks: Blocks) -> bool:
     """Whether any block has a parameter of this name: `past` (see `slices`), `context` (see `context_parallel`)."""
-    return any(name in inspect.signature(_on_meta(block).forward).parameters for block in blocks)
+    return any(name in inspect.signature(on_meta(block).forward).parameters for block in blocks)
 
 
 BlockResult = Tensor | Carry | tuple[Tensor | Carry, Tensor]
 
 
 def split_result(result: BlockResult) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return a block's output, what rides along from there, and the auxiliary loss that may stand beside it."""
+    """Return a block's output, what rides along from there, and the auxiliary loss that may be beside it."""
     output, auxiliary = result if isinstance(result, tuple) else (result, None)
     return (output.output, output.riders, auxiliary) if isinstance(output, Carry) else (output, {}, auxiliary)
-
-
-def estimate_costs(blocks: Blocks) -> list[float]:
-    """Estimate what each block costs without running it: the weights that its products touch.
-
-    A lookup (`nn.Embedding`) touches one row, and a mixture of experts those that a token goes to: what a module's
-    `touched_parameters` say. Builders run on the meta device, so nothing is allocated.
-    """
-    costs = []
-    for block in blocks:
-        module = _on_meta(block)
-        lookups = {id(m.weight): m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding)}
-        shares = {id(p): share for m in module.modules() for p, share in getattr(m, "touched_parameters", tuple)()}
-        touched = (lookups.get(id(p), p.numel() * shares.get(id(p), 1.0)) for p in module.parameters())
-        costs.append(float(sum(touched)))
-    return costs
 
 
 def named_modules(blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module of the model by its name in the whole; those that builders make are on the meta device."""
     for number, block in enumerate(blocks):
-        yield from _on_meta(block).named_modules(prefix=str(number))
+        yield from on_meta(block).named_modules(prefix=str(number))
 
 
 def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> frozenset[str]:
@@ -194,7 +177,7 @@ def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> froz
     """
     spared: set[str] = set()
     for number, block in enumerate(blocks):
-        built = _on_meta(block)
+        built = on_meta(block)
         ids = {
             id(parameter)
             for module in built.modules()
@@ -205,114 +188,8 @@ def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> froz
     return frozenset(spared.union(*(names for names in tied.values() if spared.intersection(names))))
 
 
-def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 3) -> list[float]:
-    """Measure each block's forward and backward on one microbatch, in seconds: the best of `rounds`.
-
-    `example` is a microbatch of the model's input; one block is built at a time.
-    """
-    costs = []
-    riders: dict[str, Tensor] = {}
-    for number, block in enumerate(blocks):
-        dtype = example.dtype if example.is_floating_point() else None
-        module = build_block(block, number, seed, dtype).to(example.device)
-        accepts = accepted_extras(module)
-        beside = {name: tensor for name, tensor in riders.items() if accepts(name)}
-        taken = []
-        for _ in range(rounds):
-            start = _now_s(example.device)
-            given = example.detach().requires_grad_(
-                number > 0 and (example.is_floating_point() or example.is_complex())
-            )
-            output, fresh, _ = split_result(module(given, **beside))
-            output.sum().backward()
-            taken.append(_now_s(example.device) - start)
-        module.zero_grad()
-        costs.append(min(taken))
-        example = output.detach()
-        riders.update({name: tensor.detach() for name, tensor in fresh.items()})
-    return costs
-
-
-def _now_s(device: torch.device) -> float:
-    """Return the time when everything that was asked of the device so far is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def trace_shapes(
-    blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec], dtype: torch.dtype | None = None
-) -> list[Parcel]:
-    """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
-
-    `dtype` is that of the weights; None leaves them as they are built.
-    Raises `MisfitError` that names the block that cannot take what the one before gives.
-    """
-    given = inputs.empty("meta")
-    beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    left: list[Tensor] = []
-    riders: dict[str, _Ride] = {}
-    for number, block in enumerate(blocks):
-        module = _on_meta(block)
-        accepts = accepted_extras(module)
-        taken = {name: extra for name, extra in beside.items() if accepts(name)}
-        for name, ride in riders.items():
-            if accepts(name):
-                ride.until = number
-                taken[name] = ride.tensor
-        try:
-            result = _call_on_meta(module, given, taken, dtype)
-        except Exception as error:
-            raise MisfitError(
-                f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "
-                "blocks on torch's meta device)"
-            ) from error
-        _require_result(number, result)
-        given, fresh, _ = split_result(result)
-        left.append(given)
-        for name, tensor in fresh.items():
-            if name in beside or name in riders:
-                raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
-            riders[name] = _Ride(tensor, number, number)
-    for name, ride in riders.items():
-        if ride.until == ride.since:
-            raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
-    return [
-        Parcel(
-            TensorSpec.of(output),
-            tuple((name, TensorSpec.of(r.tensor)) for name, r in riders.items() if r.since <= number < r.until),
-        )
-        for number, output in enumerate(left)
-    ]
-
-
-def _require_result(number: int, result: object) -> None:
-    """Raise `MisfitError` unless a block gave a tensor, or (output, auxiliary loss), with or without riders."""
-    output, auxiliary = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    found = output.output if isinstance(output, Carry) else output
-    if not isinstance(found, Tensor) or isinstance(found, DTensor):
-        raise MisfitError(
-            f"block {number} returns a {type(found).__name__}; it must return a tensor or a Carry, or one of them "
-            "beside an auxiliary loss"
-        )
-    if auxiliary is not None and not (isinstance(auxiliary, Tensor) and auxiliary.dim() == 0):
-        shape = f"of shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
-        raise MisfitError(
-            f"block {number} returns something {shape} beside its output; only an auxiliary loss may be "
-            "there, a tensor of no dimensions"
-        )
-
-
-@dataclass
-class _Ride:
-    """A tensor that rides along from block `since` to block `until`."""
-
-    tensor: Tensor
-    since: int
-    until: int
-
-
-def _on_meta(block: Block) -> nn.Module:
+def on_meta(block: Block) -> nn.Module:
+    """Return a block of which only the shapes matter: a builder's without memory, a module as it is."""
     if isinstance(block, nn.Module):
         return block
     with seeded(0, 0), torch.device("meta"), _Undrawn():
@@ -331,16 +208,3 @@ class _Undrawn(TorchFunctionMode):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **given)
-
-
-def _call_on_meta(
-    module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
-) -> BlockResult:
-    module = before_fully_shard(module)
-    weights = {
-        name: t.to("meta", dtype if t.is_floating_point() else None)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
-    with torch.no_grad():
-        result: BlockResult = torch.func.functional_call(module, weights, (given,), extras)
-    return result

@@ -1,20 +1,19 @@
-"""Modules that PyTorch has sharded: their parameters are DTensors, of which each rank holds a local part.
+"""Modules that PyTorch has sharded: their parameters are DTensors, of which each rank holds a local shard.
 
-    parallelize_module over tp     ┌──────────┐ local part ◀── optimizer (a plain parameter in the same memory)
+    parallelize_module over tp     ┌──────────┐ local shard ◀── optimizer (a plain parameter in the same memory)
     fully_shard over the replicas  │ DTensor  │
-                                   └──────────┘ gradient ──redistributed──▶ added to the local part's sum
+                                   └──────────┘ gradient ──redistributed──▶ added to the local shard's sum
 
 Such a block is not cut again. Over the ranks that its DTensors do not span it starts alike, and there its gradients are
 summed like any others. `fully_shard` gathers weights inside of forwards and backwards and sums gradients over the
-replicas in each backward, so they come as a part of the whole batch's and are not summed a second time.
+replicas in each backward, so they are those of the whole batch and are not summed a second time.
 
 Sources: PyTorch's `torch.distributed.tensor.parallel` and `torch.distributed.fsdp` (FSDP2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-if TYPE_CHECKING:
-    from ..comm import Group
-    from ..parallel.mesh_groups import MeshGroups
+from ..comm import Group
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -35,13 +32,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, in the same memory: of a DTensor its part, else the tensor itself."""
+    """Return what of a tensor lies on this rank, in the same memory: of a DTensor its shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter's gradient; where it comes as partial sums, they are added up first."""
+    """Return this rank's shard of a parameter's gradient; where it comes as partial sums, they are added up first."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -50,7 +47,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def full_of(tensor: DTensor) -> Tensor:
-    """Return the whole of a DTensor; every rank that holds a part calls this."""
+    """Return the whole of a DTensor; every rank that holds a shard calls this."""
     full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     return full
 
@@ -61,15 +58,16 @@ def comes_summed(parameter: Tensor) -> bool:
 
 
 def counts_here(parameter: DTensor) -> bool:
-    """Whether this rank counts its part in a norm over all ranks that hold parts: of copies, the first does."""
+    """Whether this rank counts its shard in a norm over all ranks that hold shards: of copies, the first does."""
     copies = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
     return all(parameter.device_mesh.get_local_rank(dim) == 0 for dim in copies)
 
 
-def prepare_sharded(block: nn.Module, number: int, groups: MeshGroups) -> None:
+def prepare_sharded(block: nn.Module, number: int, tensor: Group, replicas: Group) -> None:
     """Check that a block is sharded over ranks of ours, and let `fully_shard` sum gradients instead of averaging them.
 
-    Raises `MisfitError` for DTensors over other ranks than this rank's tp group, or, from `fully_shard`, its replicas.
+    Raises `MisfitError` for DTensors over other ranks than this rank's `tensor` group, or, from `fully_shard`, its
+    `replicas`.
     """
     wrapped = [module for module in block.modules() if isinstance(module, FSDPModule)]
     summed = {parameter for module in wrapped for parameter in module.parameters()}
@@ -78,10 +76,10 @@ def prepare_sharded(block: nn.Module, number: int, groups: MeshGroups) -> None:
         if not isinstance(parameter, DTensor):
             continue
         if parameter in summed:
-            _require_over(parameter, groups.replicas, f"block {number}'s {name!r}", "fully_shard", "dp x cp x ep")
+            _require_over(parameter, replicas, f"block {number}'s {name!r}", "fully_shard", "dp x cp x ep")
             parameter._quintsched_comes_summed = True  # type: ignore[attr-defined]
         else:
-            _require_over(parameter, groups.tensor, f"block {number}'s {name!r}", "parallelize_module", "tp")
+            _require_over(parameter, tensor, f"block {number}'s {name!r}", "parallelize_module", "tp")
     for module in wrapped:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -97,19 +95,12 @@ def _require_over(parameter: DTensor, group: Group, what: str, how: str, axes: s
         )
 
 
-def groups_of_copies(tensor: Tensor, groups: MeshGroups) -> Iterable[Group]:
-    """Return the groups whose members hold the same of a tensor: all holders of its stage, where it is no DTensor."""
-    if not isinstance(tensor, DTensor):
-        return (groups.holders,)
-    return (groups.tensor,) if comes_summed(tensor) else (groups.replicas,)
-
-
 def before_fully_shard(module: nn.Module, inside: bool = False) -> nn.Module:
     """Return a module like this one as it was before `fully_shard`, whose weights have no memory; else the same one.
 
     It serves to find shapes: the hooks of `fully_shard` gather weights, which takes the other ranks.
     """
-    if not inside and not any(isinstance(part, FSDPModule) for part in module.modules()):
+    if not inside and not any(isinstance(child, FSDPModule) for child in module.modules()):
         return module
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     bare: Any = object.__new__(kind)

@@ -1,4 +1,5 @@
 """Checkpoints: what a training run is saved as, and resumed from.
 
-Imports `state`, `comm` and what stands below them.
+`checkpoints` saves and loads, a file per rank; `manifest` is what a checkpoint says of itself, and how it is read.
+Imports `engine` and what is below it.
 """

@@ -16,39 +16,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.formats.atomic import write_whole
-from quintsched.formats.strictjson import describe_faults, parse_strict
+from quintsched.formats.strictjson import parse_strict
 
 from ..engine import Engine
-
-MANIFEST = "manifest.json"
-
-
-class _File(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    name: str
-    sha256: str
-
-
-class Manifest(BaseModel):
-    """What a checkpoint says of itself; `progress` is where the training stood."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    format: Literal["quintsched.checkpoint"] = "quintsched.checkpoint"
-    version: Literal[1] = 1
-    step: int
-    plan_sha256: str
-    mesh: str
-    files: list[_File]
-    progress: dict[str, Any]
+from .manifest import MANIFEST, file_name, make_manifest, read_manifest
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,7 +57,7 @@ class Checkpoints:
                 (folder / MANIFEST).unlink(missing_ok=True)
             engine.everyone.barrier()
             data = save(_apart({name: tensor.cpu().contiguous() for name, tensor in engine.state_dict().items()}))
-            _write(folder / _file_name(engine.transport.rank), data)
+            _write(folder / file_name(engine.transport.rank), data)
             digests = engine.everyone.gather_bytes(hashlib.sha256(data).digest())
             if engine.transport.rank == 0:
                 self._complete(folder, engine, step, progress, digests)
@@ -86,14 +65,8 @@ class Checkpoints:
     def _complete(
         self, folder: Path, engine: Engine, step: int, progress: Mapping[str, Any], digests: list[bytes]
     ) -> None:
-        manifest = Manifest(
-            step=step,
-            plan_sha256=_plan_digest(engine),
-            mesh=str(engine.plan.mesh),
-            files=[_File(name=_file_name(rank), sha256=digest.hex()) for rank, digest in enumerate(digests)],
-            progress=dict(progress),
-        )
-        _write(folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        manifest = make_manifest(step, _plan_digest(engine), engine.plan.mesh, digests, progress)
+        _write(folder / MANIFEST, manifest.to_json())
         kept = self._complete_steps()[-self.keep :]
         for other in self._steps():
             if other not in kept and other < step:
@@ -106,19 +79,22 @@ class Checkpoints:
     def load(self, engine: Engine, step: int) -> dict[str, Any]:
         """Load this rank's state of `step` into the engine and return the progress.
 
-        Raises `InputError` for a damaged file, `MisfitError` for a checkpoint of another plan.
+        Raises `InputError` for a damaged or missing file, `MisfitError` for a checkpoint of another plan.
         """
         folder = self._folder(step)
-        manifest = _read_manifest(folder / MANIFEST)
+        manifest = read_manifest(folder / MANIFEST, step)
         if manifest.plan_sha256 != _plan_digest(engine):
             raise MisfitError(
                 f"{folder}: the checkpoint was written by another plan (mesh {manifest.mesh}); "
                 "resume with the plan and mesh that wrote it"
             )
-        entry = manifest.files[engine.transport.rank]
-        path = folder / _file_name(engine.transport.rank)
+        if manifest.mesh != str(engine.plan.mesh):
+            fault = f"the mesh is {manifest.mesh}, but that of its plan is {engine.plan.mesh}"
+            raise InputError(f"{folder / MANIFEST}: /mesh: {fault}")
+        file = manifest.files[engine.transport.rank]
+        path = folder / file.name
         data = _read(path)
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
+        if hashlib.sha256(data).hexdigest() != file.sha256:
             raise InputError(f"{path}: the file is damaged: its SHA-256 is not that of the manifest")
         try:
             engine.load_state_dict(load(data))
@@ -152,10 +128,6 @@ def remembered(path: Path, measure: Callable[[], list[float]]) -> list[float]:
     return numbers
 
 
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 def _plan_digest(engine: Engine) -> str:
     return hashlib.sha256(engine.plan.to_json().encode()).hexdigest()
 
@@ -165,15 +137,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
-
-
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        return Manifest.model_validate(parse_strict(_read(path)))
-    except ValidationError as error:
-        raise InputError(f"{path}: {describe_faults(error)}") from error
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
 
 
 @contextmanager

@@ -1,6 +1,12 @@
-"""The wires between ranks: in one process, over gloo, or over NCCL, behind one interface."""
+"""What ranks say to each other, behind one interface: over NCCL or gloo, or from thread to thread in one process.
 
-from .base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work, describe
+`base` is the interface, `torch_backends` and `local` are what is behind it, `connection` picks one for a run;
+`autograd_collectives` have backwards, `message_collectives` are spelled out in messages; `device` is all that knows
+of accelerators, `clock` all that knows the time. Imports `job`, for the names of wires.
+"""
+
+from ..job.choices import Rules
+from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
 from .local.transport import LocalTransport, run_local
 from .local.world import LocalWorld
 from .torch_backends import as_group, connect

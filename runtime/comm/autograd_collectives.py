@@ -1,14 +1,14 @@
 """Collectives that autograd understands, in pairs that are each other's backward.
 
     copy_to_group      identity      ◀─ backward ─▶  reduce_from_group  all-reduce
-    scatter_to_group   own slice     ◀─ backward ─▶  gather_from_group  all-gather
+    scatter_to_group   its slice     ◀─ backward ─▶  gather_from_group  all-gather
     all_gather         all-gather    ◀─ backward ─▶  reduce_scatter     reduce-scatter
     all_to_all         all-to-all    ◀─ backward ─▶  all_to_all         all-to-all
     all_to_all_rows    rows of any number each way  ◀─ backward ─▶  the same, sent and received swapped
 
-The first two pairs stand at the border of a region where the members of a group share out the work on one tensor:
+The first two pairs belong where the members of a group begin and end to divide the work on one tensor:
 outside, all members hold the same tensor and the same gradient. The third pair is for members that hold different
-pieces of a tensor, and different, partial gradients of the whole. The last two swap pieces, and are their own backward.
+slices of a tensor, and different, partial gradients of the whole. The last two swap slices; each is its backward.
 
 No function changes its argument, and all members of the group must call it. In a group of one they return
 the argument. On meta tensors they work out shapes and do not communicate. Any order of
@@ -163,9 +163,9 @@ def begin_all_gather(x: Tensor, group: Group, dim: int) -> Coming:
 
 def begin_reduce_scatter(x: Tensor, group: Group, dim: int) -> Coming:
     """Begin to sum the members' `x`, of which the caller gets its slice along `dim`; no gradient flows through it."""
-    pieces = _stack(_pieces(x, group, dim))
-    total = torch.empty_like(pieces[0])
-    return Coming(lambda: total, pieces, () if x.is_meta else (group.reduce_scatter(total, pieces.flatten(0, 1)),))
+    slices = _stack(_slices(x, group, dim))
+    total = torch.empty_like(slices[0])
+    return Coming(lambda: total, slices, () if x.is_meta else (group.reduce_scatter(total, slices.flatten(0, 1)),))
 
 
 def _reduce(x: Tensor, group: Group, _dim: int) -> Tensor:
@@ -185,7 +185,7 @@ def _sum(x: Tensor, group: Group, _dim: int) -> Tensor:
 
 
 def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    return _pieces(x, group, dim)[group.index].clone(memory_format=torch.contiguous_format)
+    return _slices(x, group, dim)[group.index].clone(memory_format=torch.contiguous_format)
 
 
 def _join(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -197,10 +197,10 @@ def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _swap(x: Tensor, group: Group, dim: int) -> Tensor:
-    pieces = _stack(_pieces(x, group, dim))
-    swapped = torch.empty_like(pieces)
+    slices = _stack(_slices(x, group, dim))
+    swapped = torch.empty_like(slices)
     if not x.is_meta:
-        group.all_to_all(swapped, pieces).wait()
+        group.all_to_all(swapped, slices).wait()
     return torch.cat(swapped.unbind(), dim)
 
 
@@ -209,8 +209,8 @@ def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(tensors).contiguous()
 
 
-def _pieces(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:
-    """Cut `x` along `dim` into one piece per member."""
+def _slices(x: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:
+    """Cut `x` along `dim` into one slice per member."""
     if x.shape[dim] % group.size:
-        raise MisfitError(f"cannot cut dimension {dim} of {tuple(x.shape)} into {group.size} equal pieces")
+        raise MisfitError(f"cannot cut dimension {dim} of {tuple(x.shape)} into {group.size} equal slices")
     return x.chunk(group.size, dim)

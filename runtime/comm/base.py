@@ -15,24 +15,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-Rules = Literal["mailbox", "rendezvous", "nccl"]
-"""What a wire does with a message, from the most lenient to the strictest.
-
-mailbox     matched by tag; copied when it is sent, so that no sender ever waits
-rendezvous  matched by tag; a send is done when its receive is there: gloo's own
-nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send is done when it is there
-"""
-
 
 class ReduceOp(Enum):
-    """How a reduction combines what the ranks bring."""
+    """How a reduction combines the ranks' tensors."""
 
     SUM = "sum"
     MAX = "max"
@@ -91,9 +83,9 @@ class Group(ABC):
         return self._all_gather(_data(output), _data(tensor))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's part of the sum.
+        """Sum `tensor` (size × n, …) over the members; `output` (n, …) gets this member's shard of the sum.
 
-        `output` may be this member's part of `tensor`, in place; what the other parts of it are then is not said.
+        `output` may be this member's shard of `tensor`, in place; what the rest of it holds then is not said.
         """
         self._require_multiple("reduce_scatter", tensor, output)
         return self._reduce_scatter(_data(output), _data(tensor))
@@ -101,10 +93,10 @@ class Group(ABC):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
     ) -> Work:
-        """Give part k of `tensor` (rows, …) to member k; `output` gets a part of each member, in their order.
+        """Give rows of `tensor` (rows, …) to each member, in their order; `output` gets rows from each, in that order.
 
-        `sent` and `received` are the rows of each part, the same on both ends; parts are equal where neither is given,
-        by all members alike.
+        `sent` and `received` are how many, the same on both ends; equally many where neither is given, by all members
+        alike.
         """
         self._require_contiguous(output, tensor)
         alike = tensor.dim() > 0 and output.shape[1:] == tensor.shape[1:] and output.dtype == tensor.dtype
@@ -112,10 +104,10 @@ class Group(ABC):
             fits = alike and output.shape == tensor.shape and tensor.shape[0] % self.size == 0
             if not fits or received is not sent:
                 how = f"all_to_all between {describe(tensor)} and {describe(output)}"
-                self._refuse(f"{how}: wants {self.size} equal parts, or the rows of each, received and sent")
-        elif not alike or not self._are_parts(output, received) or not self._are_parts(tensor, sent):
+                self._refuse(f"{how}: wants rows that divide by {self.size}, or how many are received and sent")
+        elif not alike or not self._add_up(output, received) or not self._add_up(tensor, sent):
             how = f"all_to_all between {describe(tensor)} and {describe(output)}"
-            self._refuse(f"{how}: does not fit parts of {[*sent]} and {[*received]} rows")
+            self._refuse(f"{how}: does not fit {[*sent]} rows sent and {[*received]} received")
         return self._all_to_all(_data(output), _data(tensor), received, sent)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -142,15 +134,15 @@ class Group(ABC):
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
 
-    def is_own_part(self, part: Tensor, whole: Tensor) -> bool:
-        """Whether `part` (n, …) is, in place, this member's part of `whole` (size × n, …)."""
-        return part.data_ptr() == whole.chunk(self.size)[self.index].data_ptr()
+    def is_shard_in_place(self, shard: Tensor, whole: Tensor) -> bool:
+        """Whether `shard` (n, …) is, in place, this member's of `whole` (size × n, …)."""
+        return shard.data_ptr() == whole.chunk(self.size)[self.index].data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """A group is a handle: a copied module goes on talking to the same ranks."""
         return self
 
-    def _are_parts(self, tensor: Tensor, rows: Sequence[int]) -> bool:
+    def _add_up(self, tensor: Tensor, rows: Sequence[int]) -> bool:
         return len(rows) == self.size and min(rows) >= 0 and sum(rows) == tensor.shape[0]
 
     def _require_contiguous(self, *tensors: Tensor) -> None:
@@ -158,11 +150,11 @@ class Group(ABC):
             if not tensor.is_contiguous():
                 self._refuse(f"{describe(tensor)} is not contiguous; pass .contiguous()")
 
-    def _require_multiple(self, name: str, whole: Tensor, part: Tensor) -> None:
-        self._require_contiguous(whole, part)
-        fits = part.dim() > 0 and whole.shape == (self.size * part.shape[0], *part.shape[1:])
-        if not fits or whole.dtype != part.dtype:
-            self._refuse(f"{name} between {describe(whole)} and {describe(part)}: wants {self.size} times the rows")
+    def _require_multiple(self, name: str, whole: Tensor, shard: Tensor) -> None:
+        self._require_contiguous(whole, shard)
+        fits = shard.dim() > 0 and whole.shape == (self.size * shard.shape[0], *shard.shape[1:])
+        if not fits or whole.dtype != shard.dtype:
+            self._refuse(f"{name} between {describe(whole)} and {describe(shard)}: wants {self.size} times the rows")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise MisfitError(f"group of ranks {list(self.ranks)}: {problem}")

@@ -1,31 +1,38 @@
-"""Which wires a run takes: those that torchrun has laid, or this process alone."""
+"""Which wires a run takes: those that torchrun has laid, or this process alone.
+
+torchrun, a device for each rank of the machine    NCCL, or what the accelerator has instead
+torchrun, fewer devices or none                    gloo
+one process                                        the transport of this process, on its device if it has one
+"""
 
 from __future__ import annotations
 
 import os
 
-import torch
-
-from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from . import LocalTransport, LocalWorld, Rules, Transport, connect
+from ..job.choices import Rules, WireName
+from . import LocalTransport, LocalWorld, Transport, connect
+from .device import device_kind, find_accelerator, has_device_for_each, library_of
 
 
-def connect_for(plan: Plan, timeout_s: float, name: str = "auto", rules: Rules | None = None) -> Transport:
+def connect_for(plan: Plan, timeout_s: float, name: WireName = "auto", rules: Rules | None = None) -> Transport:
     """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
 
     "auto" and "nccl" stand for a GPU also where there is one process.
 
     Raises `MisfitError` for a mesh of several ranks outside torchrun, or a world size that is not the mesh's.
     """
-    launched = "WORLD_SIZE" in os.environ
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    plan.mesh.require_world_size(world_size)
-    wants_nccl = torch.cuda.is_available() if name == "auto" else name == "nccl"
-    if not launched:
-        if wants_nccl and not torch.cuda.is_available():
-            raise MisfitError("transport nccl wants a CUDA device and there is none; choose gloo")
-        device = "cuda" if wants_nccl else "cpu"
-        return LocalTransport(LocalWorld(1, device, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
-    return connect("nccl" if wants_nccl else "gloo", timeout_s, rules=rules)
+    plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    library = choose_library() if name == "auto" else name
+    if "WORLD_SIZE" in os.environ:
+        return connect(library, timeout_s, rules=rules)
+    kind = device_kind(library)
+    return LocalTransport(LocalWorld(1, kind, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
+
+
+def choose_library() -> str:
+    """Return the accelerator's library where every rank of this machine has a device, else "gloo"."""
+    accelerator = find_accelerator()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return library_of(accelerator) if accelerator is not None and has_device_for_each(local_ranks) else "gloo"

@@ -7,14 +7,14 @@ import torch
 from . import Group
 
 
-class Everyone:
-    """All ranks of a run, seen from one of them."""
+class ControlGroup:
+    """All ranks of a run, as one of them asks and answers."""
 
     def __init__(self, world: Group) -> None:
         self._world = world
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
         flag = torch.zeros(1, device=self._world.device)
         self._world.all_reduce(flag).wait()
         flag.item()
@@ -28,13 +28,13 @@ class Everyone:
 
     def first_says(self, number: int) -> int:
         """Return rank 0's number on every rank."""
-        told = torch.tensor([number], dtype=torch.int64, device=self._world.device)
-        self._world.broadcast(told, 0).wait()
-        return int(told.item())
+        sent = torch.tensor([number], dtype=torch.int64, device=self._world.device)
+        self._world.broadcast(sent, 0).wait()
+        return int(sent.item())
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, all of the same length, in the order of ranks."""
-        mine = torch.tensor(list(own), dtype=torch.uint8, device=self._world.device)
-        everyone = mine.new_empty((self._world.size * len(own),))
-        self._world.all_gather(everyone, mine).wait()
-        return [bytes(part.tolist()) for part in everyone.split(len(own))]
+        sent = torch.tensor(list(mine), dtype=torch.uint8, device=self._world.device)
+        gathered = sent.new_empty((self._world.size * len(mine),))
+        self._world.all_gather(gathered, sent).wait()
+        return [bytes(row.tolist()) for row in gathered.split(len(mine))]

@@ -1,7 +1,7 @@
 """What a rank does about peers that fail: say which wait failed, and whose fault it was.
 
-torch's own messages name neither rank nor operation, and the rank that complains is rarely the one that failed. So a
-rank that gives up leaves its name and error in the store that all ranks share, and those who lose their
+torch's messages name neither rank nor operation, and the rank that complains is rarely the one that failed. So a
+rank that gives up leaves its name and error in the store of all ranks, and those who lose their
 connection look there. A rank that was killed leaves nothing; its neighbours then name the peer they waited for.
 """
 

@@ -4,19 +4,18 @@
     rank 0, a ring of 3  recv chunk 1 from rank 2 into scratch, send chunk 2 to rank 1, wait for both, add, …
 
 `SpelledGroup` takes the place of the replicas' group where the plan's communication asks for it. A collective for which
-the plan has no mini-plan is the library's own, and so is everything but sums and gathers.
+the plan has no mini-plan is the library's, and so is everything but sums and gathers.
 
 Who drives the steps: on a wire whose waits block the host (gloo, in process) a collective waits for its turn, and the
 `wait` for it takes its steps, after those of all that were issued before it. So nothing is under way while a backward
 goes on, and all members have to wait in the same order. On CUDA the host issues all steps at once on a stream of the
-group's own, next to the computations. Either way the messages of a channel stand in one order on both of its ends.
+group's, next to the computations. Either way the messages of a channel have one order on both of its ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -29,6 +28,7 @@ from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 
 from . import Group, ReduceOp, Transport, Work
+from .device import current_stream, is_accelerator, new_stream, on_stream
 
 SPELLED_TAG = 2
 """The tag of all chunks: ring attention, whose messages may have the same ends, takes 0 and 1."""
@@ -37,7 +37,7 @@ SPELLED_TAG = 2
 class SpelledGroup(Group):
     """A group of more than one rank whose sums and gathers are carried out by a plan's mini-plans.
 
-    `group` is the library's own, of the same ranks; the mini-plans' channels are open (`spelled_channels`).
+    `group` is the library's, of the same ranks; the mini-plans' channels are open (`spelled_channels`).
     """
 
     def __init__(self, group: Group, communication: Communication, transport: Transport) -> None:
@@ -46,7 +46,7 @@ class SpelledGroup(Group):
         self._communication = communication
         self._transport = transport
         self._queue: deque[SpelledWork] = deque()
-        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+        self._stream = new_stream(group.device)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         plan = self._choose("all_reduce", tensor) if op is ReduceOp.SUM else None
@@ -81,7 +81,7 @@ class SpelledGroup(Group):
         work = SpelledWork(self, steps, tensors)
         self._queue.append(work)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(current_stream(self.device))
             self.drive(work)
         return work
 
@@ -89,19 +89,19 @@ class SpelledGroup(Group):
         """Carry out all that was issued up to `until`; nothing where that has been done already."""
         while until in self._queue:
             work = self._queue.popleft()
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with on_stream(self._stream):
                 work.carry_out()
 
-    def _gather(self, plan: CollectivePlan, whole: Tensor, part: Tensor) -> None:
-        whole.view(self.size, -1)[self.index].copy_(part)
+    def _gather(self, plan: CollectivePlan, whole: Tensor, shard: Tensor) -> None:
+        whole.view(self.size, -1)[self.index].copy_(shard)
         self._carry_out(plan, whole)
 
-    def _scatter(self, plan: CollectivePlan, part: Tensor, whole: Tensor) -> None:
-        in_place = self.is_own_part(part, whole)
+    def _scatter(self, plan: CollectivePlan, shard: Tensor, whole: Tensor) -> None:
+        in_place = self.is_shard_in_place(shard, whole)
         sums = whole if in_place else whole.clone()
         self._carry_out(plan, sums)
         if not in_place:
-            part.copy_(sums.view(self.size, -1)[self.index])
+            shard.copy_(sums.view(self.size, -1)[self.index])
 
     def _carry_out(self, plan: CollectivePlan, flat: Tensor) -> None:
         """Take this rank's steps on the chunks of a flat tensor."""
@@ -148,21 +148,21 @@ class SpelledWork:
         self._group = group
         self._steps: Callable[[], None] | None = steps
         self._tensors = tensors
-        self._done: torch.cuda.Event | None = None
+        self._done: torch.Event | None = None
 
     def carry_out(self) -> None:
         """Take all steps; on CUDA, issue them on the current stream."""
         if self._steps is not None:
             self._steps()
         self._steps = None
-        if self._group.device.type == "cuda":
-            self._done = torch.cuda.current_stream().record_event()
+        if is_accelerator(self._group.device):
+            self._done = current_stream(self._group.device).record_event()
 
     def wait(self) -> None:
         """Take the steps that are left, of this and of all that was issued before; on CUDA let the stream wait."""
         self._group.drive(self)
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+            current_stream(self._group.device).wait_event(self._done)
         self._tensors = ()
 
 
@@ -173,7 +173,7 @@ def _nothing() -> None:
 def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:
     """Return views of a flat tensor, chunk after chunk, whose sizes differ by 1 at most.
 
-    Where the elements divide by the number of ranks, and the chunks too, every rank's part is whole chunks.
+    Where the elements divide by the number of ranks, and the chunks too, every rank's shard is whole chunks.
     """
     bounds = [flat.numel() * chunk // chunks for chunk in range(chunks + 1)]
     return [flat[first:end] for first, end in pairwise(bounds)]
@@ -185,7 +185,7 @@ def spell_out(group: Group, communication: Communication, transport: Transport) 
 
 
 def spelled_channels(plan: Plan) -> list[tuple[int, int]]:
-    """Return the directed channels of all mini-plans, between the replicas of every part of the model."""
+    """Return the directed channels of all mini-plans, between the replicas of every stage."""
     if not plan.communication.plans:
         return []
     lines = {*plan.mesh.groups(*REPLICA_AXES), *plan.mesh.groups(*EXPERT_REPLICA_AXES)}

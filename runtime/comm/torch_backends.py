@@ -21,55 +21,61 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from .base import Group, ReduceOp, Rules, SelfGroup, Transport, Work, describe
+from ..job.choices import Rules
+from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
+from .device import LIBRARIES, claim_device, current_device, library_of, require_queues, synchronize
 from .failures import Blame, raise_stall, run_bounded, stall_errors
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES = 32
-"""The hardware queues of a GPU: the most that CUDA takes."""
+_BACKEND_KEY = "quintsched/backend"
 
 
-def connect(backend: Literal["gloo", "nccl"], timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
+def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
     """Join the other ranks, with the addresses that torchrun put into the environment.
 
     Args:
-        backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one).
+        backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one), or what takes
+            NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
         timeout_s: the longest that one wait may take, in seconds.
-        rules: the backend's own if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
+        rules: the backend's if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
         UsageError: not started by torchrun, no such backend, or rules that it cannot follow.
-        MisfitError: nccl with fewer devices than local ranks.
+        MisfitError: nccl with fewer devices than local ranks, or ranks that name different backends.
         StallError: the others did not come.
     """
     transports: dict[str, dict[Rules, type[_TorchTransport]]] = {
         "gloo": {"rendezvous": GlooTransport, "nccl": FifoGlooTransport},
-        "nccl": {"nccl": NcclTransport},
+        **{library: {"nccl": NcclTransport} for library in LIBRARIES},
     }
     if backend not in transports:
         raise UsageError(f"unknown transport {backend!r}{suggest(backend, transports)}")
     by_rules = transports[backend]
-    own: Rules = next(iter(by_rules))
-    transport = by_rules.get(own if rules is None else rules)
+    default: Rules = next(iter(by_rules))
+    transport = by_rules.get(default if rules is None else rules)
     if transport is None:
         raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
-    device = _cuda_device() if backend == "nccl" else torch.device("cpu")
+    device = claim_device(backend)
     timeout = timedelta(seconds=timeout_s)
     owns_world = not dist.is_initialized()
     if owns_world:
         _require_torchrun()
         with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            require_same_backend(backend, store, rank, world_size)
+            world = PrefixStore("world", store)
+            dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
     return transport(device, timeout, owns_world)
 
 
@@ -78,8 +84,7 @@ def as_group(group: Group | dist.ProcessGroup) -> Group:
     if isinstance(group, Group):
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
-    on_cuda = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = current_device(dist.get_backend(group))
     return TorchGroup(group, ranks, device, Blame()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
 
 
@@ -107,8 +112,8 @@ class TorchGroup(Group):
         return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type == "cpu" and self.is_own_part(output, tensor):
-            # gloo sums a copy of all of it, in half as much time again as its own all-reduce takes in place.
+        if tensor.device.type == "cpu" and self.is_shard_in_place(output, tensor):
+            # gloo sums a copy of all of it, in half as much time again as its all-reduce takes in place.
             return self._all_reduce(tensor, ReduceOp.SUM)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
@@ -161,7 +166,7 @@ class _TorchWork:
 
 
 class _TorchTransport(Transport):
-    """What gloo and NCCL share: making groups, blaming and hanging up."""
+    """What gloo and NCCL have in common: making groups, blaming and hanging up."""
 
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
@@ -211,11 +216,15 @@ class _TorchTransport(Transport):
         """Leave word of who failed, then hang up, which wakes the others."""
         if not isinstance(error, StallError):
             self._blame.accuse(self.rank, error)
-        self._hang_up(dist.distributed_c10d._abort_process_group if self.name == "nccl" else dist.destroy_process_group)
+        self._hang_up(self._abandon)
 
     def close(self) -> None:
         """Destroy the process groups; does not wait for peers longer than a few seconds."""
         self._hang_up(dist.destroy_process_group)
+
+    def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
+        """End a process group, all where it is None, though work is under way."""
+        dist.destroy_process_group(process_group)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         if self._is_open:
@@ -240,11 +249,11 @@ class GlooTransport(_TorchTransport):
         """Gloo connects when a group is made."""
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Messages share the process group of a group of all ranks, if there is one: each has threads of its own."""
+        """Messages share the process group of a group of all ranks, if there is one: threads are per group."""
         if channels and self._messages is None:
-            everyone = tuple(range(self.world_size))
-            shared = next((group.process_group for group in self._groups if group.ranks == everyone), None)
-            self._messages = shared or self._new_process_group(everyone)
+            world = tuple(range(self.world_size))
+            of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
+            self._messages = of_all or self._new_process_group(world)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         assert self._messages is not None
@@ -276,9 +285,9 @@ class FifoGlooTransport(GlooTransport):
 
 
 class NcclTransport(_TorchTransport):
-    """Tensors on CUDA devices; a communicator and a stream per directed channel, first in, first out.
+    """Tensors on accelerators; a communicator and a stream per directed channel, first in, first out.
 
-    The stream is the process group's own: it waits for what the caller's current stream was given up to the call, so
+    The stream is the process group's: it waits for what the caller's current stream was given up to the call, so
     that a message goes when its tensor is ready, whatever is computed next; and a wait makes the current stream wait
     for the message. A stream of ours on top would cost two more events per message and change nothing. The Work
     keeps its tensor until then, for the allocator would give freed memory to the next tensor of the current stream.
@@ -292,14 +301,15 @@ class NcclTransport(_TorchTransport):
 
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(device, timeout, owns_world)
+        self.name = library_of(device)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def _warm_up(self, group: Group) -> None:
         group.all_reduce(torch.zeros(1, device=self.device)).wait()
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        self._require_queues(sum(self.rank in channel for channel in channels))
+        require_queues(self.rank, 1 + len(self._groups) + sum(self.rank in channel for channel in channels))
         for source, destination in channels:
             link = self._new_process_group(sorted((source, destination)))
             if link is not None:
@@ -307,22 +317,16 @@ class NcclTransport(_TorchTransport):
                 token = torch.zeros(1, device=self.device)
                 move = self._send if self.rank == source else self._recv
                 move(token, destination if self.rank == source else source, 0).wait()
-                torch.cuda.synchronize(self.device)
-
-    def _require_queues(self, num_channels: int) -> None:
-        """Raise `MisfitError` where streams would share a hardware queue, and wait for each other as no proof knows."""
-        queues, streams = int(os.environ.get(_QUEUES, MOST_QUEUES)), 1 + len(self._groups) + num_channels
-        if queues < min(streams, MOST_QUEUES):
-            raise MisfitError(
-                f"{_QUEUES}={queues}, but rank {self.rank} has {streams} streams, which would wait behind each other; "
-                f"leave it unset, or set it to {MOST_QUEUES}"
-            )
+                synchronize(self.device)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return self._issue(self._links[self.rank, peer].send, tensor, int(peer > self.rank), peer, tag)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         return self._issue(self._links[peer, self.rank].recv, buffer, int(peer > self.rank), peer, tag)
+
+    def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
+        dist.distributed_c10d._abort_process_group(process_group)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         self._links.clear()
@@ -335,20 +339,20 @@ def _require_torchrun() -> None:
         raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
 
 
-def _cuda_device() -> torch.device:
-    """Make the device that LOCAL_RANK names the current one."""
-    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if num_devices == 0:
-        raise MisfitError("transport nccl wants a CUDA device and there is none; choose gloo")
-    if local_rank >= num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+def require_same_backend(backend: str, store: Store, rank: int, world_size: int) -> None:
+    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain.
+
+    The store may outlive a connection, so its keys count the connections made so far.
+    """
+    key = f"{_BACKEND_KEY}/{(store.add(_BACKEND_KEY, 1) - 1) // world_size}"
+    if rank == 0:
+        store.set(key, backend)
+    first = store.get(key).decode()
+    if first != backend:
         raise MisfitError(
-            f"local rank {local_rank} wants a device of its own and there are {num_devices}; start fewer ranks per "
-            "node (or, from NCCL 2.30 on, let ranks share a device with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            f"rank {rank} connects over {backend}, but rank 0 over {first}; give every rank of every node a device, or "
+            "set runtime.transport to gloo"
         )
-    os.environ.setdefault(_QUEUES, str(MOST_QUEUES))  # read when the device is first used
-    device = torch.device("cuda", local_rank % num_devices)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _destroy_all(

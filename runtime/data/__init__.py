@@ -5,6 +5,7 @@
     BatchSampler(…).batches(epoch) ────┘
 
 Every rank computes the same batches from (seed, epoch) alone, so ranks that need data agree without a message.
+Imports `job`.
 """
 
 from .dataset import IGNORED_TARGET, Dataset, DataSpec, Normalization, Split, gather_batch

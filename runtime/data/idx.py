@@ -93,8 +93,8 @@ def _parse(path: Path, stream: BinaryIO | gzip.GzipFile, dims: int) -> Bytes:
 def _read_up_to(stream: BinaryIO | gzip.GzipFile, size: int) -> bytearray:
     """Read to the end of `stream`, but stop soon after `size` bytes: neither a header nor a bomb fills the memory."""
     content = bytearray()
-    while len(content) <= size and (piece := stream.read(min(READ_SIZE, size - len(content) + 1))):
-        content += piece
+    while len(content) <= size and (block := stream.read(min(READ_SIZE, size - len(content) + 1))):
+        content += block
     return content
 
 

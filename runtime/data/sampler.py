@@ -19,7 +19,7 @@ from quintsched.errors import UsageError
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 PADDING = -1
-"""The index that stands for no sample."""
+"""The index that means no sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

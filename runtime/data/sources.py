@@ -1,4 +1,4 @@
-"""Where data sets come from: scikit-learn's digits, a directory of IDX files, text, or a user's own function."""
+"""Where data sets come from: scikit-learn's digits, a directory of IDX files, text, or a user's function."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _load_user(config: DataConfig) -> Dataset:
 
 def _load_idx(folder: Path) -> Dataset:
     splits: list[Split] = []
-    for part in ("train", "t10k"):
-        images, labels = read_image_label_pair(folder, f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
+    for split in ("train", "t10k"):
+        images, labels = read_image_label_pair(folder, f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte")
         if splits and images.shape[1:] != splits[0].inputs.shape[2:]:
             raise InputError(f"{folder}: the images of train and of t10k differ in size")
         splits.append(Split(inputs=images[:, None], targets=labels.astype(np.int64), normalization=MNIST))

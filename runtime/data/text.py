@@ -67,7 +67,7 @@ def _windows(text: Bytes, sequence: int) -> Split:
 
 
 def _map_file(path: Path) -> Bytes:
-    """Return a file's bytes without reading them: the ranks of a machine share what the system holds of it."""
+    """Return a file's bytes without reading them: the ranks of a machine use one copy, the system's."""
     try:
         if not path.stat().st_size:
             raise InputError(f"{path}: holds nothing")

@@ -1,8 +1,8 @@
 """Counting the bytes that autograd saves for backwards: the measured side of the simulator's peak activations.
 
-Every tensor that a graph saves passes the saved-tensor hooks; it counts from then on until the graph lets go of it.
-Bytes are counted by storage, once however many tensors share it. Weights and buffers do not count: they stand anyway.
-What a `BwdInput` leaves for its `BwdWeight` counts as well.
+Every tensor that a graph saves passes the saved-tensor hooks; it counts from then on until the graph drops it.
+Bytes are counted by storage, once however many tensors look into it. Weights and buffers do not count: they are
+resident anyway. What a `BwdInput` leaves for its `BwdWeight` counts as well.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from quintsched.errors import MisfitError
-from quintsched.ir.dataflow import Kind, Value
 from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
+from quintsched.ir.values import Kind, Value
 from quintsched.simulation.costs import Costs
 
 from ..blocks.dtensor import is_sharded
 from ..comm import Group, ReduceOp
 from ..stage.build import Stage
 from ..stage.microbatches import Batch
-from .rank_state import Machine
+from .rank_state import RankState
 
 Call = Callable[[], None]
 
 
-class _Held:
-    """A saved tensor, counted as long as this lives. It holds no part of the graph: that would keep itself alive."""
+class _SavedTensor:
+    """A saved tensor, counted as long as this lives. It holds nothing of the graph: that would keep itself alive."""
 
     __slots__ = ("count", "tensor")
 
@@ -46,28 +46,27 @@ class _Held:
 
 
 class SavedBytes:
-    """What stands on one rank, in bytes, while a step runs in this context.
+    """What is saved on one rank, in bytes, while a step runs in this context.
 
     Attributes:
-        peak: the most that stood at once.
+        peak: the most that was saved at once.
     """
 
-    def __init__(self, machine: Machine, stages: Mapping[int, Stage], batch: Batch) -> None:
+    def __init__(self, state: RankState, stages: Mapping[int, Stage], batch: Batch) -> None:
         if any(is_sharded(stage) for stage in stages.values()):
             raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
-        self._machine = machine
-        self._program = machine.plan.programs[machine.pp_rank]
+        self._flows, self._pending = state.flows, state.compute.pending
         weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
-        if machine.weights is not None:  # parameters look into these, or, while they do not stand, somewhere else
-            weights = [t for t in weights if not t.requires_grad] + machine.weights.whole_tensors()
+        if state.zero.weights:  # parameters look into full weights, or, while these are not resident, somewhere else
+            weights = [t for t in weights if not t.requires_grad] + state.zero.weights.full_tensors()
         extras = (t for unit in batch.extras for t in unit.values())
-        self._standing = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
+        self._resident = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
         self._references: Counter[int] = Counter()
-        self._products: dict[tuple[int, int], list[_Held]] = {}
+        self._products: dict[tuple[int, int], list[_SavedTensor]] = {}
         self._bytes = 0
         self.peak = 0
         self._changes: dict[tuple[type[Instruction], int], list[tuple[int, int]]] = defaultdict(list)
-        self._hooks = saved_tensors_hooks(lambda tensor: _Held(tensor, self), lambda held: held.tensor)
+        self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(tensor, self), lambda held: held.tensor)
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
@@ -81,7 +80,7 @@ class SavedBytes:
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that is held."""
         storage = tensor.untyped_storage()
-        if _identity(storage) in self._standing:
+        if _identity(storage) in self._resident:
             return
         self._references[_identity(storage)] += 1
         if self._references[_identity(storage)] == 1:
@@ -91,7 +90,7 @@ class SavedBytes:
     def remove(self, tensor: Tensor) -> None:
         """Count a tensor no longer."""
         storage = tensor.untyped_storage()
-        if _identity(storage) in self._standing:
+        if _identity(storage) in self._resident:
             return
         self._references[_identity(storage)] -= 1
         if not self._references[_identity(storage)]:
@@ -99,7 +98,7 @@ class SavedBytes:
 
     def wrap(self, index: int, call: Call) -> Call:
         """Return `call` so that what changes by it counts for its instruction."""
-        instruction = self._program[index]
+        instruction = self._flows.program[index]
         if not isinstance(instruction, Compute):
             return call
         changes = self._changes[type(instruction), instruction.stage]
@@ -115,17 +114,17 @@ class SavedBytes:
 
     def _products_of(self, instruction: Compute) -> Call:
         """Return what counts the products that one half of a backward leaves and the other takes away."""
-        machine, products, key = self._machine, self._products, (instruction.stage, instruction.microbatch)
-        pending = next((v for v in machine.flow(instruction).produces if v.kind is Kind.PENDING), None)
+        products, key = self._products, (instruction.stage, instruction.microbatch)
+        pending = self._flows.made(instruction, Kind.PENDING)
 
         def leave(value: Value) -> None:
-            products[key] = [_Held(tensor, self) for tensor in machine.pending[value].tensors()]
+            products[key] = [_SavedTensor(tensor, self) for tensor in self._pending[value].tensors()]
 
         def take() -> None:
             del products[key]
 
-        if pending is not None:
-            return partial(leave, pending)
+        if pending:
+            return partial(leave, pending[0])
         return take if isinstance(instruction, BwdWeight) else _nothing
 
     def costs(self, group: Group, device: torch.device) -> Costs:
@@ -133,7 +132,7 @@ class SavedBytes:
 
         Keys and values count for the first slice of a microbatch, which makes room for all.
         """
-        table = torch.zeros(4, len(self._machine.plan.stage_to_pp), dtype=torch.float64, device=device)
+        table = torch.zeros(4, len(self._flows.plan.stage_to_pp), dtype=torch.float64, device=device)
         for stage in {stage for _, stage in self._changes}:
             table[:, stage] = torch.tensor(self._of_stage(stage), dtype=torch.float64)
         group.all_reduce(table, ReduceOp.MAX).wait()
@@ -147,7 +146,7 @@ class SavedBytes:
         )
 
     def _of_stage(self, stage: int) -> tuple[float, float, float, float]:
-        slices = self._machine.plan.schedule.slices
+        slices = self._flows.plan.schedule.slices
         first, later = self._typical(Fwd, stage, 0), self._typical(Fwd, stage, slices - 1)
         again = self._typical(Recompute, stage, slices - 1)
         keys = first - later
@@ -156,13 +155,13 @@ class SavedBytes:
 
     def _typical(self, kind: type[Instruction], stage: int, number: int) -> float:
         """Return what instructions of a kind change on slice `number` of each microbatch: the median."""
-        slices = self._machine.plan.schedule.slices
+        slices = self._flows.plan.schedule.slices
         found = [change for unit, change in self._changes.get((kind, stage), ()) if unit % slices == number]
         return float(median(found)) if found else 0.0
 
 
 def _identity(storage: torch.UntypedStorage) -> int:
-    """Return what tells storages apart; the memory of weights that come and go is not always in one place."""
+    """Return what tells storages apart; the memory of weights that are gathered anew may be elsewhere."""
     identity: int = storage._cdata
     return identity
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 from quintsched.ir import instructions as ins
-from quintsched.ir.dataflow import Flow, Kind, Value
+from quintsched.ir.values import Kind, Value
 
 from ..autograd.kv_store import Past, Store
 from ..autograd.recompute import Rerun
@@ -27,7 +27,7 @@ from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
-from .rank_state import Machine, Saved, Start
+from .rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
 
@@ -38,22 +38,29 @@ DIFFERENTIABLE = frozenset(
 )
 
 
-def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
+def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
-    flow = machine.flow(instruction)
-    forward, unit = machine.forwards[instruction.stage], instruction.microbatch
-    taken = next((value for value in flow.consumes if value.kind is Kind.OUTPUT), None)
-    made = next(value for value in flow.produces if value.kind in (Kind.OUTPUT, Kind.LOSS))
-    kept = next((value for value in flow.produces if value.kind in (Kind.SAVED, Kind.CHECKPOINT)), None)
-    take = None if taken is None else machine.taker(taken, index)
-    finish = partial(_lose, machine, unit) if made.kind is Kind.LOSS else _hand_on(machine, made)
-    extras_of = _extras(machine, instruction)
-    if forward.drops and machine.trains:
-        extras_of = _with_unit(machine, instruction, extras_of)
-    clock, saved, whole, differentiable = machine.clock, machine.saved, forward.whole, DIFFERENTIABLE
+    (made,) = state.flows.made(instruction, Kind.OUTPUT, Kind.LOSS)
+    finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, made)
+    kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
+    if kept:
+        return _bind_training(state, index, instruction, finish, kept[0])
+    return _bind_evaluation(state, index, instruction, finish)
 
-    def train() -> None:
-        given = (machine.batch.inputs[unit],) if take is None else take()
+
+def _bind_training(
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
+) -> Call:
+    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
+    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    if forward.drops:
+        extras_of = _with_unit(state, instruction, extras_of)
+    clock, saved, losses, whole = state.clock, state.saved, state.tally.losses, forward.whole
+    differentiable = DIFFERENTIABLE
+
+    def run() -> None:
+        given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         if take is not None:
             given = tuple([t.detach().requires_grad_() if t.dtype in differentiable else t for t in given])
@@ -63,59 +70,76 @@ def bind_fwd(machine: Machine, index: int, instruction: ins.Fwd) -> Call:
         start = finish(outputs)
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
-            machine.tally.losses.append(auxiliary.detach())
-        saved[kept] = Saved(given, start, reruns)  # type: ignore[index]
+            losses.append(auxiliary.detach())
+        saved[kept] = Saved(given, start, reruns)
         clock.stop()
 
-    def evaluate() -> None:
-        given = (machine.batch.inputs[unit],) if take is None else take()
+    return run
+
+
+def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
+    """Run a forward of which nothing is kept."""
+    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    clock, losses = state.clock, state.tally.losses
+
+    def run() -> None:
+        given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         outputs, auxiliary = forward(given, extras_of(given), [])
         if auxiliary is not None:
-            machine.tally.losses.append(auxiliary)
+            losses.append(auxiliary)
         finish(tuple(_apart(output, given) for output in outputs))
         clock.stop()
 
-    return evaluate if kept is None else train
+    return run
 
 
-def _extras(machine: Machine, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
-    """Return what gives a stage its extras: those of the unit, what its slice may look back at, its part's context."""
-    stage, unit, slices = instruction.stage, instruction.microbatch, machine.plan.schedule.slices
-    if machine.context is not None:
-        return lambda given: {**machine.batch.extras[unit], "context": machine.context}
+def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
+    """Return what takes a forward's input; None where that is one of the batch."""
+    taken = state.flows.taken(instruction, Kind.OUTPUT)
+    return state.cells.taker(taken[0], index) if taken else None
+
+
+def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
+    """Return what gives a stage its extras: those of the unit, the keys and values before its slice, its context."""
+    stage, unit, current = instruction.stage, instruction.microbatch, state.current
+    slices, context, stores = state.flows.plan.schedule.slices, state.place.context, state.stores
+    if context is not None:
+        return lambda given: {**current.batch.extras[unit], "context": context}
     if slices == 1:
-        return lambda given: machine.batch.extras[unit]
+        return lambda given: current.batch.extras[unit]
     microbatch, number = divmod(unit, slices)
-    key, parts = (stage, microbatch), machine.token_parts.get(stage, 1)
+    key, token_shards = (stage, microbatch), state.place.token_shards.get(stage, 1)
 
     def extras(given: Outputs) -> Extras:
         if number == 0:
-            machine.stores[key] = Store()
-        past = Past(machine.stores[key], number, slices, given[0].shape[1] * parts)
-        return {**machine.batch.extras[unit], "past": past}
+            stores[key] = Store()
+        past = Past(stores[key], number, slices, given[0].shape[1] * token_shards)
+        return {**current.batch.extras[unit], "past": past}
 
     return extras
 
 
 def _with_unit(
-    machine: Machine, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
+    state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
-    """Return what says beside the extras which samples of the batch a unit has, and where its tokens stand."""
-    schedule, inputs = machine.plan.schedule, machine.input_spec.shape
+    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
+    schedule, place, current = state.flows.plan.schedule, state.place, state.current
+    shape = place.input_spec.shape
     microbatch, number = divmod(instruction.microbatch, schedule.slices)
-    first = (machine.replica * schedule.microbatches + microbatch) * inputs[0]
-    samples, positions = range(first, first + inputs[0]), None
-    if machine.context is not None:
-        positions = machine.context.positions
+    first = (place.replica * schedule.microbatches + microbatch) * shape[0]
+    samples, positions = range(first, first + shape[0]), None
+    if place.context is not None:
+        positions = place.context.positions
     elif schedule.slices > 1:
-        positions = torch.arange(number * inputs[1], (number + 1) * inputs[1], device=machine.transport.device)
-    return lambda given: {**extras_of(given), UNIT: Unit(machine.step, samples, positions)}
+        positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
+    return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
 
 
-def _hand_on(machine: Machine, made: Value) -> Callable[[Outputs], Start]:
+def _hand_on(state: ComputeState, made: Value) -> Callable[[Outputs], Start]:
     """Return what leaves a stage's outputs for the next one; what does not fit the agreed shape goes no further."""
-    cell, parcel = machine.cell(made), machine.parcels[made.stage]
+    cell, parcel = state.cells.of(made), state.parcels[made.stage]
     (shape, dtype), only_one = (parcel.activation.shape, parcel.activation.dtype), not parcel.riders
 
     def check(outputs: Outputs) -> None:
@@ -126,20 +150,20 @@ def _hand_on(machine: Machine, made: Value) -> Callable[[Outputs], Start]:
     def hand_on(outputs: Outputs) -> Start:
         output = outputs[0]
         if only_one and output.shape == shape and output.dtype == dtype:
-            cell.held = (output.detach(),)
+            cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
         check(outputs)
-        cell.held = tuple(output.detach() for output in outputs)
+        cell.value = tuple(output.detach() for output in outputs)
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
     return hand_on
 
 
-def _lose(machine: Machine, unit: int, outputs: Outputs) -> Start:
+def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
-    output, targets, tally = outputs[0], machine.batch.targets[unit], machine.tally
-    found = machine.loss_fn(output, targets)
+    output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
+    found = state.loss_fn(output, targets)
     loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
     if not isinstance(loss, Tensor) or loss.dim():
         raise MisfitError(
@@ -147,9 +171,9 @@ def _lose(machine: Machine, unit: int, outputs: Outputs) -> Start:
         )
     tally.losses.append(loss.detach())
     tally.weights.append(weight.detach() if isinstance(weight, Tensor) else weight)
-    if machine.metrics:
+    if state.metrics:
         with torch.no_grad():
-            for column, metric in zip(tally.metrics, machine.metrics.values(), strict=True):
+            for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
                 column.append(metric(output, targets))
     return Start().with_loss(loss)
 
@@ -158,12 +182,11 @@ def _named(found: object) -> str:
     return str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
-def bind_recompute(machine: Machine, index: int, instruction: ins.Recompute) -> Call:
+def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
     """Run again what the forward dropped."""
-    flow = machine.flow(instruction)
-    checkpoint = next(value for value in flow.consumes if value.kind is Kind.CHECKPOINT)
-    made = next(value for value in flow.produces if value.kind is Kind.SAVED)
-    clock, saved = machine.clock, machine.saved
+    (checkpoint,) = state.flows.taken(instruction, Kind.CHECKPOINT)
+    (made,) = state.flows.made(instruction, Kind.SAVED)
+    clock, saved = state.clock, state.saved
 
     def run() -> None:
         clock.start()
@@ -175,24 +198,22 @@ def bind_recompute(machine: Machine, index: int, instruction: ins.Recompute) -> 
     return run
 
 
-def bind_bwd(machine: Machine, index: int, instruction: ins.Bwd) -> Call:
+def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
-    backward = _backward(machine, index, instruction)
-    gradients = machine.gradients
-    layout, stage = machine.plan.layout, instruction.stage
-    add_parts = _adding_parts(machine, instruction)
-    in_parts = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients come more than once
-    if gradients is None or in_parts or instruction not in machine.last_backwards:
-        return _in_turn(partial(backward, nullcontext()), add_parts)
-    return _in_turn(lambda: backward(gradients.last_backward(stage)), add_parts)
+    backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
+    comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
+    last_backward, run = state.gradients.hooks.last_backward, partial(backward, nullcontext())
+    if state.flows.is_last_backward(instruction) and not comes_twice:
+        return _in_turn(lambda: backward(last_backward(stage)), _adding_partial_sums(state, instruction))
+    return _in_turn(run, _adding_partial_sums(state, instruction))
 
 
-def _adding_parts(machine: Machine, instruction: ins.Compute) -> Call | None:
-    """Return what follows a stage's last backward where its gradients are in parts on the ranks of tp, if they are."""
-    gradients, stage = machine.gradients, instruction.stage
-    if gradients is None or instruction not in machine.last_backwards or not gradients.has_parts(stage):
+def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:
+    """Return what follows a stage's last backward where its gradients are partial sums over tp, if they are."""
+    sums, stage = state.gradients.sums, instruction.stage
+    if not state.flows.is_last_backward(instruction) or not sums.has_partial_sums(stage):
         return None
-    return partial(gradients.add_parts, stage)
+    return partial(sums.add_partial_sums, stage)
 
 
 def _in_turn(first: Call, second: Call | None) -> Call:
@@ -206,11 +227,11 @@ def _in_turn(first: Call, second: Call | None) -> Call:
     return both
 
 
-def bind_bwd_input(machine: Machine, index: int, instruction: ins.BwdInput) -> Call:
+def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> Call:
     """Find the gradient of the input; what the weights' gradients are made of is put off."""
-    backward = _backward(machine, index, instruction)
-    queue, pending = machine.queues[instruction.stage], machine.pending
-    made = next(value for value in machine.flow(instruction).produces if value.kind is Kind.PENDING)
+    backward = _backward(state, index, instruction)
+    queue, pending = state.queues[instruction.stage], state.pending
+    (made,) = state.flows.made(instruction, Kind.PENDING)
 
     def run() -> None:
         products = queue.deferring()
@@ -220,33 +241,33 @@ def bind_bwd_input(machine: Machine, index: int, instruction: ins.BwdInput) -> C
     return run
 
 
-def bind_bwd_weight(machine: Machine, index: int, instruction: ins.BwdWeight) -> Call:
+def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
     """Compute what was put off, and add it up; in the stage's last one, gradients start to be reduced."""
-    taken = machine.flow(instruction).consumes[0]
-    gradients, clock, pending = machine.gradients, machine.clock, machine.pending
-    assert gradients is not None
-    drain = gradients.drain
-    if instruction in machine.last_backwards and not machine.plan.layout.twins(instruction.stage):
-        drain = partial(gradients.drain_last, instruction.stage)
+    (taken,) = state.flows.taken(instruction, Kind.PENDING)
+    hooks, clock, pending, stage = state.gradients.hooks, state.clock, state.pending, instruction.stage
+    drain = hooks.drain
+    if state.flows.is_last_backward(instruction) and not state.flows.plan.layout.twins(stage):
+        drain = partial(hooks.drain_last, stage)
 
     def run() -> None:
         clock.start()
         drain(pending.pop(taken))
         clock.stop()
 
-    return _in_turn(run, _adding_parts(machine, instruction))
+    return _in_turn(run, _adding_partial_sums(state, instruction))
 
 
 def _backward(
-    machine: Machine, index: int, instruction: ins.Compute
+    state: ComputeState, index: int, instruction: ins.Compute
 ) -> Callable[[AbstractContextManager[object]], None]:
     """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
-    flow = machine.flow(instruction)
-    kept_as, taken, made = _backward_values(flow)
-    take = None if taken is None else machine.taker(taken, index)
-    cell = None if made is None else machine.cell(made)
-    forget = _forget_past(machine, instruction)
-    clock, saved = machine.clock, machine.saved
+    flows, cells = state.flows, state.cells
+    (kept_as,) = flows.taken(instruction, Kind.SAVED)
+    taken, made = flows.taken(instruction, Kind.OUTPUT_GRAD), flows.made(instruction, Kind.OUTPUT_GRAD)
+    take = cells.taker(taken[0], index) if taken else None
+    cell = cells.of(made[0]) if made else None
+    forget = _forget_past(state, instruction)
+    clock, saved = state.clock, state.saved
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
@@ -255,27 +276,21 @@ def _backward(
         with around:
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
         if cell is not None:
-            cell.held = tuple([_gradient_of(tensor, gradients) for tensor in given])
-        forget()
+            cell.value = tuple([_gradient_of(tensor, gradients) for tensor in given])
+        if forget is not None:
+            forget()
         clock.stop()
 
     return run
 
 
-def _backward_values(flow: Flow) -> tuple[Value, Value | None, Value | None]:
-    """Return what a backward starts from: what was saved, the output's gradient, and the input's that it makes."""
-    saved = next(value for value in flow.consumes if value.kind is Kind.SAVED)
-    taken = next((value for value in flow.consumes if value.kind is Kind.OUTPUT_GRAD), None)
-    made = next((value for value in flow.produces if value.kind is Kind.OUTPUT_GRAD), None)
-    return saved, taken, made
-
-
-def _forget_past(machine: Machine, instruction: ins.Compute) -> Call:
-    """Return what drops a microbatch's keys and values after the backward of its first slice."""
-    microbatch, number = divmod(instruction.microbatch, machine.plan.schedule.slices)
-    if machine.plan.schedule.slices == 1 or number:
-        return lambda: None
-    return lambda: machine.stores.__delitem__((instruction.stage, microbatch))
+def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
+    """Return what drops a microbatch's keys and values after the backward of its first slice, if it is that."""
+    slices = state.flows.plan.schedule.slices
+    microbatch, number = divmod(instruction.microbatch, slices)
+    if slices == 1 or number:
+        return None
+    return partial(state.stores.__delitem__, (instruction.stage, microbatch))
 
 
 def _gradient_of(given: Tensor, taken: Outputs) -> Tensor:

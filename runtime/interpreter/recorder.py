@@ -7,17 +7,14 @@
     recorder.end_step()
     recorder.save(directory)
 
-While a step runs, only stamps are kept; they become seconds when the trace is saved. On a CPU a stamp is the host's
-time. On a GPU, where the host runs ahead, it is an event on the current stream.
+While a step runs, only stamps of a clock are kept (`clock`); they become seconds when the trace is saved.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,67 +24,12 @@ from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Times
 
-Call = Callable[[], None]
-Stamp = Any
-"""A moment as a clock notes it: only the clock that gave it can read it."""
+from ..comm.device import is_accelerator
+from .clock import EventClock, HostClock, Stamp, TraceClock
 
+Call = Callable[[], None]
 STEPS = range(2, 10)
 """The steps that are recorded unless others are asked for: the first ones still warm up."""
-
-
-class TraceClock(Protocol):
-    """Notes moments cheaply, and tells later when they were."""
-
-    def set(self) -> None:
-        """Set it to the time of day, before the first moment that it notes."""
-
-    def now(self) -> Stamp:
-        """Note this moment."""
-
-    def wall_s(self, stamp: Stamp) -> float:
-        """Return the time of day of a moment, in seconds: the clock that all ranks share."""
-
-
-class HostClock:
-    """The host's clock."""
-
-    def __init__(self) -> None:
-        self.now = time.perf_counter
-        self._offset_s = 0.0
-
-    def set(self) -> None:
-        """Set it to the time of day."""
-        self._offset_s = time.time() - time.perf_counter()
-
-    def wall_s(self, stamp: float) -> float:
-        """Return the time of day of a moment."""
-        return stamp + self._offset_s
-
-
-class EventClock:
-    """The clock of a GPU: events on the current stream, against one whose time of day is known."""
-
-    def __init__(self) -> None:
-        self._base: torch.cuda.Event | None = None
-        self._base_s = 0.0
-
-    def set(self) -> None:
-        """Set it to the time of day; waits for the GPU, once."""
-        self._base = self.now()
-        self._base.synchronize()
-        self._base_s = time.time()
-
-    def now(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def wall_s(self, stamp: torch.cuda.Event) -> float:
-        """Return the time of day of a moment; waits until it has come."""
-        assert self._base is not None
-        stamp.synchronize()
-        return float(self._base_s + self._base.elapsed_time(stamp) / 1000)
 
 
 @dataclass(frozen=True)
@@ -109,7 +51,7 @@ class Recorder:
         self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
         self._program = plan.programs[self._pp_rank]
         self._steps = frozenset(steps)
-        self._clock: TraceClock = EventClock() if device.type == "cuda" else HostClock()
+        self._clock: TraceClock = EventClock(device) if is_accelerator(device) else HostClock()
         self.now = self._clock.now
         self._number = -1
         self._start: list[Stamp | None] = [None] * len(self._program)
@@ -158,8 +100,8 @@ class Recorder:
         """
         self._waits.append((index, since, until))
 
-    def begin_step(self, step: int) -> None:
-        """Start a step; it is recorded if it is one of those asked for."""
+    def begin_step(self, step: int) -> bool:
+        """Start a step, and return whether it is recorded: if it is one of those asked for."""
         self.active = step in self._steps
         if self.active:
             self._number = step
@@ -167,6 +109,7 @@ class Recorder:
             self._waits.clear()
             if not self._recorded:
                 self._clock.set()
+        return self.active
 
     def end_step(self) -> None:
         """End the step, and put away what was recorded of it."""
@@ -184,7 +127,7 @@ class Recorder:
         RankTrace(digest_of(self._plan), self._rank, self._pp_rank, steps, start, end, wait).save(directory)
 
     def _read(self, step: _Step) -> tuple[Times, Times, Times]:
-        """Turn stamps into seconds; what had no call stands, without length, where the one before it ended."""
+        """Turn stamps into seconds; what had no call has no length, and begins where the one before it ended."""
         wall_s = self._clock.wall_s
         start, end, wait = np.zeros((3, len(self._program)))
         stamps = (stamp for stamp in step.start if stamp is not None)

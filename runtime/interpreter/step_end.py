@@ -6,69 +6,64 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from quintsched.ir import instructions as ins
 
-from .rank_state import Machine
+from ..state.grad_buckets import PlanBucket
+from .rank_state import StepEndState
 
 Call = Callable[[], None]
 
 
-def bind_sync_tied(machine: Machine, index: int, instruction: ins.SyncTied) -> Call:
+def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> Call:
     """Add up the gradients of what several stages hold."""
-    assert machine.gradients is not None
-    return partial(machine.gradients.add_up, instruction.params, instruction.stages)
+    return partial(state.gradients.sums.add_tied, instruction.params, instruction.stages)
 
 
 def bind_reduce_bucket(
-    machine: Machine, index: int, instruction: ins.AllReduceBucket | ins.ReduceScatterBucket
+    state: StepEndState, index: int, instruction: ins.AllReduceBucket | ins.ReduceScatterBucket
 ) -> Call:
-    """Launch what is left of a bucket's reduction, whole or to a share for everybody."""
-    assert machine.gradients is not None
-    return partial(machine.gradients.reduce, (instruction.stage, instruction.bucket))
+    """Launch what is left of a bucket's reduction, to the sum or to each replica's shard of it."""
+    return partial(state.gradients.reducer.reduce, PlanBucket(instruction.stage, instruction.bucket))
 
 
-def bind_share_metrics(machine: Machine, index: int, instruction: ins.ShareMetrics) -> Call:
+def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMetrics) -> Call:
     """Sum the tally over all ranks but tensor-parallel copies, without waiting for it."""
-
-    def run() -> None:
-        machine.sums = machine.tally.sums()
-        machine.shared = machine.groups.metrics.all_reduce(machine.sums)
-
-    return run
+    return partial(state.tally.reduce, state.metrics_group)
 
 
-def bind_clip_grad(machine: Machine, index: int, instruction: ins.ClipGrad) -> Call:
+def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:
     """Make the gradients those of the batch, find their global norm, and scale them under the threshold."""
-    gradients, clip = machine.gradients, machine.clip
-    assert gradients is not None
-    wait = partial(machine.wait, index=index)
+    reducer, norm, tally, clip, outcome = (
+        state.gradients.reducer,
+        state.gradients.norm,
+        state.tally,
+        state.clip,
+        state.outcome,
+    )
+    wait = partial(state.waits.wait, index=index)
 
     def run() -> None:
-        gradients.complete(wait)
-        gradients.finish(machine.weight(index))
-        norm, work = gradients.global_norm()
-        machine.wait([work], index)
-        machine.norm = norm.sqrt_()
-        machine.skipped = not math.isfinite(norm.item())
-        if clip is not None and not machine.skipped:
-            gradients.scale(torch.clamp(clip / (norm + 1e-6), max=1.0))
+        reducer.complete(wait)
+        reducer.divide(tally.weight(wait))
+        square, work = norm.square()
+        wait([work])
+        found = outcome.norm = square.sqrt_()
+        outcome.skipped = not math.isfinite(found.item())
+        if clip is not None and not outcome.skipped:
+            norm.clip(found, clip)
 
     return run
 
 
-def bind_opt_step(machine: Machine, index: int, instruction: ins.OptStep) -> Call:
+def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> Call:
     """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
-    optimizer = machine.optimizers.get(instruction.stages)
-    gradients, masters = machine.gradients, machine.masters
-    assert gradients is not None
-    assert masters is not None
+    optimizer, stages = state.optimizers.get(instruction.stages), instruction.stages
+    reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome
 
     def run() -> None:
-        if optimizer is not None and not machine.skipped:
+        if optimizer is not None and not outcome.skipped:
             optimizer.step()
-            masters.publish(instruction.stages)
-        gradients.clear(instruction.stages)
+            masters.publish(stages)
+        reducer.clear(stages)
 
     return run

@@ -12,14 +12,14 @@ from ..comm import Work
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives on every rank. Reading a figure waits until the ranks have shared it.
+    """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
 
     `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
     says that it was not finite, so that no rank stepped its optimizer.
     """
 
-    _tally: Tensor
-    _shared: Work
+    _sums: Tensor
+    _work: Work
     _metrics: Sequence[str]
     grad_norm: Tensor | None = None
     skipped: bool = False
@@ -27,23 +27,23 @@ class StepResult:
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        self._shared.wait()
-        return self._tally[1]
+        self._work.wait()
+        return self._sums[1]
 
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        self._shared.wait()
-        return self._tally[0] / self._tally[1]
+        self._work.wait()
+        return self._sums[0] / self._sums[1]
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        self._shared.wait()
-        return dict(zip(("loss", "weight", *self._metrics), self._tally, strict=True))
+        self._work.wait()
+        return dict(zip(("loss", "weight", *self._metrics), self._sums, strict=True))
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Each metric over the whole batch: its sum over total weight."""
         weight = self.weight
-        return {name: self._tally[number] / weight for number, name in enumerate(self._metrics, start=2)}
+        return {name: self._sums[number] / weight for number, name in enumerate(self._metrics, start=2)}

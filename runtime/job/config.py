@@ -1,4 +1,4 @@
-"""The job file: everything a training run is told, apart from the plan.
+"""The job file: every setting of a training run, apart from the plan.
 
     model:      {name: vit, options: {depth: 8}}
     data:       {name: digits}
@@ -20,10 +20,11 @@ from pydantic import Field, PlainValidator, create_model, model_validator
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
 
-from .settings import Settings
+from .choices import ContextMethod, Precision, StrictRules, TensorSplit, TransportName
+from .settings import Settings, name_in
 
-Numbers = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+TensorSplitName = Annotated[str, PlainValidator(name_in(TensorSplit))]
 
 
 _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1}
@@ -56,11 +57,11 @@ class ModelConfig(Settings):
     """The section `model`: what is trained."""
 
     name: str = "vit"
-    """A built-in model, or a function of one's own: "my_file.py:build"."""
+    """A built-in model, or a user's function: "my_file.py:build"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The options of that model."""
     tied: dict[str, Names] = Field(default_factory=dict)
-    """Weights of a model of one's own that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
+    """Weights of a user's model that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
     pretrained: str | None = None
     """Weights to start from, in GPT-2's shape: a safetensors file, or a directory with `model.safetensors` or its
     index; for "gpt" with `activation: gelu_tanh`. A run that is resumed does not read them."""
@@ -70,13 +71,13 @@ class DataConfig(Settings):
     """The section `data`: what it is trained on."""
 
     name: str = "digits"
-    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a function of
-    one's own: "my_file.py:load"."""
+    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.text`), or a user's
+    function: "my_file.py:load"."""
     path: str | None = None
     """A directory with MNIST's four IDX files, gzipped or not, which wins over "digits"; for "text", a file, which wins
     over the source of Python's standard library."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Those of "text": {sequence: 128, max_bytes: null}; or those of one's own function. The others have none."""
+    """Those of "text": {sequence: 128, max_bytes: null}; or those of a user's function. The others have none."""
 
 
 class ParallelConfig(PlanSettings):
@@ -93,24 +94,24 @@ class ParallelConfig(PlanSettings):
 
     plan: str | None = None
     """A plan file; it takes the place of the settings that a plan is compiled from."""
-    context: Literal["ring", "gather", "ulysses"] = "ring"
-    """How attention reaches over the parts of a sequence, where the mesh has cp."""
-    rules: dict[str, Literal["column", "row", "vocabulary", "replicate"]] = Field(default_factory=dict)
+    context: ContextMethod = "ring"
+    """How attention reaches over the slices of a sequence, where the mesh has cp."""
+    rules: dict[str, TensorSplitName] = Field(default_factory=dict)
     """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
     those in the whole model, which begin with the number of a block."""
     sequence_parallel: bool = False
-    """Whether each rank of tp has a share of the tokens wherever layers are not cut."""
+    """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     bucket_mb: float = Field(default=25.0, gt=0)
-    """Size in MB (10^6 bytes) above which a gradient bucket is reduced in pieces."""
+    """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     balance: Literal["estimated", "measured"] = "estimated"
-    """What a block counts when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
+    """What a block costs when stages are cut: an estimate from its weights, or the time it takes on rank 0."""
 
 
 class OptimizerConfig(Settings):
     """The optimizer."""
 
     name: Literal["sgd", "adam", "adamw"] = "adam"
-    """One of torch's own."""
+    """One of torch's."""
     lr: float = Field(default=1e-3, ge=0)
     """The learning rate that the schedule's factor multiplies."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -134,14 +135,14 @@ class OptimizerConfig(Settings):
 
 
 class LearningRateConfig(Settings):
-    """How the learning rate changes from step to step; `optim.learning_rate_factor` has the formula."""
+    """How the learning rate changes from step to step; `train.optimizer.learning_rate_factor` has the formula."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """The shape of the way down, after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear rise."""
     min_factor: float = Field(default=0.0, ge=0, le=1)
-    """What the learning rate ends at, as a share of `lr`."""
+    """What the learning rate ends at, as a fraction of `lr`."""
 
 
 class TrainConfig(Settings):
@@ -166,11 +167,11 @@ class TrainConfig(Settings):
 class RuntimeConfig(Settings):
     """The section `runtime`: how it is executed."""
 
-    transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
+    transport: TransportName = "auto"
     """What carries the messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
-    rules: Literal["rendezvous", "nccl"] | None = None
-    """Stricter rules than the transport's own, for tests: a send waits for its receive; messages in NCCL's order."""
-    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    rules: StrictRules | None = None
+    """Stricter rules than the transport's, for tests: a send waits for its receive; messages in NCCL's order."""
+    precision: Precision = "float32"
     """Type to compute in; with bfloat16, gradients are added up and weights are stepped in float32."""
     compile: bool = False
     """Whether torch.compile compiles each stage."""
@@ -212,7 +213,7 @@ class JobConfig(Settings):
     data: DataConfig = DataConfig()
     """What it is trained on."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the work is shared out."""
+    """How the work is divided over ranks."""
     train: TrainConfig = TrainConfig()
     """The loop."""
     runtime: RuntimeConfig = RuntimeConfig()

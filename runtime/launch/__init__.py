@@ -1,5 +1,5 @@
 """How a run starts and ends: from a job file to a plan, one process per rank, and one exit code for all of them.
 
 `local` starts the ranks on this machine, `worker` is what each of them runs, `to_plan` finds the plan of a job,
-`exit_together` ends ranks that all found the same fault. The topmost room: imports all of the runtime.
+`exit_together` ends ranks that all found the same fault. Nothing imports this room; it imports all others.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+from time import sleep
 
 from quintsched.errors import QuintschedError
 
@@ -32,13 +32,15 @@ def _say(error: QuintschedError) -> None:
 
 
 def _meet(rank: int) -> bool:
-    """Wait in torchrun's own store until all ranks have come; returns whether rank 0 was among them."""
+    """Wait in torchrun's store until all ranks have come; returns whether rank 0 was among them."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return rank == 0
     from datetime import timedelta
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
+
+    from ..comm.clock import now_s
 
     world_size = int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -47,9 +49,9 @@ def _meet(rank: int) -> bool:
         store = PrefixStore("quintsched/leave", agent)
         store.set(f"rank{rank}", "here")
         came = store.add("ranks", 1)
-        deadline = time.monotonic() + WAIT_S
-        while came < world_size and time.monotonic() < deadline:
-            time.sleep(0.02)
+        deadline = now_s() + WAIT_S
+        while came < world_size and now_s() < deadline:
+            sleep(0.02)
             came = store.add("ranks", 0)
         return bool(store.check(["rank0"]))
     except RuntimeError:

@@ -1,6 +1,6 @@
 """Start a job's ranks on this machine: what `quintsched run` calls.
 
-`torchrun` itself always ends with 1 and prints a trailer of its own; this starts the ranks through the same library
+`torchrun` itself always ends with 1 and prints a trailer; this starts the ranks through the same library
 and passes on the exit code of the rank that failed first.
 """
 
@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
-    own, rest = parser.parse_known_args(arguments)
+    known, rest = parser.parse_known_args(arguments)
     try:
-        num_ranks, in_process = _ranks(worker.parse(rest), own.nproc)
+        num_ranks, in_process = _ranks(worker.parse(rest), known.nproc)
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -54,11 +54,11 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
 
 
 def _require_even_batch(batch_size: int, plan: Plan) -> None:
-    parts = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep") * plan.schedule.microbatches
-    if batch_size % parts:
-        below = batch_size // parts * parts
-        nearest = f"{below} or {below + parts}" if below else str(parts)
+    count = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep") * plan.schedule.microbatches
+    if batch_size % count:
+        below = batch_size // count * count
+        nearest = f"{below} or {below + count}" if below else str(count)
         raise MisfitError(
-            f"train.batch_size {batch_size} does not divide into {parts} equal microbatches (the plan's replicas x "
+            f"train.batch_size {batch_size} does not divide into {count} equal microbatches (the plan's replicas x "
             f"microbatches); the nearest that do: {nearest}"
         )

@@ -11,9 +11,9 @@ import argparse
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
+from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
 from quintsched.errors import QuintschedError, StallError
@@ -119,7 +119,7 @@ def explain(error: Exception, rank: int) -> int:
     lost a peer, waits before it speaks.
     """
     if "RANK" in os.environ and isinstance(error, QuintschedError):
-        time.sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
+        sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
     known = isinstance(error, QuintschedError)
     headline = str(error) if known else f"{type(error).__name__}: {error}"

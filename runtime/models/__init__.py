@@ -1,7 +1,8 @@
 """Built-in models: a name in a job file, and the blocks it stands for.
 
-A model is a list of zero-argument builders, one per block: a rank calls those of its own stages only.
+A model is a list of zero-argument builders, one per block: a rank calls those of its stages only.
 Adding a model is one module with an options class and a function, and one line in MODELS.
+Imports `parallel`, `blocks`, `data`, `autograd`, `job`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def build_model(config: ModelConfig, data: DataSpec) -> Blocks:
 
 
 def tied_weights(config: ModelConfig) -> TiedNames:
-    """Return what a job's model ties: a name, and the weights that are one; for a user's own function, `model.tied`.
+    """Return what a job's model ties: a name, and the weights that are one; for a user's function, `model.tied`.
 
     Raises UsageError for an unknown name or wrong options.
     """

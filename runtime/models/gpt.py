@@ -4,7 +4,7 @@
 
 S is the length of a sequence, D is `hidden`, V the number of token ids. The targets of a data set are the inputs
 shifted by one; the model does not shift. Names, initialisation from torch's global generator and the way in which
-tensor parallelism cuts a block are as in `vit`. The options choose the parts of a block; `layers` has them:
+tensor parallelism cuts a block are as in `vit`. The options choose the layers of a block; `layers` has them:
 
                  GPT-2 (default)     LLaMA
     norm         layernorm           rmsnorm
@@ -52,7 +52,7 @@ _MLPS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
 
 
 class GPTOptions(Settings):
-    """The sizes and the parts of a causal transformer."""
+    """The sizes and the variants of a causal transformer."""
 
     hidden: int = Field(default=64, ge=1)
     """Width of a token."""
@@ -61,7 +61,7 @@ class GPTOptions(Settings):
     heads: int = Field(default=4, ge=1)
     """Attention heads; must divide `hidden`."""
     kv_heads: int | None = Field(default=None, ge=1)
-    """Heads of keys and values, shared by groups of attention heads; must divide `heads`; none: as many as `heads`."""
+    """Heads of keys and values, one per group of attention heads; must divide `heads`; none: as many as `heads`."""
     mlp_ratio: int = Field(default=4, ge=1)
     """Width between the two products of the MLP, as a multiple of `hidden`."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -69,12 +69,12 @@ class GPTOptions(Settings):
     positions: Literal["learned", "rope"] = "learned"
     """Positions as vectors that are learned and added to the tokens, or as rotations of queries and keys."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """What stands between the two products of the MLP: a GELU, its approximation by tanh as in GPT-2's own weights, or
+    """What is between the two products of the MLP: a GELU, its approximation by tanh as in GPT-2's weights, or
     swiglu, which needs gates, and so a first product twice as wide."""
     tied: bool = False
     """The head uses the embedding's weight; the engine then keeps the two equal."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the features that training drops from embedded tokens, and from what each half of a block adds."""
+    """Fraction of the features that training drops from embedded tokens, and from what each half of a block adds."""
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> GPTOptions:
@@ -177,7 +177,7 @@ class Block(nn.Module):
 
 
 def feed_forward(options: GPTOptions, ratio: int | None = None, *, bias: bool = True) -> nn.Module:
-    """Return what transforms each token on its own, `ratio` (none: that of the options) times as wide in the middle."""
+    """Return what transforms each token by itself, `ratio` (none: that of the options) times as wide in the middle."""
     return _MLPS[options.activation](options.hidden, options.hidden * (ratio or options.mlp_ratio), bias=bias)
 
 

@@ -1,6 +1,6 @@
-"""The halves of a transformer block in their variants: causal attention, and what transforms each token on its own.
+"""The halves of a transformer block in their variants: causal attention, and what transforms each token by itself.
 
-    heads = 4, kv_heads = 2         q0 q1 q2 q3          query heads share the keys and values of their group, which
+    heads = 4, kv_heads = 2         q0 q1 q2 q3          query heads have the keys and values of their group, which
                                      ╲╱    ╲╱            are computed, cached and sent half as large
                                      k0    k1
 
@@ -43,7 +43,7 @@ class Rotary(nn.Module):
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, heads: Tensor, start: int, context: Context | None = None) -> Tensor:
-        """Turn what stands at the positions from `start` on, or at those of the context.
+        """Turn what is at the positions from `start` on, or at those of the context.
 
         Raises MisfitError where positions are too many.
         """
@@ -59,7 +59,7 @@ class Attention(nn.Module):
     """Causal multi-head self-attention: (B, S, D) → (B, S, D).
 
     With as many key and value heads as query heads one product gives all three; its rows are those of q, of k and of
-    v, three equal parts, each ordered by head. With fewer (`num_kv_heads`), queries, keys and values have a product
+    v, three equal blocks, each ordered by head. With fewer (`num_kv_heads`), queries, keys and values have a product
     each. How many heads are here follows from the width of what these return: a tensor-parallel rank holds a slice.
     """
 
@@ -101,8 +101,8 @@ class Attention(nn.Module):
             products = self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens)
             query, key, value = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in products)
         else:
-            parts: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
-            query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+            blocks: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
+            query, key, value = blocks.permute(2, 0, 3, 1, 4).unbind(0)
         return query, key, value
 
 
@@ -116,7 +116,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Transform each token on its own."""
+        """Transform each token by itself."""
         out: Tensor = self.fc2(F.gelu(self.fc1(tokens), approximate=self.approximate))
         return out
 
@@ -124,7 +124,7 @@ class Mlp(nn.Module):
 class SwiGlu(nn.Module):
     """Features that others let through: (…, D) → (…, D).
 
-    One product gives the gates and the features, two equal parts of its rows.
+    One product gives the gates and the features, two equal blocks of its rows.
     """
 
     def __init__(self, hidden: int, mlp_hidden: int, *, bias: bool = True) -> None:
@@ -133,7 +133,7 @@ class SwiGlu(nn.Module):
         self.fc2 = nn.Linear(mlp_hidden, hidden, bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Transform each token on its own."""
+        """Transform each token by itself."""
         gate, up = self.gate_up(tokens).chunk(2, -1)
         out: Tensor = self.fc2(F.silu(gate) * up)
         return out

@@ -25,7 +25,7 @@ from .gpt import Block, GPTOptions, feed_forward, gpt
 
 
 class MoEGPTOptions(GPTOptions):
-    """The sizes and the parts of a causal transformer with experts."""
+    """The sizes and the variants of a causal transformer with experts."""
 
     experts: int = Field(default=8, ge=1)
     """Experts of a block; ep must divide them."""
@@ -34,7 +34,7 @@ class MoEGPTOptions(GPTOptions):
     renormalise: bool = False
     """Whether the weights of a token's experts add up to 1; not with one expert, which would then have no gradient."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """How many times its even share of a rank's assignments an expert takes; the rest is dropped; none: no limit."""
+    """How many times an even load of a rank's assignments an expert takes; the rest is dropped; none: no limit."""
     shared_experts: int = Field(default=0, ge=0)
     """Experts that every token passes."""
     every: int = Field(default=1, ge=1)

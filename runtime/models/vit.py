@@ -42,7 +42,7 @@ class ViTOptions(Settings):
     patch: int | None = Field(default=None, ge=1)
     """Side of a square patch in pixels; none: 2 for images below 16 pixels, else 4."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the features that training drops from embedded tokens, and from what each half of a block adds."""
+    """Fraction of the features that training drops from embedded tokens, and from what each half of a block adds."""
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> ViTOptions:
@@ -120,8 +120,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention: (B, T, D) → (B, T, D).
 
-    The rows of `qkv` are those of q, of k and of v, three equal parts, each ordered by head. How many heads are
-    here follows from the width of what `qkv` returns: a tensor-parallel rank holds a slice of each part.
+    The rows of `qkv` are those of q, of k and of v, three equal blocks, each ordered by head. How many heads are
+    here follows from the width of what `qkv` returns: a tensor-parallel rank holds a shard of each block.
     """
 
     def __init__(self, hidden: int, num_heads: int) -> None:
@@ -133,8 +133,8 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Let each token attend to all."""
-        parts: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        blocks: Tensor = self.qkv(tokens).unflatten(-1, (3, -1, self.head_dim))
+        query, key, value = blocks.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value)  # B, heads here, T, head_dim
         out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
         return out
@@ -149,7 +149,7 @@ class Mlp(nn.Module):
         self.fc2 = _linear(mlp_hidden, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Transform each token on its own."""
+        """Transform each token by itself."""
         out: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
         return out
 

@@ -1,4 +1,6 @@
-"""Parallelism inside a stage: groups of the mesh, and the folders `tensor`, `context` and `expert`.
+"""Parallelism inside a stage: the groups of a mesh, dropout that no mesh changes, and a folder for each axis.
 
-Imports `blocks`, `comm`, `autograd`; knows nothing of plans' instructions, of gradients' buckets or of training.
+`tensor` (and sequence), `expert`, `context`: a folder imports only those named after it. Pipeline and data parallelism
+are in `stage` and `state`, which stand above. Imports `blocks`, `autograd`, `comm`, `job`; knows nothing of a plan's
+instructions, of gradient buckets or of training.
 """

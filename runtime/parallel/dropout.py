@@ -1,4 +1,4 @@
-"""Dropout whose masks no mesh and no schedule changes: each bit is a hash of where it stands, not the next of a row.
+"""Dropout whose masks no mesh and no schedule changes: each bit is a hash of its place, not the next of a row.
 
     seed, step ─┐
     sample ─────┴▶ word of a sample ─┐
@@ -8,7 +8,7 @@
 
 A site is a dropout of the model: the number of its block, its name in there, and, where a forward calls it several
 times, which call it is. Samples are counted over the whole batch, positions over the whole sequence. So a rank draws
-just the part of the masks that belongs to what it holds, and draws it again when a forward is recomputed, without a
+just those bits of the masks that belong to what it holds, and draws it again when a forward is recomputed, without a
 generator that would have to be kept, restored or shared between threads.
 
     masks = Masks(seed)
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..comm import Group
-from .tensor.region import Region
+from .column_row import ColumnRowPair
 
 WORD = 0xFFFF_FFFF
 FACTORS = (0x21F0_AAAD, 0x735A_2D97)
@@ -46,9 +46,9 @@ FACTORS = (0x21F0_AAAD, 0x735A_2D97)
 
 @dataclass(frozen=True)
 class Unit:
-    """What masks are drawn for: samples of a step's batch, by their numbers in it, and a part of their sequences.
+    """What masks are drawn for: samples of a step's batch, by their numbers in it, and a slice of their sequences.
 
-    `positions` says where the tokens here stand in the whole sequence, int64 (T,); None: they are all of it.
+    `positions` are those of the tokens here in the whole sequence, int64 (T,); None: they are all of it.
     """
 
     step: int
@@ -101,7 +101,7 @@ def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:
         if isinstance(layer, KeyedDropout) and layer.masks is masks and layer.site != site and layer.p > 0:
             raise MisfitError(
                 f"blocks {layer.site.partition('.')[0]} and {number} share the dropout {name or 'itself'!r}; "
-                "give each block its own"
+                "give each block a dropout for itself"
             )
         layer.__class__ = KeyedDropout
         assert isinstance(layer, KeyedDropout)
@@ -112,15 +112,15 @@ class KeyedDropout(nn.Dropout):
     """An nn.Dropout whose masks are keyed; it shows as what it was, and is copied and pickled as that.
 
     Attributes:
-        masks, site: what it draws by, and where it stands in the model.
-        region: while this is open, the last dimension is this rank's share of the features.
-        sequence: while no region is open, the tokens here are this rank's share of those of the unit: part `index` of
+        masks, site: what it draws by, and its name in the model.
+        pair: while a forward is between column and row, the last dimension is this rank's shard of the features.
+        sequence: elsewhere the tokens here are this rank's slice of those of the unit: slice `index` of
             `size` equal ones, one behind the other.
     """
 
     masks: Masks
     site: str
-    region: Region | None = None
+    pair: ColumnRowPair | None = None
     sequence: Group | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ class KeyedDropout(nn.Dropout):
             )
         features = x.shape[-1] if x.dim() > 1 else 1
         rows = x.numel() // max(samples * features, 1)
-        inside = self.region is not None and self.region.is_open
-        first = self.region.group.index * features if self.region is not None and inside else 0
+        inside = self.pair is not None and self.pair.is_between
+        first = self.pair.group.index * features if self.pair is not None and inside else 0
         places = _places(rows, unit.positions, None if inside else self.sequence, device)
         columns = _mix(torch.arange(first, first + features, device=device))
         keys = self.masks.keys(unit, self.site, device)
@@ -170,20 +170,20 @@ class KeyedDropout(nn.Dropout):
         return "Dropout"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        own = KeyedDropout.__annotations__
-        return object.__new__, (nn.Dropout,), {k: v for k, v in self.__dict__.items() if k not in own}
+        added = KeyedDropout.__annotations__
+        return object.__new__, (nn.Dropout,), {k: v for k, v in self.__dict__.items() if k not in added}
 
 
 _drop_aside: Callable[[KeyedDropout, Tensor], Tensor] = torch.compiler.disable(KeyedDropout.drop)
 """Outside of compiled code, which would be compiled anew for every unit."""
 
 
-def _places(rows: int, positions: Tensor | None, part: Group | None, device: torch.device) -> Tensor:
+def _places(rows: int, positions: Tensor | None, sliced: Group | None, device: torch.device) -> Tensor:
     """Return which of the rows of a whole sample the `rows` here are: (rows).
 
     There may be several rows to a token, one behind the other; rows that are none of tokens count from 0.
     """
-    index, size = (part.index, part.size) if part is not None else (0, 1)
+    index, size = (sliced.index, sliced.size) if sliced is not None else (0, 1)
     tokens = 0 if positions is None else len(positions) // size
     if positions is None or not tokens or rows % tokens:
         return torch.arange(index * rows, (index + 1) * rows, device=device)

@@ -2,10 +2,10 @@
 
 mesh dp=2,pp=2,tp=2         tensor     (0 1) (2 3) (4 5) (6 7)   inside a forward: tensor parallelism
                             replicas   (0 4) (1 5) (2 6) (3 7)   gradient buckets
-                            context    (0) … (7)                 inside a forward: parts of a sequence, over cp
+                            context    (0) … (7)                 inside a forward: slices of a sequence
                             pipeline   (0 2) (1 3) (4 6) (5 7)   shapes of what travels
                             metrics    (0 2 4 6) (1 3 5 7)       loss and metrics: all but tp
-                            experts    (0) … (7)                 inside a forward: shares of the experts, over ep
+                            experts    (0) … (7)                 inside a forward: which experts, over ep
                             model      (0 1 2 3) (4 5 6 7)       the gradient norm: one whole model, all experts
                             holders    (0 1 4 5) (2 3 6 7)       all that hold the same stages
                             world      (0 … 7)                   agreement, checkpoints
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quintsched.ir.instructions import Message, Send
@@ -68,11 +68,17 @@ class MeshGroups:
             return is_first and counts_here(parameter)
         return is_first and (shard_of(parameter) is not None or self.tensor.index == 0)
 
+    def copies_of(self, tensor: Tensor) -> Group:
+        """Return the group whose members hold the same of a tensor: its stage's holders, unless it is a DTensor."""
+        if not isinstance(tensor, DTensor):
+            return self.holders
+        return self.tensor if comes_summed(tensor) else self.replicas
+
 
 def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
     """Make all groups of a plan in one order; every rank calls this at the same point.
 
-    Groups of the same ranks are one: their collectives stand in program order. Only the replicas, and those of experts,
+    Groups of the same ranks are one: their collectives follow program order. Only the replicas, and those of experts,
     have theirs to themselves, since gradients are launched ahead of their place; and where the plan spells out their
     collectives, these go through messages.
     """

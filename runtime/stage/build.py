@@ -1,6 +1,6 @@
 """The stages of one rank: cut from the blocks, built one block at a time, split over ep (experts) and tp.
 
-blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's share
+blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
 stages  [  0  ][  1  ][ 2 ][ 3 ]
 """
 
@@ -15,7 +15,7 @@ from quintsched.errors import MisfitError
 from quintsched.ir.layout import Layout
 
 from ..blocks.blocks import Block, Blocks, build_block
-from ..blocks.dtensor import groups_of_copies, local_of, prepare_sharded
+from ..blocks.dtensor import local_of, prepare_sharded
 from ..comm import Group
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
@@ -30,7 +30,7 @@ BlockBuilder = Callable[[Block, int], nn.Module]
 class Stage(nn.Module):
     """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it.
 
-    `partial` are the weights whose gradients are in parts on the ranks of tp (see `sequence_parallel`).
+    `partial` are the weights whose gradients are partial sums on the ranks of tp (see `parallel.tensor.sequence`).
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Stage(nn.Module):
 def cut(costs: Sequence[float], layout: Layout) -> list[range]:
     """Return each stage's blocks: contiguous, with the exact minimum of the slowest stage."""
     stages = range(len(layout.stage_to_pp))
-    parts = partition(costs, 1 + max(map(layout.part_of, stages)))
-    return [parts[layout.part_of(stage)] for stage in stages]
+    ranges = partition(costs, 1 + max(map(layout.part_of, stages)))
+    return [ranges[layout.part_of(stage)] for stage in stages]
 
 
 def build_stages(
@@ -73,10 +73,9 @@ def build_stages(
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
-        prepare_sharded(module, number, groups)
+        prepare_sharded(module, number, groups.tensor, groups.replicas)
         for held in (*module.parameters(), *module.buffers()):
-            for group in groups_of_copies(held, groups):
-                _same_everywhere(local_of(held), group)
+            _same_everywhere(local_of(held), groups.copies_of(held))
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
@@ -94,7 +93,7 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
     """Raise `MisfitError` for modules that cannot be cut into stages, and by tp and ep, each by itself.
 
     These are modules that were cut before, and a weight that modules of several stages hold, or several modules that
-    are cut: each stage trains what it holds, so the copies would part silently.
+    are cut: each stage trains what it holds, so the copies would diverge silently.
     """
     _require_whole(blocks)
     homes: dict[int, tuple[int, int]] = {}
@@ -118,7 +117,7 @@ def _require_whole(blocks: Blocks) -> None:
         if any(shard_of(parameter) is not None for parameter in block.parameters()):
             raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")
         if any(layer.group.size > 1 for layer in mixtures(block).values()):
-            raise MisfitError(f"the experts of block {number} are shared out over ep already; give each engine all")
+            raise MisfitError(f"the experts of block {number} are cut over ep already; give each engine all")
 
 
 def _same_everywhere(tensor: Tensor, group: Group) -> None:

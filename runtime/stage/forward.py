@@ -1,4 +1,4 @@
-"""Running a stage forward: its blocks one after the other, whole or in pieces that are recomputed later.
+"""Running a stage forward: its blocks one after the other, whole or in chains, some of which are run again later.
 
 stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one chain, everything is kept
                          recompute 1    ( 0 1 2 3 4 5 )                    one chain, only its input is kept
@@ -64,9 +64,9 @@ class StageForward:
     Args:
         blocks: the stage's blocks by number.
         parcels: what every block of the model leaves for the next.
-        recompute: every how manieth block is recomputed; 1: the stage as a whole, 0: none.
+        recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
-        around: number, block → the block with what stands before and behind it.
+        around: number, block → the block with what runs before and behind it.
         masks: what the blocks' dropouts draw by.
     """
 
@@ -84,23 +84,22 @@ class StageForward:
         self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
 
-        def segment(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
+        def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
             arriving = parcels[some[0] - 1].names if some[0] else ()
             modules = [module for number in some for module in around(number, blocks[number])]
             made = Chain(modules, arriving, parcels[some[-1]].names)
             run = torch.compile(made, dynamic=False) if compiled else made
-            return partial(_run_keyed, masks, run) if self.drops else run, partial(
-                _buffers, modules
-            ) if dropped else None
+            keyed = partial(_run_keyed, masks, run) if self.drops else run
+            return keyed, partial(_buffers, modules) if dropped else None
 
-        self._segments = [segment(some, dropped) for some, dropped in _cut(numbers, recompute)]
-        self.whole = self._segments[0][0] if len(self._segments) == 1 and not recompute else None
+        self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute)]
+        self.whole = self._chains[0][0] if len(self._chains) == 1 and not recompute else None
         """What runs the stage, where nothing of it is recomputed."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
         """Run the stage; where gradients are recorded, what has to be run again before the backward joins `reruns`."""
         total: Tensor | None = None
-        for chain, buffers in self._segments:
+        for chain, buffers in self._chains:
             if buffers and torch.is_grad_enabled():
                 given, auxiliary = run_dropped(chain, buffers, given, extras, reruns)
             else:
@@ -124,7 +123,7 @@ def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
 
 
 def _cut(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
-    """Cut a stage's blocks into pieces that are kept and pieces that are dropped."""
+    """Cut a stage's blocks into chains; return which of them drop their activations."""
     if every <= 1:
         return [(list(numbers), every == 1)]
     places = range(len(numbers))

@@ -1,7 +1,7 @@
-"""Cutting a rank's share of a batch into units: microbatches, or their slices along the sequence.
+"""Cutting what a replica gets of a batch into units: microbatches, or their slices along the sequence.
 
 (samples, sequence, …) ──▶ this rank's chunks of the sequence, where the mesh has cp
-                       ──▶ microbatches, equal shares of the samples ──▶ slices, equal shares of the sequence
+                       ──▶ microbatches, equal numbers of samples ──▶ slices, equal stretches of the sequence
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .forward import Extras
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's share of a batch, cut into units (microbatches or their slices); what it does not need is empty."""
+    """What a rank gets of a batch, cut into units (microbatches or their slices); what it does not need is empty."""
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
@@ -41,7 +41,7 @@ class BatchCutter:
         inputs: whether the rank needs inputs.
         targets: whether it needs targets.
         rank: its global rank, for error messages.
-        shard: its part of each sequence.
+        shard: what of each sequence it gets.
     """
 
     def __init__(
@@ -65,15 +65,17 @@ class BatchCutter:
 
         Raises:
             UsageError: something that the rank needs is not given.
-            MisfitError: samples or sequence cannot be cut into equal parts.
+            MisfitError: samples or sequence cannot be cut evenly.
         """
         spec = plan.schedule
-        parts = {name: self._extra_units(spec, name, tensor, inputs) for name, tensor in extras.items()}
+        of_extras = {name: self._extra_units(spec, name, tensor, inputs) for name, tensor in extras.items()}
         units = range(spec.num_units)
         return Batch(
             inputs=self._units(spec, "inputs", inputs) if self._needs_inputs else (),
             targets=self._units(spec, "targets", targets) if self._needs_targets else (),
-            extras=[{name: cut[unit] for name, cut in parts.items()} for unit in units] if parts else [{}] * len(units),
+            extras=[{name: cut[unit] for name, cut in of_extras.items()} for unit in units]
+            if of_extras
+            else [{}] * len(units),
         )
 
     def _units(self, spec: ScheduleSpec, name: str, tensor: Tensor | None) -> Sequence[Tensor]:
@@ -83,19 +85,19 @@ class BatchCutter:
         first = microbatches[0]
         if first.dim() < 2 or first.shape[1] % spec.slices:
             raise MisfitError(f"{name} of shape {tuple(first.shape)} cannot be cut into {spec.slices} equal slices")
-        return [part for whole in microbatches for part in whole.split(first.shape[1] // spec.slices, 1)]
+        return [unit for whole in microbatches for unit in whole.split(first.shape[1] // spec.slices, 1)]
 
     def _extra_units(self, spec: ScheduleSpec, name: str, tensor: Tensor, inputs: Tensor | None) -> Sequence[Tensor]:
         """One number per sample goes to every slice; all else runs along the sequence, as the inputs do."""
-        pieces = spec.slices * self._shard.size
-        if pieces == 1 or tensor.dim() > 1:
-            if pieces > 1 and self._needs_inputs and inputs is not None and tensor.shape[1] != inputs.shape[1]:
+        cuts = spec.slices * self._shard.size
+        if cuts == 1 or tensor.dim() > 1:
+            if cuts > 1 and self._needs_inputs and inputs is not None and tensor.shape[1] != inputs.shape[1]:
                 raise MisfitError(
                     f"{name} of shape {tuple(tensor.shape)} does not run along the sequence of {inputs.shape[1]}, and "
                     "cannot be cut along it"
                 )
             return self._units(spec, name, tensor)
-        return [part for part in self._microbatches(spec.microbatches, name, tensor) for _ in range(spec.slices)]
+        return [unit for unit in self._microbatches(spec.microbatches, name, tensor) for _ in range(spec.slices)]
 
     def _microbatches(
         self, count: int, name: str, tensor: Tensor | None, shard: SequenceShard = WHOLE
@@ -106,5 +108,5 @@ class BatchCutter:
             raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
         dtype = self._dtype if name == "inputs" and tensor.is_floating_point() else None
         moved: Tensor = shard.cut(name, tensor).to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
-        pieces: Sequence[Tensor] = moved.split(tensor.shape[0] // count)
-        return pieces
+        units: Sequence[Tensor] = moved.split(tensor.shape[0] // count)
+        return units

@@ -5,7 +5,7 @@
     stage 3    5.head.weight  ──┘
 
 Each stage keeps a copy. The plan says which stages a name ties (`compile(…, tied={"embedding": (0, 3)})`), the engine
-is told which weights those are (`Engine(…, tied={"embedding": ("0.tokens.weight", "5.head.weight")})`).
+is given which weights those are (`Engine(…, tied={"embedding": ("0.tokens.weight", "5.head.weight")})`).
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ class TiedWeights:
         planned = {name: tuple(held) for name, held in plan.tied.items()}
         if across != planned:
             _refuse(across, planned)
-        self._own = {name: list(_join(weights, stages)) for name, weights in names.items()}
+        self._copies = {name: list(_join(weights, stages)) for name, weights in names.items()}
         for name in across:
-            if any(isinstance(parameter, DTensor) for parameter in self._own[name]):
+            if any(isinstance(parameter, DTensor) for parameter in self._copies[name]):
                 raise MisfitError(f"tied weight {name!r} is a DTensor; stages tie weights that PyTorch has not sharded")
-        self.parameters = {parameter for name in across for parameter in self._own[name]}
+        self.parameters = {parameter for name in across for parameter in self._copies[name]}
         self._uncounted = {
             parameter
             for name, held in across.items()
-            for number, parameter in enumerate(self._own[name])
+            for number, parameter in enumerate(self._copies[name])
             if number or held[0] not in stages
         }
         for name, held in sorted(across.items()):
             self._start_alike(name, held, groups)
 
-    def own(self, name: str) -> list[nn.Parameter]:
+    def copies(self, name: str) -> list[nn.Parameter]:
         """Return this rank's copies."""
-        return self._own[name]
+        return self._copies[name]
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts a parameter in the global norm: of the copies of a tied one, the first does."""
@@ -84,25 +84,25 @@ class TiedWeights:
 
     @torch.no_grad()
     def _start_alike(self, name: str, home: tuple[int, ...], groups: MeshGroups) -> None:
-        own = self._own[name]
-        if not own:
+        here = self._copies[name]
+        if not here:
             return
-        for other in own[1:]:
-            if other.shape != own[0].shape:
-                raise MisfitError(f"tied weight {name!r}: {tuple(own[0].shape)} and {tuple(other.shape)} do not fit")
-            other.copy_(own[0])
+        for other in here[1:]:
+            if other.shape != here[0].shape:
+                raise MisfitError(f"tied weight {name!r}: {tuple(here[0].shape)} and {tuple(other.shape)} do not fit")
+            other.copy_(here[0])
         sharing = groups.sharing.get(home)
         if sharing is not None:
-            sizes = torch.tensor(own[0].shape, dtype=torch.int64, device=own[0].device)
+            sizes = torch.tensor(here[0].shape, dtype=torch.int64, device=here[0].device)
             firsts = sizes.clone()
             sharing.group.broadcast(firsts, sharing.first).wait()
             if not torch.equal(sizes, firsts):
                 raise MisfitError(
-                    f"tied weight {name!r}: {tuple(own[0].shape)} here, {tuple(firsts.tolist())} elsewhere"
+                    f"tied weight {name!r}: {tuple(here[0].shape)} here, {tuple(firsts.tolist())} elsewhere"
                 )
-            start = own[0].detach().clone()
+            start = here[0].detach().clone()
             sharing.group.broadcast(start, sharing.first).wait()
-            for parameter in own:
+            for parameter in here:
                 parameter.copy_(start)
 
 

@@ -1,5 +1,6 @@
-"""What training keeps: weights, gradients in buckets, optimizer state, sharded or not, and how it is saved and loaded.
+"""What training keeps: weights, gradients in buckets, optimizer state, full or sharded, and how it is saved and loaded.
 
-`grad_reducer` sums gradients over replicas, `zero_params` and `zero_grads` hold shards of what others gather,
-`master_weights` are the float32 ones. Imports `stage`, `parallel`, `blocks`, `comm`.
+`training_state` puts all of it together. `grad_buckets` says what is reduced together, `grad_hooks` fills the buckets,
+`grad_sums` and `grad_reducer` add them up, `grad_norm` measures and clips. `zero_params` and `zero_grads` hold shards,
+`master_weights` are the float32 ones. Imports `stage`, `models`, `parallel`, `blocks`, `comm`, `autograd`.
 """

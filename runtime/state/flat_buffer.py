@@ -1,8 +1,8 @@
-"""How some parameters stand in one flat tensor, and what of it each replica has as its own.
+"""How some parameters lie in one flat buffer, and which shard of it each replica holds.
 
 parameters     [   p2   ] [ p1 ] [      p0      ]
-flat tensor    [   p2  ·│ p1 ··│      p0    ····]       ·: unused, so that parameters begin at round places
-two replicas   [        0       │        1      ]       own share of each: equal, whatever it cuts through
+flat buffer    [   p2  ·│ p1 ··│      p0    ····]       ·: unused, so that parameters begin at aligned places
+two replicas   [     shard 0    │    shard 1    ]       shards are equal, whatever the border cuts through
 segments                 p2, p1, p0 │ p0
 """
 
@@ -14,69 +14,73 @@ from math import prod
 
 from torch import Tensor
 
-ROUND = 32
-"""At multiples of so many numbers parameters begin that are computed with: kernels are slow, or picky, elsewhere."""
+ALIGNMENT = 32
+"""Parameters that are computed with begin at multiples of so many numbers: kernels are slow, or picky, elsewhere."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What of a parameter lies in the own share: numbers [start, stop) of it, from place `at` of the share on."""
+    """What of a parameter lies in this rank's shard: its numbers [start, stop), from place `at` of the shard on."""
 
     start: int
     stop: int
     at: int
 
+    def of(self, shard: Tensor) -> Tensor:
+        """Return the segment in a shard, in its memory: one dimension."""
+        return shard[self.at : self.at + self.stop - self.start]
+
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where parameters of these shapes stand in a flat tensor of `parts` equal shares; `index` says which is ours."""
+    """Where parameters of these shapes lie in a flat buffer of `num_shards` equal shards; `index` is this rank's."""
 
     shapes: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
-    share: int
-    parts: int = 1
+    shard_size: int
+    num_shards: int = 1
     index: int = 0
 
     @classmethod
     def packed(cls, tensors: Sequence[Tensor]) -> FlatLayout:
-        """Return the layout in which tensors stand side by side, in one share."""
+        """Return the layout in which tensors lie side by side, in one shard."""
         return cls._of(tensors, 1, 1, 0)
 
     @classmethod
-    def shared(cls, tensors: Sequence[Tensor], parts: int, index: int) -> FlatLayout:
-        """Return the layout in which tensors begin at round places, in `parts` shares."""
-        return cls._of(tensors, ROUND, parts, index)
+    def sharded(cls, tensors: Sequence[Tensor], num_shards: int, index: int) -> FlatLayout:
+        """Return the layout in which tensors begin at aligned places, in `num_shards` shards."""
+        return cls._of(tensors, ALIGNMENT, num_shards, index)
 
     @classmethod
-    def _of(cls, tensors: Sequence[Tensor], multiple: int, parts: int, index: int) -> FlatLayout:
+    def _of(cls, tensors: Sequence[Tensor], multiple: int, num_shards: int, index: int) -> FlatLayout:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.numel() // multiple) * multiple
-        share = -(-end // (parts * multiple)) * multiple
-        return cls(tuple(tuple(t.shape) for t in tensors), tuple(starts), share, parts, index)
+        shard_size = -(-end // (num_shards * multiple)) * multiple
+        return cls(tuple(tuple(t.shape) for t in tensors), tuple(starts), shard_size, num_shards, index)
 
     @property
     def size(self) -> int:
-        """How many numbers the flat tensor has."""
-        return self.parts * self.share
+        """How many numbers the flat buffer has."""
+        return self.num_shards * self.shard_size
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the parameters in the flat tensor, in their shapes."""
+        """Return the parameters in the flat buffer, in their shapes."""
         return [
             flat.narrow(0, start, prod(shape)).view(shape)
             for shape, start in zip(self.shapes, self.starts, strict=True)
         ]
 
-    def own(self, flat: Tensor) -> Tensor:
-        """Return the own share of the flat tensor, in its memory."""
-        return flat.narrow(0, self.index * self.share, self.share)
+    def shard(self, flat: Tensor) -> Tensor:
+        """Return this rank's shard of the flat buffer, in its memory."""
+        return flat.narrow(0, self.index * self.shard_size, self.shard_size)
 
     def segments(self) -> list[Segment | None]:
-        """Return what of each parameter lies in the own share; None where nothing does."""
-        first = self.index * self.share
+        """Return what of each parameter lies in this rank's shard; None where nothing does."""
+        first = self.index * self.shard_size
         return [
-            _overlap(start, start + prod(shape), first, first + self.share)
+            _overlap(start, start + prod(shape), first, first + self.shard_size)
             for shape, start in zip(self.shapes, self.starts, strict=True)
         ]
 

@@ -1,17 +1,20 @@
-"""Pieces of gradients: some parameters of a stage, whose gradients are views into one flat tensor.
+"""Gradient buckets: some parameters of a stage, whose gradients are views into one flat buffer.
 
-    parameters of a stage, last layer first     p9 p8 p7 │ p6 p5 │ p4 … p0        pieces of at most 25 MB
-    their gradients are views into              [ piece 0 ][piece 1][ piece 2 ]
+    parameters of a stage, last layer first     p9 p8 p7 │ p6 p5 │ p4 … p0        buckets of at most 25 MB
+    their gradients are views into              [bucket 0][ b. 1 ][ bucket 2 ]
 
-What has to be treated apart stands in pieces of its own: weights that several stages hold, those whose gradient is in
-parts on the ranks of tp, and experts that ep shares out, in a bucket behind the others. Where full gradients come and
-go, so do weights whose gradients wait for the second half of a backward: theirs need not stand before it.
+The plan counts a few buckets per stage (`PlanBucket`), since it does not know the model; here each of them is cut into
+as many as its bytes take. What has to be reduced apart is in separate buckets: weights that several stages hold, those
+whose gradients are partial sums on the ranks of tp, and the experts of ep, in a plan's bucket behind the others. Where
+full gradients are resident only for a while, so are weights whose gradients wait for the second half of a backward:
+theirs need not be resident before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,63 +23,80 @@ from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import comes_summed, local_of
 from ..comm import Group, Work
 from ..parallel.expert.moe import expert_weights
+from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
 from .master_weights import Masters, is_low
 
-Bucket = tuple[int, int]
-"""A stage, and the number of one of its buckets."""
+Wait = Callable[[Iterable[Work]], None]
+"""Waits for what comes from other ranks."""
 
 
-class Piece:
-    """Some parameters of a stage, whose gradients are views into one flat tensor, float32 where theirs are shorter.
+class PlanBucket(NamedTuple):
+    """A bucket as the plan counts them: a stage, and a number within it."""
 
-    `own` is what this rank keeps of their sum over the replicas; `comes_and_goes` says that full gradients do not stand
-    all the time.
+    stage: int
+    number: int
+
+
+class GradBucket:
+    """Some parameters of a stage, whose gradients are views into one flat buffer, float32 where theirs are shorter.
+
+    Attributes:
+        plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's.
+        flat: the full gradients.
+        shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
+        views: the gradient of each parameter, in the flat buffer.
+        comes_summed: whether PyTorch reduces these gradients itself.
+        missing: parameters whose gradient the last backward has yet to bring.
+        ready: whether the bucket may be launched.
+        reshards: whether full gradients are resident only from a backward to their reduction.
     """
 
-    comes_and_goes = False
+    reshards = False
 
     flat: Tensor
-    own: Tensor
+    shard: Tensor
     views: list[Tensor]
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
-        self.bucket = bucket
+    def __init__(self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
+        self.plan_bucket, self.stage = plan_bucket, plan_bucket.stage
         self.parameters = tuple(parameters)
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
         dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
         self.missing: set[Tensor] = set(parameters)
         self.ready = False
-        self._homes: list[tuple[nn.Parameter, Tensor]] = []
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._lay_out(local, dtype, masters)
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         layout = FlatLayout.packed(local)
-        self.flat = self.own = torch.zeros(layout.size, dtype=dtype, device=local[0].device)
+        self.flat = self.shard = torch.zeros(layout.size, dtype=dtype, device=local[0].device)
         self.views = layout.views(self.flat)
-        homes = [masters.of(parameter) for parameter in self.parameters]
-        self._homes = [(home, view) for home, view in zip(homes, self.views, strict=True) if home is not None]
+        masters_of = [masters.of(parameter) for parameter in self.parameters]
+        self._grads = [
+            (master, view) for master, view in zip(masters_of, self.views, strict=True) if master is not None
+        ]
 
     def attach(self) -> None:
         """Let every weight's gradient be its view, also where `zero_grad` took it away."""
-        attach(self._homes)
+        attach(self._grads)
 
-    def make_room(self) -> None:
-        """See to it that full gradients can be added up: they always can."""
+    def allocate_full(self) -> None:
+        """Make full gradients resident, so that they can be added up: here they always are."""
 
     def reduce(self, group: Group) -> Work:
         """Begin to sum the gradients over the replicas."""
         return group.all_reduce(self.flat)
 
-    def collect(self) -> None:
-        """Take in what has been reduced: it is in its place."""
+    def finish_reduction(self) -> None:
+        """Take over what has been reduced: here it is in its place."""
 
     def counted(self, counts: Sequence[bool]) -> list[Tensor]:
         """Return the gradients of those parameters that count in the norm, whole where all do."""
-        return [self.own] if all(counts) else [view for view, here in zip(self.views, counts, strict=True) if here]
+        return [self.shard] if all(counts) else [view for view, here in zip(self.views, counts, strict=True) if here]
 
     def clear(self) -> None:
         """Begin again at zero."""
@@ -84,89 +104,135 @@ class Piece:
         self.missing, self.ready = set(self.parameters), False
 
 
-def attach(homes: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def attach(grads: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     """Let the gradients of parameters be these tensors."""
-    for parameter, view in homes:
+    for parameter, view in grads:
         if parameter.grad is not view:
             parameter.grad = view
 
 
-def cut_all(
+class GradBuckets:
+    """All gradient buckets of a rank's stages, and the replicas that each is reduced over.
+
+    Args:
+        buckets: in the order of `cut_stages`.
+        stages: this rank's stages.
+        groups: the groups of the mesh.
+        first_expert_bucket: the number of the plan's bucket, in each stage, that the experts are in.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradBucket],
+        stages: Mapping[int, Stage],
+        groups: MeshGroups,
+        *,
+        first_expert_bucket: int,
+    ) -> None:
+        self._groups, self._first_expert_bucket = groups, first_expert_bucket
+        self.of_plan: dict[PlanBucket, list[GradBucket]] = {}
+        self.home: dict[nn.Parameter, tuple[GradBucket, Tensor]] = {}
+        """The bucket of each parameter, and its gradient there."""
+        for bucket in buckets:
+            self.of_plan.setdefault(bucket.plan_bucket, []).append(bucket)
+            self.home.update({p: (bucket, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)})
+        self._all = [bucket for some in self.of_plan.values() for bucket in some]
+        partial_sums = {parameter for stage in stages.values() for parameter in stage.partial}
+        self.partial_sums = [b for b in self._all if not partial_sums.isdisjoint(b.parameters)]
+        """Those whose gradients are partial sums on the ranks of tp."""
+
+    def __iter__(self) -> Iterator[GradBucket]:
+        return iter(self._all)
+
+    def of_stages(self, stages: Collection[int]) -> list[GradBucket]:
+        """Return the buckets of these stages."""
+        return [bucket for bucket in self._all if bucket.stage in stages]
+
+    def is_of_experts(self, bucket: GradBucket) -> bool:
+        """Whether a bucket holds experts that ranks along ep do not have in common."""
+        return bucket.plan_bucket.number >= self._first_expert_bucket
+
+    def replicas_of(self, bucket: GradBucket) -> Group:
+        """Return the ranks over which a bucket is summed."""
+        return self._groups.expert_replicas if self.is_of_experts(bucket) else self._groups.replicas
+
+
+def cut_stages(
     stages: Mapping[int, Stage],
-    buckets: int,
-    piece_bytes: int,
+    buckets_per_stage: int,
+    bucket_bytes: int,
     apart: Collection[nn.Parameter] = (),
     *,
     waiting_apart: bool = False,
-) -> list[tuple[Bucket, list[nn.Parameter]]]:
-    """Return the pieces of all stages; see `cut_pieces`."""
+) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
+    """Return the buckets of all stages; see `cut_buckets`."""
     return [
-        found
+        bucket
         for stage in stages.values()
-        for found in cut_pieces(stage, buckets, piece_bytes, apart, waiting_apart=waiting_apart)
+        for bucket in cut_buckets(stage, buckets_per_stage, bucket_bytes, apart, waiting_apart=waiting_apart)
     ]
 
 
-def cut_pieces(
+def cut_buckets(
     stage: Stage,
-    buckets: int,
-    piece_bytes: int,
+    buckets_per_stage: int,
+    bucket_bytes: int,
     apart: Collection[nn.Parameter] = (),
     *,
     waiting_apart: bool = False,
-) -> list[tuple[Bucket, list[nn.Parameter]]]:
-    """Cut a stage's parameters, last first, into `buckets` of like size and those into pieces of one dtype.
+) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
+    """Cut a stage's parameters, last first, into the plan's buckets, of like size, and those by bytes and dtype.
 
-    Behind them come those with partial gradients, then those that stand `apart`, each in a piece of its own; then, in
-    one more bucket, the experts that ranks along ep do not have in common. With `waiting_apart` no piece has both
-    weights whose gradients can wait and others.
+    Behind them come those with partial sums, then those to be reduced `apart`, each in a separate bucket; then, in
+    one more bucket of the plan, the experts that ranks along ep do not have in common. With `waiting_apart` no bucket
+    has both weights whose gradients can wait and others.
     """
     found, experts = list(stage.named_weights().values()), expert_weights(stage)
     alone = [parameter for parameter in found if parameter in apart]
     rest = [parameter for parameter in reversed(found) if parameter not in apart]
     dense = [parameter for parameter in rest if parameter not in stage.partial and parameter not in experts]
-    partial_ = [parameter for parameter in rest if parameter in stage.partial]
-    own = [parameter for parameter in rest if parameter in experts]
-    last = buckets - 1
+    partial_sums = [parameter for parameter in rest if parameter in stage.partial]
+    of_experts = [parameter for parameter in rest if parameter in experts]
+    last = buckets_per_stage - 1
 
     def cut(parameters: list[nn.Parameter], number: int) -> Iterator[tuple[int, list[nn.Parameter]]]:
         waiting = {p for p in parameters if waiting_apart and queue_of(p) is not None}
         for group in ([p for p in parameters if p not in waiting], [p for p in parameters if p in waiting]):
-            yield from _cut_evenly(group, number, piece_bytes)
+            yield from _cut_evenly(group, number, bucket_bytes)
 
-    pieces = [
-        *sorted(cut(dense, buckets), key=itemgetter(0)),
-        *((last, piece) for _, piece in cut(partial_, 1)),
+    buckets = [
+        *sorted(cut(dense, buckets_per_stage), key=itemgetter(0)),
+        *((last, bucket) for _, bucket in cut(partial_sums, 1)),
         *((last, [parameter]) for parameter in alone),
-        *((buckets, piece) for _, piece in cut(own, 1)),
+        *((buckets_per_stage, bucket) for _, bucket in cut(of_experts, 1)),
     ]
-    return [((stage.index, bucket), piece) for bucket, piece in pieces]
+    return [(PlanBucket(stage.index, number), bucket) for number, bucket in buckets]
 
 
 def _cut_evenly(
-    parameters: Sequence[nn.Parameter], buckets: int, piece_bytes: int
+    parameters: Sequence[nn.Parameter], num_plan_buckets: int, bucket_bytes: int
 ) -> list[tuple[int, list[nn.Parameter]]]:
-    """Return pieces with the number of their bucket, in order."""
+    """Return buckets with the number of the plan's that they are in, in order."""
     total = sum(p.numel() for p in parameters)
-    pieces: list[tuple[int, list[nn.Parameter]]] = []
-    gathered: list[nn.Parameter] = []
-    done = bucket = 0
+    buckets: list[tuple[int, list[nn.Parameter]]] = []
+    collected: list[nn.Parameter] = []
+    done = number = 0
 
     def close() -> None:
-        if gathered:
-            pieces.append((bucket, [*gathered]))
-            gathered.clear()
+        if collected:
+            buckets.append((number, [*collected]))
+            collected.clear()
 
     for parameter in parameters:
-        if gathered and (_kind(gathered[0]) != _kind(parameter) or _bytes([*gathered, parameter]) > piece_bytes):
+        if collected and (_kind(collected[0]) != _kind(parameter) or _bytes([*collected, parameter]) > bucket_bytes):
             close()
-        gathered.append(parameter)
+        collected.append(parameter)
         done += parameter.numel()
-        if bucket < buckets - 1 and done * buckets >= total * (bucket + 1):
+        if number < num_plan_buckets - 1 and done * num_plan_buckets >= total * (number + 1):
             close()
-            bucket += 1
+            number += 1
     close()
-    return pieces
+    return buckets
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
@@ -174,5 +240,5 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
-    """Return what the parameters of a piece have in common."""
+    """Return what the parameters of a bucket have in common."""
     return parameter.dtype, comes_summed(parameter)

@@ -4,7 +4,7 @@
        ▲                                                                      │
        └──────────── rounded ◀── master (float32) ◀── optimizer step ◀────────┘
 
-Weights of 32 bits or more are their own masters.
+Weights of 32 bits or more are themselves the masters.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Masters:
             self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local part.
+        """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local shard.
 
-        Where replicas share out what they step, it is the segment that this rank steps, and None where it has none.
+        With ZeRO it is the segment that this rank steps, and None where it has none.
         """
         return self._of.get(parameter, parameter)
 
     def load(self, parameter: nn.Parameter, found: Tensor) -> None:
-        """Let the master of a parameter be these numbers; `publish` tells the weights."""
+        """Let the master of a parameter be these numbers; `publish` rounds it into the weight."""
         master = self.of(parameter)
         if master is not None:
             master.copy_(found)

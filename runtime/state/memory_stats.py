@@ -1,6 +1,6 @@
-"""How many bytes of weights and gradients stand on a rank, counted where their memory comes and goes.
+"""How many bytes of weights and gradients are resident on a rank, counted where their memory is taken and freed.
 
-weights    ▁▁▂▂▁▁▂▂▁▁   ◀─ peak: the most that stood at once
+weights    ▁▁▂▂▁▁▂▂▁▁   ◀─ peak: the most that was resident at once
 gradients  ▁▁▁▁▂▂▁▁▂▂
 """
 
@@ -12,8 +12,8 @@ from enum import Enum
 from torch import Tensor
 
 
-class Held(Enum):
-    """What memory is held for."""
+class MemoryKind(Enum):
+    """What memory is used for."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -21,7 +21,7 @@ class Held(Enum):
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The most bytes that stood on a rank: of each, and of all together.
+    """The most bytes that were resident on a rank: of each kind, and of all together.
 
     Masters of weights in bf16 or fp16 count as the optimizer's. Buffers do not count, nor what is on its way through
     autograd.
@@ -33,52 +33,52 @@ class StateBytes:
     total: int
 
 
-class Ledger:
+class MemoryStats:
     """Counts bytes; the peaks are those since `read`, or the beginning."""
 
     def __init__(self) -> None:
-        self._standing = dict.fromkeys(Held, 0)
-        self._peaks = dict.fromkeys(Held, 0)
+        self._resident = dict.fromkeys(MemoryKind, 0)
+        self._peaks = dict.fromkeys(MemoryKind, 0)
         self._peak = 0
 
-    def add(self, held: Held, num_bytes: int) -> None:
-        """Count bytes that now stand, or, if there are fewer than none, no longer do."""
-        self._standing[held] += num_bytes
-        self._peaks[held] = max(self._peaks[held], self._standing[held])
-        self._peak = max(self._peak, sum(self._standing.values()))
+    def add(self, kind: MemoryKind, num_bytes: int) -> None:
+        """Count bytes that are now resident, or, if negative, no longer are."""
+        self._resident[kind] += num_bytes
+        self._peaks[kind] = max(self._peaks[kind], self._resident[kind])
+        self._peak = max(self._peak, sum(self._resident.values()))
 
     def read(self, optimizer: int) -> StateBytes:
-        """Return the peaks, and begin anew; what the optimizer keeps stands all the time."""
-        weights, gradients = self._peaks[Held.WEIGHTS], self._peaks[Held.GRADIENTS]
+        """Return the peaks, and begin anew; what the optimizer keeps is resident all the time."""
+        weights, gradients = self._peaks[MemoryKind.WEIGHTS], self._peaks[MemoryKind.GRADIENTS]
         found = StateBytes(weights, gradients, optimizer, self._peak + optimizer)
-        self._peaks, self._peak = dict(self._standing), sum(self._standing.values())
+        self._peaks, self._peak = dict(self._resident), sum(self._resident.values())
         return found
 
 
-class Room:
-    """The memory of a tensor, which comes and goes; tensors that look into it stay the same.
+class ResizableStorage:
+    """The memory of a tensor, which can be freed and taken again; views into it stay the same tensors.
 
-    To autograd nothing has changed: what it saved is valid again as soon as the same numbers stand there again.
+    To autograd nothing has changed: what it saved is valid again as soon as the same numbers are there again.
     """
 
-    def __init__(self, tensor: Tensor, held: Held, ledger: Ledger) -> None:
+    def __init__(self, tensor: Tensor, kind: MemoryKind, stats: MemoryStats) -> None:
         self._storage = tensor.untyped_storage()
         self._num_bytes = self._storage.nbytes()
-        self._held = held
-        self._ledger = ledger
-        self.stands = True
-        ledger.add(held, self._num_bytes)
+        self._kind = kind
+        self._stats = stats
+        self.is_resident = True
+        stats.add(kind, self._num_bytes)
 
-    def take(self) -> None:
-        """Let the memory be there, whatever is in it."""
-        if not self.stands:
-            self.stands = True
+    def allocate(self) -> None:
+        """Take the memory, whatever is in it, where it is not resident."""
+        if not self.is_resident:
+            self.is_resident = True
             self._storage.resize_(self._num_bytes)
-            self._ledger.add(self._held, self._num_bytes)
+            self._stats.add(self._kind, self._num_bytes)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Give the memory back."""
-        if self.stands:
-            self.stands = False
+        if self.is_resident:
+            self.is_resident = False
             self._storage.resize_(0)
-            self._ledger.add(self._held, -self._num_bytes)
+            self._stats.add(self._kind, -self._num_bytes)

@@ -4,8 +4,8 @@
     rank    1.attention.qkv.weight (3D/tp, D)  ▓▓▓          joined, transposed, and cast to the weight's type
 
 A checkpoint is one file, a directory with `model.safetensors`, or one with several files and the index that says which
-tensor lies where, `model.safetensors.index.json`. `families` has the names. Nothing in a checkpoint is ever resolved to
-code.
+tensor lies where, `model.safetensors.index.json`. Names are in `pretrained_formats`. Nothing in a checkpoint is ever
+resolved to code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_pretrained(
 ) -> None:
     """Let this rank's weights be those of a checkpoint, in place; a tied weight is read from its first name's tensor.
 
-    Positions are cut short to those of the model. What shapes do not tell (heads, activation, epsilon) is checked
+    Positions are cut short to those of the model. What shapes do not show (heads, activation, epsilon) is checked
     against the `config.json` that lies beside, if one does.
 
     Args:
@@ -156,7 +156,7 @@ class _Checkpoint:
         )
 
     def read(self, origin: Origin, name: str, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's share of a tensor, in the model's orientation; `name` is what it is for."""
+        """Return this rank's shard of a tensor, in the model's orientation; `name` is what it is for."""
         tensor = self.find(origin)
         shard = shard_of(parameter)
         wanted = list(parameter.shape)
@@ -165,21 +165,21 @@ class _Checkpoint:
         lying = self._files.open(self._homes[tensor]).get_slice(tensor)
         turn = -1 if origin.transposed else 1
         _require_shape(self.path, tensor, list(lying.get_shape()), name, wanted[::turn], origin.is_cut_short)
-        parts: list[Tensor] = [lying[place[::turn]] for place in _places(wanted, shard)]
+        found: list[Tensor] = [lying[place[::turn]] for place in _places(wanted, shard)]
         if origin.transposed:
-            parts = [part.t() for part in parts]
-        return parts[0] if shard is None else torch.cat(parts, shard.dim)
+            found = [matrix.t() for matrix in found]
+        return found[0] if shard is None else torch.cat(found, shard.dim)
 
 
 def _places(shape: Sequence[int], shard: Shard | None) -> list[Place]:
-    """Return where in a full tensor the pieces stand that make up a shard: one in each of its fused parts."""
+    """Return the places in a full tensor that make up a shard: one in each of the matrices fused in it."""
     whole = tuple(slice(0, size) for size in shape)
     if shard is None:
         return [whole]
-    part = shape[shard.dim] // shard.parts
-    share = part // shard.size
-    starts = [number * part + shard.index * share for number in range(shard.parts)]
-    return [(*whole[: shard.dim], slice(start, start + share), *whole[shard.dim + 1 :]) for start in starts]
+    fused = shape[shard.dim] // shard.parts
+    size = fused // shard.size
+    starts = [number * fused + shard.index * size for number in range(shard.parts)]
+    return [(*whole[: shard.dim], slice(start, start + size), *whole[shard.dim + 1 :]) for start in starts]
 
 
 def _require_shape(

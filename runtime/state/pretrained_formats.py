@@ -5,7 +5,7 @@
     1 … depth  attention.qkv.weight   h.{layer}.attn.c_attn.weight, transposed
     depth + 1  head.weight            lm_head.weight, or wte.weight where it is tied
 
-A family is a table for each of the three kinds of blocks, and a check of what shapes do not tell. Another family is
+A family is a table for each of the three kinds of blocks, and a check of what shapes do not show. Another family is
 one more of them.
 
 Source: the GPT-2 of Hugging Face's transformers, whose products are "Conv1D": weights of (in, out).
@@ -27,17 +27,17 @@ from ..models.layers import Attention, Mlp
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a weight stands in a checkpoint; "{layer}" is the number of the transformer block, from 0."""
+    """Where a weight is found in a checkpoint; "{layer}" is the number of the transformer block, from 0."""
 
     name: str
     transposed: bool = False
     is_cut_short: bool = False
     """Whether the first rows are taken where there are more."""
     otherwise: str | None = None
-    """The tensor that stands in where there is none of that name."""
+    """The tensor that is read instead where there is none of that name."""
 
     def at(self, layer: int) -> Origin:
-        """Return where the weight of one layer stands."""
+        """Return where the weight of one layer is found."""
         return replace(self, name=self.name.format(layer=layer))
 
 
@@ -56,7 +56,7 @@ class Family:
     needs: str
     """The options that a model must have, in words."""
     require: Callable[[nn.Module, Mapping[str, Any]], None]
-    """Raises `MisfitError` for a block that `config.json` does not fit, in what shapes do not tell."""
+    """Raises `MisfitError` for a block that `config.json` does not fit, in what shapes do not show."""
 
     def origins(self, number: int, num_blocks: int) -> dict[str, Origin]:
         """Return where the weights of a block come from, by their names in it."""

@@ -3,7 +3,7 @@
 model.3.attn.qkv.weight              this rank's shard, by its name in the whole model
 optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it
 
-Where replicas share out what they step (ZeRO), both are this rank's segment, of one dimension; weights of which it has
+Where replicas shard what they step (ZeRO), both are this rank's segment, of one dimension; weights of which it has
 none are left out.
 """
 
@@ -82,7 +82,7 @@ def _home(key: str, tensor: Tensor, parameter: Tensor) -> torch.device:
 
 
 def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:
-    """Return whole weights put together from their shards; every member of the group, or of a DTensor, calls this."""
+    """Return full weights gathered from their shards; every member of the group, or of a DTensor, calls this."""
     return {
         name.removeprefix("blocks."): (
             full_of(tensor) if isinstance(tensor, DTensor) else gather_full(tensor, group).detach().clone()

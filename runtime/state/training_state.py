@@ -1,14 +1,16 @@
-"""What a rank holds from step to step: weights, their gradients, and what the optimizer keeps; whole, or its share.
+"""What a rank holds from step to step: weights, their gradients, and what the optimizer keeps; full, or its shards.
 
-plan without ZeRO    Masters          Pieces          every replica holds all of it
-ZeRO                 SharedMasters    SharedPieces    every replica holds, and steps, its share (see `zero`)
+plan without ZeRO    Masters           GradBucket           every replica holds all of it
+ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds, and steps, its shard (`zero_params`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,33 +22,48 @@ from ..blocks.dtensor import local_of
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from ..stage.tied_weights import TiedWeights
-from .grad_buckets import Bucket, Piece, cut_all
-from .grad_reducer import Gradients
+from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_stages
+from .grad_hooks import GradHooks
+from .grad_norm import GradNorm
+from .grad_reducer import GradReducer
+from .grad_sums import GradSums
 from .master_weights import Masters
-from .memory_stats import Held, Ledger, StateBytes
-from .optimizers import OptimizerFn, build_optimizers
+from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .pretrained import load_pretrained
 from .state_dict import full_weights, load_state, state_of
-from .zero_grads import SharedPiece
-from .zero_params import SharedMasters, SharedWeights, WeightShare, require_shareable
+from .zero_grads import ShardedGradBucket
+from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
 
-Cut = list[tuple[Bucket, list[nn.Parameter]]]
+Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
+
+OptimizerFn = Callable[[Any], Optimizer]
+"""Parameters → optimizer; where its parameter's name begins with "named", it is given (name, parameter) pairs."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is done with the gradients of one rank: filled by `hooks`, then summed, reduced, and measured."""
+
+    hooks: GradHooks
+    sums: GradSums
+    reducer: GradReducer
+    norm: GradNorm
 
 
 class TrainingState:
     """Weights, gradients and optimizers of one rank's stages.
 
     Args:
-        plan: says what replicas share out, which buckets are reduced, and which stages step together.
+        plan: says what replicas shard, which buckets are reduced, and which stages step together.
         pp_rank: this rank's pp coordinate.
         stages: its stages, whose weights are what the training starts from.
         groups: the groups of the mesh.
         tied: weights that several stages hold.
         optimizer: builds an optimizer from parameters, or from (name, parameter) pairs.
-        piece_bytes: gradients are reduced in pieces of at most so many bytes.
+        bucket_bytes: gradients are reduced in buckets of at most so many bytes.
 
     Raises:
-        MisfitError: weights that cannot be shared out.
+        MisfitError: weights that cannot be sharded.
     """
 
     def __init__(
@@ -58,106 +75,117 @@ class TrainingState:
         tied: TiedWeights,
         optimizer: OptimizerFn,
         *,
-        piece_bytes: int,
+        bucket_bytes: int,
     ) -> None:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
-        self._ledger = Ledger()
-        self.weights: SharedWeights | None = None
-        cut = cut_all(
-            stages,
-            plan.buckets_per_stage,
-            piece_bytes,
-            tied.parameters,
-            waiting_apart=plan.zero.shares_gradients,
-        )
-        if plan.zero.shares_optimizer:
-            require_shareable(plan, stages)
-            pieces = self._share_out(cut, plan.buckets_per_stage)
-        else:
-            self.masters = Masters(stages)
-            pieces = [Piece(bucket, parameters, self.masters) for bucket, parameters in cut]
-            self._count_whole(pieces)
-        program = plan.programs[pp_rank]
-        reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
-        self.gradients = Gradients(
-            stages,
-            pieces,
-            [(i.stage, i.bucket) for i in reductions],
-            groups,
-            buckets_per_stage=plan.buckets_per_stage,
-            device=groups.world.device,
-            tied=tied,
-            twin_stages=[s for s in stages if plan.layout.twins(s)[:1] not in ((), (s,))],
-            shared=plan.zero.shares_optimizer,
-            in_turn=plan.zero.shares_weights,
-        )
-        steps = [i.stages for i in program if isinstance(i, OptStep)]
-        self.optimizers: dict[tuple[int, ...], Optimizer] = build_optimizers(optimizer, steps, stages, self.masters)
-        self.read_bytes()  # what stood while weights were shared out is none of the training's
+        self._stats = MemoryStats()
+        self.weights = ShardedWeights()
+        buckets = self._make_buckets(plan, bucket_bytes)
+        self.gradients = self._make_gradients(plan, pp_rank, buckets)
+        steps = [i.stages for i in plan.programs[pp_rank] if isinstance(i, OptStep)]
+        self.optimizers = build_optimizers(optimizer, steps, stages, self.masters)
+        self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
 
-    def _share_out(self, cut: Cut, first_expert_bucket: int) -> list[Piece]:
-        """Share out weights over their replicas, and with them gradients and what the optimizer works on."""
-        shares, zero = [], self._zero
-        for bucket, parameters in cut:
-            group = self._groups.expert_replicas if bucket[1] >= first_expert_bucket else self._groups.replicas
-            shares.append(
-                WeightShare(bucket, parameters, group, comes_and_goes=zero.shares_weights, ledger=self._ledger)
+    def _make_buckets(self, plan: Plan, bucket_bytes: int) -> GradBuckets:
+        cut = cut_stages(
+            self._stages,
+            plan.buckets_per_stage,
+            bucket_bytes,
+            self._tied.parameters,
+            waiting_apart=self._zero.shares_gradients,
+        )
+        if self._zero.shares_optimizer:
+            require_shardable(plan, self._stages)
+            buckets = self._shard(cut, plan.buckets_per_stage)
+        else:
+            self.masters = Masters(self._stages)
+            buckets = [GradBucket(plan_bucket, parameters, self.masters) for plan_bucket, parameters in cut]
+            self._count_full(buckets)
+        return GradBuckets(buckets, self._stages, self._groups, first_expert_bucket=plan.buckets_per_stage)
+
+    def _shard(self, cut: Cut, first_expert_bucket: int) -> list[GradBucket]:
+        """Shard weights over their replicas, and with them gradients and what the optimizer works on."""
+        weights, zero = [], self._zero
+        for plan_bucket, parameters in cut:
+            is_of_experts = plan_bucket.number >= first_expert_bucket
+            group = self._groups.expert_replicas if is_of_experts else self._groups.replicas
+            weights.append(
+                WeightBucket(plan_bucket, parameters, group, reshards=zero.shares_weights, stats=self._stats)
             )
-        self.weights = SharedWeights(shares, come_and_go=zero.shares_weights)
-        self.masters = SharedMasters(shares, self._stages)
+        self.weights = ShardedWeights(weights, reshards=zero.shares_weights)
+        self.masters = ShardedMasters(weights, self._stages)
         return [
-            SharedPiece(share, self.masters, comes_and_goes=zero.shares_gradients, ledger=self._ledger)
-            for share in shares
+            ShardedGradBucket(bucket, self.masters, reshards=zero.shares_gradients, stats=self._stats)
+            for bucket in weights
         ]
 
-    def _count_whole(self, pieces: list[Piece]) -> None:
+    def _count_full(self, buckets: list[GradBucket]) -> None:
         weights = (local_of(p) for stage in self._stages.values() for p in stage.named_weights().values())
-        self._ledger.add(Held.WEIGHTS, sum(weight.nbytes for weight in weights))
-        self._ledger.add(Held.GRADIENTS, sum(piece.flat.nbytes for piece in pieces))
+        self._stats.add(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in weights))
+        self._stats.add(MemoryKind.GRADIENTS, sum(bucket.flat.nbytes for bucket in buckets))
 
-    def settle(self) -> None:
-        """Wait for weights that are on their way to being whole."""
-        if self.weights is not None:
-            self.weights.settle()
+    def _make_gradients(self, plan: Plan, pp_rank: int, buckets: GradBuckets) -> Gradients:
+        program, sharded = plan.programs[pp_rank], self._zero.shares_optimizer
+        reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
+        sums = GradSums(buckets, self._groups, self._tied, sharded=sharded)
+        reducer = GradReducer(
+            buckets,
+            sums,
+            [PlanBucket(i.stage, i.bucket) for i in reductions],
+            self._tied,
+            in_turn=self._zero.shares_weights,
+        )
+        norm = GradNorm(
+            buckets,
+            self._groups,
+            self._tied,
+            twin_stages=[stage for stage in self._stages if plan.layout.twins(stage)[:1] not in ((), (stage,))],
+            sharded=sharded,
+        )
+        return Gradients(GradHooks(buckets, reducer), sums, reducer, norm)
 
     def read(self) -> dict[str, Tensor]:
-        """Return this rank's shards: see `state`."""
-        self.settle()
+        """Return this rank's shards: see `state_dict`."""
+        self.weights.settle()
         return state_of(self._stages, self.optimizers, self.masters)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `read` gave (collective over replicas that share out)."""
-        self.settle()
+        """Take over what `read` gave (collective over replicas that hold shards)."""
+        self.weights.settle()
         load_state(self._stages, self.optimizers, self.masters, state)
-        self._spread()
+        self.weights.gather_again()
 
     def load_pretrained(self, path: str | Path, num_blocks: int) -> None:
-        """Let the weights be those of a checkpoint (collective over replicas that share out); see `pretrained`."""
-        self.settle()
+        """Let the weights be those of a checkpoint (collective over replicas that hold shards); see `pretrained`."""
+        self.weights.settle()
         load_pretrained(self._stages, self.masters, path, num_blocks=num_blocks, tied=self._tied.names)
-        self._spread()
-
-    def _spread(self) -> None:
-        if self.weights is not None:
-            self.weights.spread()
+        self.weights.gather_again()
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return whole weights, put together from their shards (collective over tp, and replicas that share out)."""
+        """Return full weights, gathered from their shards (collective over tp, and replicas that hold shards)."""
         found = {}
         for number, stage in self._stages.items():
-            with self._whole(number):
+            with self.weights.gathered(number):
                 found.update(full_weights({number: stage}, self._groups.tensor))
         return found
 
-    @contextmanager
-    def _whole(self, stage: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.weights is not None:
-                stack.enter_context(self.weights.whole(stage))
-            yield
-
     def read_bytes(self) -> StateBytes:
-        """Return the most bytes that stood since the last call."""
+        """Return the most bytes that were resident since the last call."""
         states = (kept for optimizer in self.optimizers.values() for kept in optimizer.state.values())
         tensors = (value for kept in states for value in kept.values() if isinstance(value, Tensor))
-        return self._ledger.read(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))
+        return self._stats.read(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))
+
+
+def build_optimizers(
+    build: OptimizerFn, steps: Iterable[tuple[int, ...]], stages: Mapping[int, Stage], masters: Masters
+) -> dict[tuple[int, ...], Optimizer]:
+    """Build an optimizer for each of the `steps`, stages that step together; none for those without trained weights."""
+    wants_names = next(iter(inspect.signature(build).parameters), "").startswith("named")
+    made = {}
+    for step in steps:
+        weights = (named for stage in step for named in stages[stage].named_weights().items())
+        masters_of = ((name, masters.of(parameter)) for name, parameter in weights)
+        named = [(name, master) for name, master in masters_of if master is not None]
+        if named:
+            made[step] = build(named if wants_names else [parameter for _, parameter in named])
+    return made

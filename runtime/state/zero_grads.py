@@ -1,13 +1,13 @@
-"""Gradients that replicas share out (ZeRO): each keeps the sum of its own share of every piece.
+"""Sharded gradients (ZeRO): each replica keeps the sum of its shard of every bucket.
 
-    stage 1         backwards ─▶ [   full gradients   ] ─ reduce-scatter once ─▶ own share of the sum, in place
-    stages 2, 3     backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the own share, full ones dropped
+    stage 1         backwards ─▶ [   full gradients   ] ─ reduce-scatter once ─▶ shard of the sum, in place
+    stages 2, 3     backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the shard, full ones freed
                     backward  ─▶ [   full gradients   ] ─ …
 
-Full gradients of stages 2 and 3 stand from a backward to the end of its reduction, which is waited for before the next
-backward or gathering of weights on this rank: others take their room. A gradient that comes where its piece is not
-expected, from the first half of a backward, makes room by itself. Where gradients are in parts on the ranks of tp, own
-shares are added up over tp at the end of the step.
+Full gradients of stages 2 and 3 are resident from a backward to the end of its reduction, which is waited for before
+the next backward or gathering of weights on this rank: others take their memory. A gradient that comes where its bucket
+is not expected, from the first half of a backward, makes it resident by itself. Where gradients are partial sums on the
+ranks of tp, shards are added up over tp at the end of the step.
 """
 
 from __future__ import annotations
@@ -18,81 +18,81 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Work
-from .grad_buckets import Piece, attach
+from .grad_buckets import GradBucket, attach
 from .master_weights import Masters
-from .memory_stats import Held, Ledger, Room
-from .zero_params import WeightShare
+from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
+from .zero_params import WeightBucket
 
 
-class SharedPiece(Piece):
-    """A piece whose gradients become everybody's share of their sum; `comes_and_goes` says how long they stand full."""
+class ShardedGradBucket(GradBucket):
+    """A bucket whose gradients become each replica's shard of their sum.
 
-    def __init__(self, share: WeightShare, masters: Masters, *, comes_and_goes: bool, ledger: Ledger) -> None:
-        self._layout = share.layout
-        self._segments = share.segments
-        self.comes_and_goes = comes_and_goes and share.layout.parts > 1
-        self._ledger = ledger
-        super().__init__(share.bucket, share.parameters, masters)
-        if self.comes_and_goes:
-            self._leave()
+    `reshards` says whether full ones are freed after each reduction.
+    """
+
+    def __init__(self, weights: WeightBucket, masters: Masters, *, reshards: bool, stats: MemoryStats) -> None:
+        self._layout = weights.layout
+        self._segments = weights.segments
+        self.reshards = reshards and weights.layout.num_shards > 1
+        self._stats = stats
+        super().__init__(weights.plan_bucket, weights.parameters, masters)
+        if self.reshards:
+            self._free_full()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         self.flat = torch.zeros(self._layout.size, dtype=dtype, device=local[0].device)
         self.views = self._layout.views(self.flat)
-        self._scattered = self._layout.own(self.flat)
-        self.own = torch.zeros_like(self._scattered) if self.comes_and_goes else self._scattered
-        self._room = Room(self.flat, Held.GRADIENTS, self._ledger)
-        if self.comes_and_goes:
-            Room(self.own, Held.GRADIENTS, self._ledger)
+        self._reduced = self._layout.shard(self.flat)
+        self.shard = torch.zeros_like(self._reduced) if self.reshards else self._reduced
+        self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, self._stats)
+        if self.reshards:
+            ResizableStorage(self.shard, MemoryKind.GRADIENTS, self._stats)
         self._full = [(p, view) for p, view in zip(self.parameters, self.views, strict=True) if p.dtype == dtype]
-        self._homes = [
-            (segment, self.own[found.at : found.at + found.stop - found.start])
-            for segment, found in zip(self._segments, self._layout.segments(), strict=True)
-            if segment is not None and found is not None
+        self._grads = [
+            (master, segment.of(self.shard))
+            for master, segment in zip(self._segments, self._layout.segments(), strict=True)
+            if master is not None and segment is not None
         ]
 
     def attach(self) -> None:
-        """Let every segment's gradient be in the own share, and that of whole weights where they are added up."""
+        """Let every segment's gradient be in the shard, and that of whole weights where they are added up."""
         super().attach()
-        if not self.comes_and_goes or self._room.stands:
+        if not self.reshards or self._storage.is_resident:
             attach(self._full)
 
-    def make_room(self) -> None:
-        """Let full gradients stand, zero at first."""
-        if self.comes_and_goes and not self._room.stands:
-            self._room.take()
+    def allocate_full(self) -> None:
+        """Make full gradients resident, zero at first."""
+        if self.reshards and not self._storage.is_resident:
+            self._storage.allocate()
             self.flat.zero_()
             attach(self._full)
 
     def reduce(self, group: Group) -> Work:
-        """Begin to sum what was added up since the last time, everybody a share."""
-        self.make_room()
-        return group.reduce_scatter(self._scattered, self.flat)
+        """Begin to sum what was added up since the last time, each replica its shard."""
+        self.allocate_full()
+        return group.reduce_scatter(self._reduced, self.flat)
 
-    def collect(self) -> None:
-        """Add what has been reduced to the own share, and let go of full gradients."""
-        if self.comes_and_goes:
-            self.own.add_(self._scattered)
-            self._leave()
+    def finish_reduction(self) -> None:
+        """Add what has been reduced to the shard, and free full gradients."""
+        if self.reshards:
+            self.shard.add_(self._reduced)
+            self._free_full()
 
     def counted(self, counts: Sequence[bool]) -> list[Tensor]:
-        """Return the own share of the parameters that count."""
+        """Return what the shard has of the parameters that count."""
         if all(counts):
-            return [self.own]
-        return [
-            self.own[found.at : found.at + found.stop - found.start]
-            for found, here in zip(self._layout.segments(), counts, strict=True)
-            if found is not None and here
-        ]
+            return [self.shard]
+        segments = zip(self._layout.segments(), counts, strict=True)
+        return [segment.of(self.shard) for segment, here in segments if segment is not None and here]
 
     def clear(self) -> None:
         """Begin again at zero."""
-        self.own.zero_()
-        if self._room.stands:
+        self.shard.zero_()
+        if self._storage.is_resident:
             self.flat.zero_()
         self.missing, self.ready = set(self.parameters), False
 
-    def _leave(self) -> None:
+    def _free_full(self) -> None:
         for parameter, _ in self._full:
             parameter.grad = None
-        self._room.drop()
+        self._storage.free()

@@ -1,19 +1,19 @@
-"""Weights that replicas share out (ZeRO): each keeps, and steps, its own share of every piece.
+"""Sharded weights (ZeRO): each replica keeps, and steps, its shard of every bucket.
 
-    one piece, four replicas     stage 1, 2                        stage 3
-    weights                      whole: parameters look into it    whole from GatherParams to FreeParams
+    one bucket, four replicas    stage 1, 2                        stage 3
+    weights                      full: parameters look into it     full from GatherParams to FreeParams
                                  [ 0 │ 1 │ 2 │ 3 ]                 [ · │ · │ · │ · ]
-    own share (of replica 2)             └ 2 ┘ in place                   [ 2 ] apart
-    optimizer                    steps the segments of parameters in the own share; of bf16, float32 masters of them
-    AllGatherBucket              everybody's stepped shares        (none)
+    shard (of replica 2)                 └ 2 ┘ in place                   [ 2 ] beside it
+    optimizer                    steps the segments of parameters in the shard; of bf16, float32 masters of them
+    AllGatherBucket              everybody's stepped shards        (none)
 
-Stage 1 shares out the optimizer's state, stage 2 gradients too (`zero_gradients`), stage 3 weights too. A segment is a
-parameter of one dimension that goes by the name of the one it is part of, so an optimizer may group them by name, but
-not look at shapes. Where a piece has no replicas, the own share is all of it, and it stands.
+Stage 1 shards the optimizer's state, stage 2 gradients too (`zero_grads`), stage 3 weights too. A segment is a
+parameter of one dimension that goes by the name of the one it is cut from, so an optimizer may group them by name, but
+not look at shapes. Where a bucket has no replicas, the shard is all of it, and it stays resident.
 
-A parameter whose weights do not stand shows not-a-number everywhere, and takes no memory.
+A parameter whose full weights are not resident shows not-a-number everywhere, and takes no memory.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Dropping a
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Freeing a
 tensor's memory under autograd's feet is how PyTorch's FSDP does it.
 """
 
@@ -32,89 +32,95 @@ from ..blocks.dtensor import is_sharded
 from ..comm import Group, Work
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
-from .grad_buckets import Bucket
-from .grad_reducer import Wait
+from .grad_buckets import PlanBucket, Wait
 from .master_weights import Masters, is_low
-from .memory_stats import Held, Ledger, Room
+from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 
 
-class WeightShare:
-    """The weights of one piece: some parameters of one stage and one type.
+class WeightBucket:
+    """The weights of one bucket: some parameters of one stage and one type, of which this replica keeps a shard.
 
     Args:
-        bucket: stage and number of the bucket that the piece belongs to.
-        parameters: they become views into one flat tensor.
-        group: the replicas of this piece.
-        comes_and_goes: whether whole weights stand only while they are used.
-        ledger: counts what stands.
+        plan_bucket: the plan's bucket that it belongs to.
+        parameters: they become views into one flat buffer.
+        group: the replicas of these weights.
+        reshards: whether full weights are resident only while they are used.
+        stats: counts what is resident.
     """
 
     def __init__(
-        self, bucket: Bucket, parameters: Sequence[nn.Parameter], group: Group, *, comes_and_goes: bool, ledger: Ledger
+        self,
+        plan_bucket: PlanBucket,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        reshards: bool,
+        stats: MemoryStats,
     ) -> None:
-        self.bucket = bucket
+        self.plan_bucket = plan_bucket
         self.parameters = tuple(parameters)
-        self.layout = FlatLayout.shared(parameters, group.size, group.index)
+        self.layout = FlatLayout.sharded(parameters, group.size, group.index)
         self._group = group
-        self._goes = comes_and_goes and group.size > 1
+        self._reshards = reshards and group.size > 1
         first = parameters[0]
-        self.whole = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
-        self._views = self.layout.views(self.whole)
+        self.full = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
+        self._views = self.layout.views(self.full)
         with torch.no_grad():
             for view, parameter in zip(self._views, parameters, strict=True):
                 view.copy_(parameter)
-        self._room = Room(self.whole, Held.WEIGHTS, ledger)
-        self.own = self.layout.own(self.whole)
-        if self._goes:
-            self.own = self.own.clone()
-            Room(self.own, Held.WEIGHTS, ledger)
-        self.stepped = self.own.float() if is_low(first.dtype) else self.own
+        self._storage = ResizableStorage(self.full, MemoryKind.WEIGHTS, stats)
+        self.shard = self.layout.shard(self.full)
+        if self._reshards:
+            self.shard = self.shard.clone()
+            ResizableStorage(self.shard, MemoryKind.WEIGHTS, stats)
+        self.stepped = self.shard.float() if is_low(first.dtype) else self.shard
         self.segments = [
-            None if found is None else nn.Parameter(self.stepped[found.at : found.at + found.stop - found.start])
-            for found in self.layout.segments()
+            None if segment is None else nn.Parameter(segment.of(self.stepped)) for segment in self.layout.segments()
         ]
         self._show()
         self.free()
 
     def gather(self) -> Work | None:
-        """Begin to make the weights whole from everybody's shares; None where they are."""
+        """Begin to gather the full weights from everybody's shards; None where there are no others."""
         if self._group.size == 1:
             return None
-        self._room.take()
+        self._storage.allocate()
         self._show()
-        return self._group.all_gather(self.whole, self.own)
+        return self._group.all_gather(self.full, self.shard)
 
     def free(self) -> None:
-        """Drop the whole weights, where they come and go."""
-        if self._goes and self._room.stands:
+        """Free the full weights, where they are resident only while they are used."""
+        if self._reshards and self._storage.is_resident:
             for parameter in self.parameters:
                 parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
-            self._room.drop()
+            self._storage.free()
 
     def _show(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
 
 
-class SharedMasters(Masters):
+class ShardedMasters(Masters):
     """What the optimizer works on: segments of parameters, of short types in float32."""
 
-    def __init__(self, shares: Sequence[WeightShare], stages: Mapping[int, Stage]) -> None:
+    def __init__(self, buckets: Sequence[WeightBucket], stages: Mapping[int, Stage]) -> None:
         super().__init__({})
         self._pairs = {stage: ([], []) for stage in stages}
         self._within: dict[nn.Parameter, slice] = {}
-        for share in shares:
-            if share.stepped is not share.own:
-                low, high = self._pairs[share.bucket[0]]
-                low.append(share.own)
-                high.append(share.stepped)
-            for parameter, master, found in zip(share.parameters, share.segments, share.layout.segments(), strict=True):
+        for bucket in buckets:
+            if bucket.stepped is not bucket.shard:
+                low, high = self._pairs[bucket.plan_bucket.stage]
+                low.append(bucket.shard)
+                high.append(bucket.stepped)
+            for parameter, master, segment in zip(
+                bucket.parameters, bucket.segments, bucket.layout.segments(), strict=True
+            ):
                 self._of[parameter] = master
-                if found is not None:
-                    self._within[parameter] = slice(found.start, found.stop)
+                if segment is not None:
+                    self._within[parameter] = slice(segment.start, segment.stop)
 
     def load(self, parameter: nn.Parameter, found: Tensor) -> None:
-        """Keep what the own share has of the numbers that a parameter is to have."""
+        """Keep what the shard has of the numbers that a parameter is to have."""
         master = self._of.get(parameter, parameter)
         if master is parameter:
             super().load(parameter, found)
@@ -122,72 +128,79 @@ class SharedMasters(Masters):
             master.copy_(found.flatten()[self._within[parameter]])
 
 
-class SharedWeights:
-    """All weights of a rank's stages that replicas share out; `wait` before they are read."""
+class ShardedWeights:
+    """All weights of a rank's stages that are sharded over replicas; `wait` before they are read.
 
-    def __init__(self, shares: Sequence[WeightShare], *, come_and_go: bool) -> None:
-        self._come_and_go = come_and_go
-        self._of_stage: dict[int, list[WeightShare]] = {}
-        for share in shares:
-            self._of_stage.setdefault(share.bucket[0], []).append(share)
+    Without ZeRO there are none, and every method does nothing.
+    """
+
+    def __init__(self, buckets: Sequence[WeightBucket] = (), *, reshards: bool = False) -> None:
+        self._reshards = reshards
+        self._of_stage: dict[int, list[WeightBucket]] = {}
+        for bucket in buckets:
+            self._of_stage.setdefault(bucket.plan_bucket.stage, []).append(bucket)
         self._under_way: dict[int, list[Work]] = {}
 
-    def whole_tensors(self) -> list[Tensor]:
-        """Return the flat tensors that whole weights look into, also where they do not stand."""
-        return [share.whole for shares in self._of_stage.values() for share in shares]
+    def __bool__(self) -> bool:
+        """Whether any weights are sharded."""
+        return bool(self._of_stage)
 
-    def gather(self, stage: int, bucket: int | None = None) -> None:
-        """Begin to make the weights of a stage, or of one of its buckets, whole."""
-        for share in self._of_stage.get(stage, ()):
-            work = share.gather() if bucket is None or share.bucket[1] == bucket else None
+    def full_tensors(self) -> list[Tensor]:
+        """Return the flat buffers that full weights look into, also where they are not resident."""
+        return [bucket.full for buckets in self._of_stage.values() for bucket in buckets]
+
+    def gather(self, stage: int, number: int | None = None) -> None:
+        """Begin to gather the full weights of a stage, or of one of the plan's buckets of it."""
+        for bucket in self._of_stage.get(stage, ()):
+            work = bucket.gather() if number is None or bucket.plan_bucket.number == number else None
             if work is not None:
                 self._under_way.setdefault(stage, []).append(work)
 
     def wait(self, stage: int, wait: Wait) -> None:
-        """Wait until the weights of a stage are whole, if they are on their way."""
+        """Wait until the weights of a stage are full, if they are being gathered."""
         works = self._under_way.pop(stage, None)
         if works:
             wait(works)
 
     def free(self, stage: int, wait: Wait) -> None:
-        """Drop a stage's whole weights."""
+        """Free a stage's full weights."""
         self.wait(stage, wait)
-        for share in self._of_stage.get(stage, ()):
-            share.free()
+        for bucket in self._of_stage.get(stage, ()):
+            bucket.free()
 
     def settle(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all that is being gathered."""
         for stage in list(self._under_way):
             self.wait(stage, wait_for)
 
-    def spread(self) -> None:
-        """Make weights whole again after somebody wrote to their shares (collective over replicas)."""
-        if not self._come_and_go:
+    def gather_again(self) -> None:
+        """Make weights full again after somebody wrote to the shards (collective over replicas)."""
+        if not self._reshards:
             for stage in self._of_stage:
                 self.gather(stage)
             self.settle()
 
     @contextmanager
-    def whole(self, stage: int) -> Iterator[None]:
-        """A context in which the weights of a stage stand (collective over replicas)."""
+    def gathered(self, stage: int) -> Iterator[None]:
+        """A context in which the full weights of a stage are resident (collective over replicas)."""
         self.settle()
-        if self._come_and_go:
+        if self._reshards:
             self.gather(stage)
             self.settle()
         try:
             yield
         finally:
-            if self._come_and_go:
+            if self._reshards:
                 self.free(stage, wait_for)
 
 
 def wait_for(works: Iterable[Work]) -> None:
-    """Wait, and tell nobody."""
+    """Wait, where nobody counts the time."""
     for work in works:
         work.wait()
 
 
-def require_shareable(plan: Plan, stages: Mapping[int, Stage]) -> None:
+def require_shardable(plan: Plan, stages: Mapping[int, Stage]) -> None:
     """Raise `MisfitError` for modules that PyTorch has sharded: their weights cannot be cut once more."""
     for stage in stages.values():
         for number, block in stage.blocks.items():

@@ -1,6 +1,6 @@
 """Losses and metrics as sums over the real samples, with their weight.
 
-Means of means go wrong as soon as a batch is padded or shared out unevenly, so nothing here divides: the engine
+Means of means go wrong as soon as a batch is padded or divided unevenly, so nothing here divides: the engine
 adds up sums and weights over microbatches and ranks, and divides once.
 
 A loss or a metric with a parameter `vocabulary` can do with logits that are cut: where the model's last layer is cut
@@ -9,9 +9,6 @@ If any of them has none, the logits are put together first.
 """
 
 from __future__ import annotations
-
-import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,14 +42,6 @@ def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None
     """
     predicted = logits.argmax(-1) if vocabulary is None else cut_argmax(logits, vocabulary)
     return (predicted == targets).sum().to(_at_least_float32(logits))
-
-
-def takes_vocabulary(function: Callable[..., object]) -> bool:
-    """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
-    try:
-        return "vocabulary" in inspect.signature(function).parameters
-    except ValueError:
-        return False
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 from torch import Tensor
 
+from ..comm.clock import now_s
 from ..interpreter.step_result import StepResult
 
 UNDER_WAY = 4
@@ -16,7 +16,7 @@ UNDER_WAY = 4
 class Sums:
     """Sums of results over batches; they stay tensors until they are read.
 
-    The latest results are not looked at yet: looking waits until the ranks have shared them.
+    The latest results are not looked at yet: looking waits until they are reduced over the ranks.
     """
 
     def __init__(self, start: dict[str, float]) -> None:
@@ -49,7 +49,7 @@ class Window:
         self._restart()
 
     def _restart(self) -> None:
-        self._steps, self._began, self._sums = 0, time.perf_counter(), Sums({})
+        self._steps, self._began, self._sums = 0, now_s(), Sums({})
 
     def add(self, result: StepResult) -> bool:
         """Add a step; whether the window is full."""
@@ -60,6 +60,6 @@ class Window:
     def take(self) -> tuple[float, dict[str, float]]:
         """Return (seconds, sums) and begin anew."""
         sums = self._sums.read()
-        seconds = time.perf_counter() - self._began
+        seconds = now_s() - self._began
         self._restart()
         return seconds, sums

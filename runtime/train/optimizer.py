@@ -68,7 +68,7 @@ def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: i
 
 
 def _shape(schedule: LearningRateConfig, progress: float) -> float:
-    """Return the height, from 1 to 0, of a schedule after the share `progress` of its way down."""
+    """Return the height, from 1 to 0, of a schedule after the fraction `progress` of its way down."""
     match schedule.name:
         case "constant":
             return 1.0

@@ -1,4 +1,4 @@
-"""What a run tells: lines for people, JSON lines for programs, a progress bar where a person is watching."""
+"""What a run reports: lines for people, JSON lines for programs, a progress bar where a person is watching."""
 
 from __future__ import annotations
 

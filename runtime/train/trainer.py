@@ -9,11 +9,10 @@ Every rank runs the same loop and knows the same figures; rank 0 writes them dow
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import torch
@@ -25,12 +24,15 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.formats.strictjson import describe_faults
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Blocks, estimate_costs, measure_costs, undecayed_weights
+from ..blocks.blocks import Blocks, undecayed_weights
+from ..blocks.costs import estimate_costs, measure_costs
 from ..checkpoint.checkpoints import Checkpoints, remembered
 from ..comm import Group, Transport
+from ..comm.clock import now_s
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from ..engine import Engine
 from ..interpreter.step_result import StepResult
+from ..job.choices import Precision
 from ..job.config import JobConfig
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
@@ -40,7 +42,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .reporter import Record, Reporter
 from .trace_window import TracedSteps, traced_steps
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
 
 
 def _nan_for_null(value: object) -> object:
@@ -50,7 +52,7 @@ def _nan_for_null(value: object) -> object:
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """Where a training stands; all that a checkpoint needs besides the engine's state."""
+    """How far a training has come; all that a checkpoint needs besides the engine's state."""
 
     epoch_batches: int
     step: int = 0
@@ -85,7 +87,7 @@ class Trainer:
         dataset = load_dataset(job.data) if _needs_data(plan, transport.rank) else None
         self._train_split = dataset.train if dataset else None
         self._validation_split = dataset.validation if dataset else None
-        sizes = _tell_sizes(dataset, plan, transport)
+        sizes = _broadcast_sizes(dataset, plan, transport)
         blocks, tied, optimizer = build_model(job.model, sizes.spec), tied_weights(job.model), job.train.optimizer
         undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
         self.engine = Engine(
@@ -177,8 +179,8 @@ class Trainer:
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
         reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
         window = Window(self.job.log.every)
-        self.engine.clock.read_s()  # what validation computed is none of the window's
-        began, first_batch = time.perf_counter(), progress.batch
+        self.engine.clock.read_s()  # what validation computed belongs to no window
+        began, first_batch = now_s(), progress.batch
         totals = Sums(progress.totals)
         for result in self._steps(traced):
             totals.add(result)
@@ -189,7 +191,7 @@ class Trainer:
                 progress.totals = totals.read()
                 self._save()
         steps = progress.batch - first_batch
-        seconds = time.perf_counter() - began
+        seconds = now_s() - began
         progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
         self._end_epoch(totals.read(), steps, seconds)
 
@@ -198,19 +200,19 @@ class Trainer:
         progress = self.progress
         for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            result = self.engine.step(*self._share(self._train_split, indices))
+            result = self.engine.step(*self._samples(self._train_split, indices))
             traced.count(self.engine)
             progress.step += 1
             progress.batch += 1
             yield result
 
-    def _share(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return this replica's share of a batch; nothing on a rank that needs none."""
+    def _samples(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return this replica's samples of a batch; nothing on a rank that needs none."""
         if split is None:
             return None, None
         engine = self.engine
-        share = len(indices) // engine.num_replicas
-        return gather_batch(split, indices[engine.replica * share : (engine.replica + 1) * share])
+        count = len(indices) // engine.num_replicas
+        return gather_batch(split, indices[engine.replica * count : (engine.replica + 1) * count])
 
     def _set_learning_rate(self) -> None:
         train = self.job.train
@@ -273,7 +275,7 @@ class Trainer:
         """Return loss and accuracy over the whole validation split, the same on every rank."""
         totals = Sums({})
         for indices in self._validation_batches.batches(0):
-            totals.add(self.engine.evaluate(*self._share(self._validation_split, indices)))
+            totals.add(self.engine.evaluate(*self._samples(self._validation_split, indices)))
         sums = totals.read()
         return {name: sums[name] / sums["weight"] for name in ("loss", "accuracy")}
 
@@ -325,15 +327,15 @@ def _world(plan: Plan, transport: Transport) -> Group:
     return transport.make_group([tuple(range(plan.mesh.size))])
 
 
-def _tell(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
+def _broadcast(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
     """Send up to 15 numbers from the first rank that reads data to all others."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
-    told = torch.zeros(16, dtype=torch.int64)
+    message = torch.zeros(16, dtype=torch.int64)
     if numbers is not None:
-        told[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
-    told = told.to(transport.device)
-    _world(plan, transport).broadcast(told, source).wait()
-    count, *values = told.tolist()
+        message[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+    message = message.to(transport.device)
+    _world(plan, transport).broadcast(message, source).wait()
+    count, *values = message.tolist()
     return [int(value) for value in values[:count]]
 
 
@@ -346,9 +348,9 @@ class _DataSizes:
     num_validation: int
 
 
-def _tell_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
+def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
     mine = None
     if dataset is not None:
         mine = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
-    num_train, num_validation, num_classes, *shape = _tell(mine, plan, transport)
+    num_train, num_validation, num_classes, *shape = _broadcast(mine, plan, transport)
     return _DataSizes(DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation)

@@ -19,7 +19,8 @@ import torch
 import quintsched as qs
 from quintsched.formats import torch_csv
 from quintsched.ir.instructions import Bwd, BwdWeight, Fwd
-from quintsched.runtime.blocks.blocks import Blocks, estimate_costs
+from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.costs import estimate_costs
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.stage.build import cut
 from quintsched.schedules import Order, Schedule, Shape

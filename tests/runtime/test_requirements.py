@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.interpreter.rank_state import LossFn
+from quintsched.verify import soundness
 
-from .interpreter.test_refused_plans import WIDTH, Attention, alone, batch, linear, train
+from .interpreter.test_refused_plans import WIDTH, Attention, alone, batch, linear, squared_sum, train
 from .toys import sgd
 
 TWO_RANKS = qs.compile("1f1b", mesh="pp=2", microbatches=2)
@@ -38,6 +41,26 @@ def test_a_send_that_a_host_never_comes_to_is_refused_where_order_is_identity() 
     with pytest.raises(qs.UnsoundError, match=r"rank 1: 7 ShareMetrics\(\) must end before 9 SendGrad\(") as refusal:
         train(late, [linear] * 2, batch(4), rules="nccl")
     assert "'channel, issued in program order' 2 waits close a circle" in str(refusal.value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_plan_is_proved_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[str] = []
+
+    def noted(plan: qs.Plan, *args: Any, **options: Any) -> soundness.Verdict:
+        proved.append(plan.mode)
+        return check(plan, *args, **options)
+
+    plan, check = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=2), soundness.check
+    monkeypatch.setattr(soundness, "check", noted)
+
+    def run(transport: Transport) -> float:
+        engine = Engine(plan, [linear] * 2, squared_sum, sgd, dtype=torch.float64, transport=transport)
+        return engine.step(*batch(2)).loss.item()
+
+    losses = run_local(4, run)
+    assert losses == losses[:1] * 4
+    assert proved.count("train") <= 4, "at most once for each rank"
 
 
 def swapped(instruction: ins.Instruction) -> ins.Instruction:

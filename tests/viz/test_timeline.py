@@ -109,8 +109,8 @@ def test_every_computation_and_message_is_drawn(
     ("zero", "labels"),
     [
         (0, {"gradients reduced"}),
-        (2, {"gradients reduced, shares kept", "stepped weights gathered"}),
-        (3, {"gradients reduced, shares kept", "weights gathered", "weights dropped"}),
+        (2, {"gradients reduced, shards kept", "stepped weights gathered"}),
+        (3, {"gradients reduced, shards kept", "weights gathered", "weights dropped"}),
     ],
 )
 def test_what_replicas_share_out_is_drawn(tmp_path: Path, zero: int, labels: set[str]) -> None:

@@ -6,7 +6,7 @@
 What a member brings is neither copied nor read until the last one comes, so a tensor that is changed too early gives
 a wrong result, as on a real wire; results are bitwise the same on all ranks and from run to run.
 
-NCCL wants collectives of several communicators launched in one order by all ranks that share them. Counting finds out:
+NCCL wants collectives of several communicators launched in one order by all ranks that are in them. Counting finds out:
 when a rank issues the k-th collective of a group, it must have issued as many of another group as every other
 rank that is in both.
 """
@@ -49,10 +49,10 @@ class Collective:
 
     def __str__(self) -> str:
         detail = self.detail.value if isinstance(self.detail, ReduceOp) else self.detail
-        return " ".join(str(part) for part in (self.kind, detail, describe(self.tensor)) if part is not None)
+        return " ".join(str(word) for word in (self.kind, detail, describe(self.tensor)) if word is not None)
 
 
-Share = Callable[[list[Collective]], Sequence[Tensor]]
+Distribute = Callable[[list[Collective]], Sequence[Tensor]]
 """What all members brought → the result of each."""
 
 
@@ -67,10 +67,10 @@ class Meeting:
     launched: dict[GroupKey, tuple[int, int]] = field(default_factory=dict)
     arrival_s: float | None = None
 
-    def hold(self, share: Share) -> None:
+    def hold(self, distribute: Distribute) -> None:
         """Combine what all members brought and give each its result."""
         members = [self.brought[rank] for rank in self.group[1]]
-        for (_, output), result in zip(members, share([collective for collective, _ in members]), strict=True):
+        for (_, output), result in zip(members, distribute([collective for collective, _ in members]), strict=True):
             output.copy_(result)
         self.brought.clear()
         self.arrival_s = 0.0
@@ -86,7 +86,7 @@ class Meeting:
 class Meetings:
     """All meetings of a world that have begun and not ended. Calls are made with the world's lock held.
 
-    With `one_order`, ranks that share two groups must issue their collectives in the same order.
+    With `one_order`, ranks with two groups in common must issue their collectives in the same order.
     """
 
     def __init__(self, one_order: bool) -> None:
@@ -103,7 +103,9 @@ class Meetings:
         """Note that `rank` is a member of `group`."""
         self._issued[rank][group] = 0
 
-    def join(self, rank: int, group: GroupKey, collective: Collective, output: Tensor, share: Share) -> Meeting:
+    def join(
+        self, rank: int, group: GroupKey, collective: Collective, output: Tensor, distribute: Distribute
+    ) -> Meeting:
         """Bring a tensor to the next meeting of the group, and hold it if all members are there.
 
         Raises:
@@ -123,7 +125,7 @@ class Meetings:
         meeting.brought[rank] = (collective, output)
         if len(meeting.brought) == len(group[1]):
             del self._open[group, number]
-            meeting.hold(share)
+            meeting.hold(distribute)
         return meeting
 
 

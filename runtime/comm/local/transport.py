@@ -19,8 +19,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..base import DoneWork, Group, ReduceOp, Rules, SelfGroup, Transport, Work
-from .rendezvous import Collective, Share
+from ...job.choices import Rules
+from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
+from .rendezvous import Collective, Distribute
 from .world import Awaited, LocalWorld
 
 Result = TypeVar("Result")
@@ -112,9 +113,9 @@ class LocalGroup(Group):
         collective = Collective("broadcast from member", source, tensor)
         return self._meet(collective, tensor, lambda brought: [brought[source].tensor] * len(brought))
 
-    def _meet(self, collective: Collective, output: Tensor, share: Share) -> Work:
+    def _meet(self, collective: Collective, output: Tensor, distribute: Distribute) -> Work:
         with self._world.lock:
-            meeting = self._world.meetings.join(self._rank, self._key, collective, output, share)
+            meeting = self._world.meetings.join(self._rank, self._key, collective, output, distribute)
             if meeting.arrival_s is not None:
                 for rank in self.ranks:
                     self._world.wake(rank)
@@ -126,7 +127,7 @@ def _tensors(brought: list[Collective]) -> list[Tensor]:
 
 
 def _swap(brought: list[Collective]) -> list[Tensor]:
-    """Return what each member gets: the parts that are meant for it.
+    """Return what each member gets: the rows that are meant for it.
 
     Raises `MisfitError` where one member sends other rows than another one expects.
     """
@@ -137,12 +138,12 @@ def _swap(brought: list[Collective]) -> list[Tensor]:
                     f"all_to_all: member {source} sends {sender.sent[target]} rows to member {target}, which expects "
                     f"{receiver.received[source]}"
                 )
-    parts = [collective.tensor.split(collective.sent) for collective in brought]
-    return [torch.cat(mine) for mine in zip(*parts, strict=True)]
+    rows = [collective.tensor.split(collective.sent) for collective in brought]
+    return [torch.cat(mine) for mine in zip(*rows, strict=True)]
 
 
 class _LocalWork:
-    """A rank's share in something that it can wait for."""
+    """What a rank can wait for, as a Work."""
 
     __slots__ = ("_awaited", "_rank", "_world")
 
@@ -171,7 +172,7 @@ def run_local(
     wires. A message is under way for `wire_s`, and a directed channel carries one at a time.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
-    The threads take over the caller's grad mode; torch's global random generator is shared between them.
+    The threads take over the caller's grad mode; they have torch's global random generator in common.
     """
     world = LocalWorld(world_size, timeout_s=timeout_s, rules=rules, wire_s=wire_s)
     results: dict[int, Result] = {}

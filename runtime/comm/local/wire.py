@@ -12,7 +12,6 @@ copied until one of the two waits after its arrival: a tensor that is changed to
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -20,7 +19,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..base import Rules, describe
+from ...job.choices import Rules
+from ..base import describe
+from ..clock import now_s
 
 Key = tuple[int, int, int | None]
 
@@ -117,5 +118,5 @@ class Wire:
             message.arrival_s = 0.0
             return
         channel = message.key[:2]
-        start_s = max(time.perf_counter(), self._free_s.get(channel, 0.0))
+        start_s = max(now_s(), self._free_s.get(channel, 0.0))
         message.arrival_s = self._free_s[channel] = start_s + self._wire_s

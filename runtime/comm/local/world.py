@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import threading
-import time
+from time import sleep
 from typing import NoReturn, Protocol, get_args
 
 import torch
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from ..base import Rules
+from ...job.choices import Rules
+from ..clock import now_s
 from .rendezvous import Meetings
 from .wire import Wire
 
@@ -26,7 +27,7 @@ class Awaited(Protocol):
 
     @property
     def arrival_s(self) -> float | None:
-        """The time of `time.perf_counter` at which it is there (0: it is), or None as long as others must act first."""
+        """The time of `now_s` at which it is there (0: it is), or None as long as others must act first."""
 
     def finish(self) -> None:
         """Hand over the result; called when the time has come, and allowed twice."""
@@ -83,7 +84,7 @@ class LocalWorld:
             self._fail(rank, error)
 
     def close(self, rank: int) -> None:
-        """Note that `rank` will not send any more; those who wait for it are told."""
+        """Note that `rank` will not send any more; those who wait for it wake up."""
         with self.lock:
             self._closed.add(rank)
             self._ring_all()
@@ -120,12 +121,12 @@ class LocalWorld:
             awaited.finish()
 
     def _wait_until_under_way(self, rank: int, awaited: Awaited) -> None:
-        deadline_s = time.monotonic() + self.timeout_s
+        deadline_s = now_s() + self.timeout_s
         self._waits[rank] = awaited
         try:
             while awaited.arrival_s is None:
                 self._stop_if_hopeless(rank, awaited)
-                left_s = deadline_s - time.monotonic()
+                left_s = deadline_s - now_s()
                 if left_s <= 0:
                     self._stall(rank, f"rank {rank} waited {self.timeout_s:g} s for {awaited.describe_to(rank)}")
                 self._bells[rank].wait(left_s)
@@ -138,11 +139,11 @@ class LocalWorld:
         A plain sleep is a tenth of a millisecond late. Looking at the clock at its end would be better when the machine
         is quiet, and worse when there are more ranks than cores.
         """
-        left_s = arrival_s - time.perf_counter()
+        left_s = arrival_s - now_s()
         if left_s > 0:
             self.lock.release()
             try:
-                time.sleep(left_s)
+                sleep(left_s)
             finally:
                 self.lock.acquire()
 

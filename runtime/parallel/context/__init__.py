@@ -1,1 +1,4 @@
-"""Context parallelism: attention over a sequence whose slices lie on the ranks of cp (ring, gather, swap)."""
+"""Context parallelism: attention over a sequence of which each rank of cp holds a slice (ring, gather, ulysses).
+
+Imports `blocks`, `comm`, `job`.
+"""

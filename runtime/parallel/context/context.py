@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention reaches over all parts.
+"""Context parallelism: each rank holds a slice of every sequence, and attention reaches over all slices.
 
     sequence of 2n chunks, n ranks of cp     [ 0  1  2  3  4  5  6  7 ]
     rank r holds chunks r and 2n-1-r         rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
@@ -11,7 +11,7 @@ All but attention works on tokens one by one, and needs to know no more than the
         mixed = context.attend(query, key, value) if context else F.scaled_dot_product_attention(…)
 
     ring      keys and values pass by, one shard at a time; 2(n-1) shards of them a rank sends forward and 4(n-1) back,
-              and keeps none but its own (see `ring_attention`)
+              and keeps none but its slice (see `ring_attention`)
     gather    each rank gets all keys and values at once, and keeps them for the backward
     ulysses   an all-to-all turns shards of the sequence into shards of the heads, and another one back: each rank has
               all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses")
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -33,23 +33,21 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from ...blocks.blocks import TensorSpec
 from ...comm import Group, Transport
 from ...comm.autograd_collectives import all_gather, all_to_all
+from ...job.choices import ContextMethod
 from .ring_attention import Ring, ring_attention
-
-ContextMethod = Literal["ring", "gather", "ulysses"]
-"""How attention reaches over the parts of a sequence."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The part of a sequence that rank `index` of `size` holds: one early chunk and one late."""
+    """The slice of a sequence that rank `index` of `size` holds: one early chunk and one late."""
 
     size: int
     index: int
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of (samples, sequence, …), chunks in rising order.
+        """Return this rank's slice of (samples, sequence, …), chunks in rising order.
 
         Raises `MisfitError` where the sequence does not divide into chunks.
         """
@@ -65,7 +63,7 @@ class SequenceShard:
         return torch.cat((chunks[self.index], chunks[-1 - self.index]), 1)
 
     def positions(self, length: int) -> Tensor:
-        """Return where the tokens of this rank stand in a sequence of `length`: int64, in rising order."""
+        """Return the positions of this rank's tokens in a sequence of `length`: int64, in rising order."""
         return self.cut("positions", torch.arange(length)[None])[0]
 
 
@@ -74,11 +72,11 @@ WHOLE = SequenceShard(1, 0)
 
 
 class Context:
-    """What a block is told of the sequences of which it has a part.
+    """What a block is passed of the sequences of which it has a slice.
 
     Attributes:
         length: tokens of a whole sequence.
-        positions: where the tokens here stand in it, in rising order; int64.
+        positions: those of the tokens here, in rising order; int64.
     """
 
     def __init__(self, length: int, shard: SequenceShard, group: Group, attend: Attend) -> None:
@@ -104,11 +102,11 @@ class Context:
 
 
 class ContextParallel:
-    """How a rank takes part in context parallelism.
+    """Context parallelism as one rank sees it.
 
     Args:
-        method: how attention reaches over the parts of a sequence.
-        group: the ranks that share out each sequence.
+        method: how attention reaches over the slices of a sequence.
+        group: the ranks that hold slices of each sequence.
         transport: what carries the messages of a ring, whose channels must be open by the first attention.
         compiled: whether blocks are compiled; collectives and messages then stay outside of the compiled code.
 
@@ -122,7 +120,7 @@ class ContextParallel:
         self._method, self._group, self._transport, self._compiled = method, group, transport, compiled
 
     def context_of(self, inputs: TensorSpec) -> Context | None:
-        """Return what blocks are told of the sequences that `inputs` are parts of; None where they are whole."""
+        """Return what blocks are passed of the sequences that `inputs` are slices of; None where they are whole."""
         if self.shard.size == 1:
             return None
         length = inputs.shape[1] * self.shard.size
@@ -146,8 +144,8 @@ def _all_positions(group: Group, shard: SequenceShard, length: int) -> Tensor:
 
 
 def _gathering(group: Group, shard: SequenceShard, length: int) -> Attend:
-    own = shard.positions(length).to(group.device)
-    visible = own[:, None] >= _all_positions(group, shard, length)
+    mine = shard.positions(length).to(group.device)
+    visible = mine[:, None] >= _all_positions(group, shard, length)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         key, value = all_gather(torch.stack((key, value)), group, -2)
@@ -162,13 +160,13 @@ def _swapping(group: Group, shard: SequenceShard, length: int) -> Attend:
 
     def to_heads(tensor: Tensor) -> Tensor:
         """(samples, heads, tokens here, size) to (samples, heads here, tokens, size)."""
-        parts = all_to_all(tensor, group, 1).unflatten(1, (group.size, -1))
-        tokens: Tensor = parts.transpose(1, 2).flatten(2, 3)
+        by_rank = all_to_all(tensor, group, 1).unflatten(1, (group.size, -1))
+        tokens: Tensor = by_rank.transpose(1, 2).flatten(2, 3)
         return tokens.index_select(2, order)
 
     def to_tokens(tensor: Tensor) -> Tensor:
-        parts = tensor.index_select(2, back).unflatten(2, (group.size, -1))
-        return all_to_all(parts.transpose(1, 2).flatten(1, 2), group, 1)
+        by_rank = tensor.index_select(2, back).unflatten(2, (group.size, -1))
+        return all_to_all(by_rank.transpose(1, 2).flatten(1, 2), group, 1)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         for name, tensor in (("query", query), ("key", key)):
@@ -185,5 +183,5 @@ def _swapping(group: Group, shard: SequenceShard, length: int) -> Attend:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    shared = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=shared)
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)

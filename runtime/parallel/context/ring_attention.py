@@ -13,12 +13,12 @@ weight, and merges the two (online softmax):
 
     weight  w = log(exp(w₁) + exp(w₂))        mean  o = exp(w₁ - w) o₁ + exp(w₂ - w) o₂
 
-Forward    step 0: own keys      step 1: those of rank r-1      …      step n-1: those of rank r+1
-Backward   the same round again; the gradients of a shard go one step behind it, each rank adds its own, and they come
-           home after the last step. What a rank makes of its own shard stays at home.
+Forward    step 0: its keys      step 1: those of rank r-1      …      step n-1: those of rank r+1
+Backward   the same round again; the gradients of a shard go one step behind it, each rank adds to them, and they come
+           home after the last step. What a rank makes of its shard stays at home.
 
 While a step is computed, the keys and values of the next one are under way. Messages per rank, of a shard of keys and
-values each: n-1 forward, 2(n-1) backward. Sends and receives of a rank stand in the order of the steps, each receive
+values each: n-1 forward, 2(n-1) backward. Sends and receives of a rank follow the order of the steps, each receive
 before what needs it and all sends before the wait for what answers them, so that no rules of a wire make it stall.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Brandon et al. 2023, "Striped
@@ -145,7 +145,7 @@ class _RingAttention(torch.autograd.Function):
         return back.of_query.to(query.dtype).flatten(1, 2), of_key, of_value, None, None
 
 
-class _Part(NamedTuple):
+class _ScoreBlock(NamedTuple):
     """Which of the queries here see which of the keys that are passing; on the diagonal, those up to themselves."""
 
     queries: slice
@@ -153,14 +153,14 @@ class _Part(NamedTuple):
     is_diagonal: bool = False
 
 
-def _part(ring: Ring, step: int, length: int, causal: bool) -> _Part:
+def _part(ring: Ring, step: int, length: int, causal: bool) -> _ScoreBlock:
     """Return what is to be computed at a step: see the picture of the module."""
     early, late, whole = slice(0, length // 2), slice(length // 2, length), slice(0, length)
     if not causal:
-        return _Part(whole, whole)
+        return _ScoreBlock(whole, whole)
     if step == 0:
-        return _Part(whole, whole, is_diagonal=True)
-    return _Part(whole, early) if step <= ring.index else _Part(late, whole)
+        return _ScoreBlock(whole, whole, is_diagonal=True)
+    return _ScoreBlock(whole, early) if step <= ring.index else _ScoreBlock(late, whole)
 
 
 class _Seen(NamedTuple):
@@ -178,13 +178,13 @@ class _Seen(NamedTuple):
         mean = torch.zeros_like(query, dtype=_wide(query.dtype), memory_format=torch.contiguous_format)
         return cls(query, mean, mean.new_full(query.shape[:-1], -torch.inf))
 
-    def add(self, passing: Tensor, part: _Part) -> None:
-        """Let the queries of a part see its keys and values; each has seen itself first, so no weight stays zero."""
-        key, value = passing[..., part.keys, :]
-        scores = _scores(self.query[..., part.queries, :], key, part)
+    def add(self, passing: Tensor, block: _ScoreBlock) -> None:
+        """Let the queries of a block see its keys and values; each has seen itself first, so no weight stays zero."""
+        key, value = passing[..., block.keys, :]
+        scores = _scores(self.query[..., block.queries, :], key, block)
         fresh = scores.logsumexp(-1)
         mixed = _times((scores - fresh[..., None]).exp().to(value.dtype), value)
-        mean, weight = self.mean[..., part.queries, :], self.weight[..., part.queries]
+        mean, weight = self.mean[..., block.queries, :], self.weight[..., block.queries]
         total = torch.logaddexp(weight, fresh)
         mean.mul_((weight - total).exp()[..., None]).add_(mixed * (fresh - total).exp()[..., None])
         weight.copy_(total)
@@ -205,30 +205,30 @@ class _Back(NamedTuple):
         of_query = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         return cls(query, gradient, weight, (gradient.to(wide) * mixed.to(wide)).sum(-1), of_query)
 
-    def add(self, passing: Tensor, part: _Part, made: Tensor) -> None:
-        """Add the gradients of a part: of the queries here, and to `made` those of the keys and values."""
-        key, value = passing[..., part.keys, :]
-        query, gradient = self.query[..., part.queries, :], self.gradient[..., part.queries, :]
-        weight, slope = self.weight[..., part.queries, None], self.slope[..., part.queries, None]
-        share = (_scores(query, key, part) - weight).exp()
-        of_scores = share * (_times(gradient, value.mT) - slope) / sqrt(query.shape[-1])
-        of_scores, share = of_scores.to(key.dtype), share.to(key.dtype)
-        self.of_query[..., part.queries, :] += _times(of_scores, key)
-        made[0, ..., part.keys, :] += of_scores.flatten(2, 3).mT @ query.flatten(2, 3)
-        made[1, ..., part.keys, :] += share.flatten(2, 3).mT @ gradient.flatten(2, 3)
+    def add(self, passing: Tensor, block: _ScoreBlock, made: Tensor) -> None:
+        """Add the gradients of a block: of the queries here, and to `made` those of the keys and values."""
+        key, value = passing[..., block.keys, :]
+        query, gradient = self.query[..., block.queries, :], self.gradient[..., block.queries, :]
+        weight, slope = self.weight[..., block.queries, None], self.slope[..., block.queries, None]
+        weights = (_scores(query, key, block) - weight).exp()
+        of_scores = weights * (_times(gradient, value.mT) - slope) / sqrt(query.shape[-1])
+        of_scores, weights = of_scores.to(key.dtype), weights.to(key.dtype)
+        self.of_query[..., block.queries, :] += _times(of_scores, key)
+        made[0, ..., block.keys, :] += of_scores.flatten(2, 3).mT @ query.flatten(2, 3)
+        made[1, ..., block.keys, :] += weights.flatten(2, 3).mT @ gradient.flatten(2, 3)
 
 
-def _scores(query: Tensor, key: Tensor, part: _Part) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: _ScoreBlock) -> Tensor:
     """Return what queries and keys have in common; nothing where a key is hidden."""
     scores = _times(query, key.mT).to(_wide(query.dtype)) / sqrt(query.shape[-1])
-    if part.is_diagonal:
+    if block.is_diagonal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores.masked_fill_(hidden, -torch.inf)
     return scores
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply (…, query heads, tokens, a) with (…, a, b) of the key head that they share, as one product."""
+    """Multiply (…, query heads, tokens, a) with (…, a, b) of their key head, as one product."""
     product: Tensor = (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
     return product
 

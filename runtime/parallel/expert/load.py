@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.blocks import Blocks, named_modules
-from ..mesh_groups import MeshGroups
+from ...comm import Group
 from .moe import MoE, mixtures
 
 
@@ -23,14 +23,12 @@ class ExpertLoad:
     Args:
         blocks: the whole model, which says what other ranks count.
         stages: this rank's stages; names of blocks begin with "blocks.".
-        groups: the groups of the mesh.
-        device: where tensors of the groups live.
+        tensor: the ranks of tp, which all see the same tokens.
+        world: all ranks.
     """
 
-    def __init__(
-        self, blocks: Blocks, stages: Mapping[int, nn.Module], groups: MeshGroups, device: torch.device
-    ) -> None:
-        self._blocks, self._stages, self._groups, self._device = blocks, stages, groups, device
+    def __init__(self, blocks: Blocks, stages: Mapping[int, nn.Module], tensor: Group, world: Group) -> None:
+        self._blocks, self._stages, self._tensor, self._world = blocks, stages, tensor, world
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -41,14 +39,14 @@ class ExpertLoad:
         """Return the counts of each mixture since the last reading, (experts,), int64 (collective)."""
         if not self._sizes:
             return {}
-        counts = torch.zeros(len(self._sizes), max(self._sizes.values()), dtype=torch.int64, device=self._device)
+        counts = torch.zeros(len(self._sizes), max(self._sizes.values()), dtype=torch.int64, device=self._world.device)
         rows = dict(zip(self._sizes, counts, strict=True))
         for stage in self._stages.values():
             for name, mixture in mixtures(stage).items():
-                if self._groups.tensor.index == 0:  # along tp all ranks see the same tokens
+                if self._tensor.index == 0:
                     rows[name.removeprefix("blocks.")][: mixture.num_experts] += mixture.expert_tokens
                 mixture.expert_tokens.zero_()
-        self._groups.world.all_reduce(counts).wait()
+        self._world.all_reduce(counts).wait()
         return {name: rows[name][:size] for name, size in self._sizes.items()}
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts, shared out over ep: each rank holds some experts, and tokens travel to theirs and back.
+"""Mixtures of experts, sharded over ep: each rank holds some experts, and tokens travel to theirs and back.
 
                   rank 0: experts 0 1     rank 1: experts 2 3
     assignments   0 0 1  2 3              0 1  2 2 3           by expert; a token has k of them
@@ -27,14 +27,14 @@ from ...autograd.deferred_weight_grads import linear
 from ...comm import Group, SelfGroup, as_group
 from ...comm.autograd_collectives import all_to_all_rows
 from .router import Routing, balance_loss, route, z_loss
-from .tensor_boundary import Door
+from .tensor_boundary import TensorBoundary
 
 Rows = list[list[int]]
 """How many rows, per rank of ep and expert of the rank that they lie on."""
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of which each token uses some parts: (…, D) → (…, D), and an auxiliary loss.
+    """A feed-forward layer of which each token uses some experts: (…, D) → (…, D), and an auxiliary loss.
 
     The loss is summed over tokens, 0-dimensional, to be added to the summed loss of the batch; None in evaluation, and
     where both coefficients are 0.
@@ -86,11 +86,11 @@ class MoE(nn.Module):
         self.register_buffer("expert_tokens", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.group: Group = SelfGroup(0, torch.device("cpu"))
         self._context: Group = self.group
-        self._door = Door(self.group, cut=False, shares=False)
+        self._boundary = TensorBoundary(self.group, cut=False, sliced=False)
         self._uncompiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
 
     def share_out(self, group: Group, context: Group) -> None:
-        """Keep this rank's share of the experts, under their numbers; `context` are the ranks of one sequence.
+        """Keep this rank's experts, under their numbers; `context` are the ranks of one sequence.
 
         Raises `MisfitError` where the experts do not divide.
         """
@@ -102,20 +102,20 @@ class MoE(nn.Module):
         self.experts = nn.ModuleDict({str(number): self.experts[str(number)] for number in mine})
         self.group, self._context = group, context
 
-    def open_door(self, door: Door) -> None:
-        """Let tokens come and go as tensor parallelism wants it."""
-        self._door = door
+    def set_boundary(self, boundary: TensorBoundary) -> None:
+        """Let tokens enter and leave as tensor parallelism wants it."""
+        self._boundary = boundary
 
     def leave_uncompiled(self) -> None:
-        """Keep what depends on data out of torch.compile, where the module is part of something compiled."""
+        """Keep what depends on data out of torch.compile, where the module is within something compiled."""
         self._uncompiled = torch.compiler.disable(self._pass_through_experts)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Let every token pass its experts; all ranks of ep, and of cp, call this."""
         run = self._shapes_only if tokens.is_meta else self._uncompiled or self._pass_through_experts
-        seen, taken = self._door.enter(tokens)
+        seen, taken = self._boundary.enter(tokens)
         mixed, auxiliary = run(seen.flatten(0, -2), taken.flatten(0, -2))
-        output = self._door.leave(mixed.view_as(seen))
+        output = self._boundary.leave(mixed.view_as(seen))
         if self.shared is not None:
             output = output + self.shared(tokens)
         return output, auxiliary
@@ -140,12 +140,12 @@ class MoE(nn.Module):
         return logits
 
     def _auxiliary(self, routing: Routing) -> Tensor | None:
-        parts = [self.balance * balance_loss(routing, self._context)] if self.balance else []
-        parts += [self.z * z_loss(routing)] if self.z else []
-        return sum(parts[1:], parts[0]) if parts else None
+        losses = [self.balance * balance_loss(routing, self._context)] if self.balance else []
+        losses += [self.z * z_loss(routing)] if self.z else []
+        return sum(losses[1:], losses[0]) if losses else None
 
     def _mix(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return what each token's experts make of it, weighed: (T, D). The only door to the experts, and from them."""
+        """Return what each token's experts make of it, weighed: (T, D). The only way to the experts, and from them."""
         limit = self._capacity(len(tokens))
         counts = routing.counts if limit is None else routing.counts.clamp(max=limit)
         order = _order(routing, limit)
@@ -156,7 +156,7 @@ class MoE(nn.Module):
         arrived = all_to_all_rows(assigned.index_select(0, kept), self.group, to_others, from_others)
         returned = all_to_all_rows(self._run(arrived, received), self.group, from_others, to_others)
         placed = torch.zeros_like(assigned).index_copy(0, kept, returned)
-        weights = self._door.weights(routing.weights).to(tokens.dtype)
+        weights = self._boundary.weights(routing.weights).to(tokens.dtype)
         weighed: Tensor = placed.unflatten(0, (-1, self.top_k)) * weights.unsqueeze(-1)
         return weighed.sum(1)
 
@@ -168,15 +168,15 @@ class MoE(nn.Module):
     def _run(self, rows: Tensor, received: Rows) -> Tensor:
         """Run each expert here on its rows, which come rank by rank and there expert by expert; return them so."""
         num_here = len(self.experts)
-        pieces = rows.split([count for counts in received for count in counts])
+        blocks = rows.split([count for counts in received for count in counts])
         made = [
-            expert(torch.cat(pieces[place::num_here])).split([counts[place] for counts in received])
+            expert(torch.cat(blocks[place::num_here])).split([counts[place] for counts in received])
             for place, expert in enumerate(self.experts.values())
         ]
         return torch.cat([made[place][source] for source in range(self.group.size) for place in range(num_here)])
 
     def touched_parameters(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """Yield the experts' parameters and what share of them a token touches."""
+        """Yield the experts' parameters and what fraction of them a token touches."""
         for parameter in self.experts.parameters():
             yield parameter, self.top_k / self.num_experts
 
@@ -209,12 +209,12 @@ def _exchange(counts: Tensor, group: Group) -> tuple[Rows, Rows]:
 def apply_expert_parallel(
     module: nn.Module, group: Group | dist.ProcessGroup, context: Group | dist.ProcessGroup | None = None
 ) -> nn.Module:
-    """Share out the experts of every `MoE` in `module` over `group`, in place, and return it.
+    """Shard the experts of every `MoE` in `module` over `group`, in place, and return it.
 
     Args:
         module: the full module, with the same parameters on all ranks; before tensor parallelism cuts it.
         group: the ranks of ep.
-        context: the ranks that hold parts of the same sequences; None: sequences are whole.
+        context: the ranks that hold slices of the same sequences; None: sequences are whole.
 
     Raises `MisfitError` where the experts of a layer do not divide.
     """
@@ -226,7 +226,7 @@ def apply_expert_parallel(
 
 
 def expert_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that differ between the ranks of ep, and have gradients of their own on each."""
+    """Return the parameters that differ between the ranks of ep, and have other gradients on each."""
     shared_out = (layer for layer in mixtures(module).values() if layer.group.size > 1)
     return {parameter for layer in shared_out for parameter in layer.experts.parameters()}
 

@@ -7,7 +7,7 @@
                                  z         Σ over tokens of logsumexp(logits)²
 
 The balancing loss is T times the usual mean: least, and then 1 per token, where every expert has as many assignments
-as any other. Where a sequence is shared out over ranks, the assignments are those of all of them and the probabilities
+as any other. Where ranks hold slices of a sequence, the assignments are those of all of them and the probabilities
 those of the tokens here: the sum over the ranks is the loss of the whole, and so is that of the gradients, since none
 flows through the assignments.
 
@@ -60,14 +60,14 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
 
 
 def balance_loss(routing: Routing, group: Group) -> Tensor:
-    """Return this rank's part of the balancing loss, 0-dimensional; `group` shares out the sequences."""
+    """Return this rank's summand of the balancing loss, 0-dimensional; `group` holds slices of the same sequences."""
     counts = routing.counts
     if group.size > 1:
         counts = counts.clone()
         group.all_reduce(counts).wait()
     assignments = routing.experts.numel() * group.size
-    share = routing.probabilities.sum(0) @ counts.to(routing.probabilities.dtype)
-    return share * (len(counts) / assignments)
+    chosen = routing.probabilities.sum(0) @ counts.to(routing.probabilities.dtype)
+    return chosen * (len(counts) / assignments)
 
 
 def z_loss(routing: Routing) -> Tensor:

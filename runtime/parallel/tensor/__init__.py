@@ -1,1 +1,5 @@
-"""Tensor and sequence parallelism: which layers are cut how, the layers that are cut, the loss on a cut vocabulary."""
+"""Tensor and sequence parallelism: which layers are cut and how, the cut layers, the loss on a cut vocabulary.
+
+`apply` cuts a module and `model_cuts` a model, by `rules`; `layers` are what it becomes, and `shard` is how each
+parameter was cut. Imports `expert`, `blocks`, `autograd`, `comm`, `job`.
+"""

@@ -1,7 +1,7 @@
 """Tensor parallelism: a module cut over the ranks of a group, in one line.
 
     x ─▶ column ─▶ activation or attention ─▶ row ─▶ sum over the ranks ─▶ y
-         └────── each rank has its share ──────┘
+         └────── each rank has its shard ──────┘
 
 A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, Shoeybi et al. 2019,
 section 3). Outside of such a pair all ranks hold the same tensors and the same gradients.
@@ -21,14 +21,15 @@ from torch import nn
 from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
+from ...job.choices import TensorSplit
+from ..column_row import ColumnRowPair
 from ..dropout import KeyedDropout
 from ..expert.moe import mixtures
-from ..expert.tensor_boundary import Door
+from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
 from .consistency import require_same, watch_gradient
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
-from .region import Region
-from .rules import HEAD_COUNTS, Cut, Split, find_cuts, require_pairs
+from .rules import HEAD_COUNTS, Cut, find_cuts, require_pairs
 from .shard import Shard, gather_full, shard_of, take_shard
 
 __all__ = [
@@ -57,7 +58,7 @@ def apply_tensor_parallel(
     """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
 
     By default the column/row pairs of attention blocks and MLPs are found by name (see split_rules); all else stays
-    replicated, which is correct, just not split. An attention module's own count of heads (`num_heads`, …) becomes that
+    replicated, which is correct, just not split. An attention module's count of heads (`num_heads`, …) becomes that
     of this rank; one that keeps it elsewhere must take it from the width of its projections.
 
     Args:
@@ -65,8 +66,8 @@ def apply_tensor_parallel(
         group: all its members must call this.
         rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate"; the
             first that matches wins over the defaults.
-        path: where the module stands in the model; rules see names below it.
-        sequence_parallel: between its pairs, the module is given this rank's share of the tokens (samples, tokens, …)
+        path: the module's name in the model; rules see names below it.
+        sequence_parallel: between its pairs, the module is given this rank's slice of the tokens (samples, tokens, …)
             and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
         cut_logits: a linear layer cut by "vocabulary" gives the outputs of this rank's ids (see `losses`); otherwise it
             gives whole ones, as a column alone does.
@@ -83,19 +84,19 @@ def apply_tensor_parallel(
     if sequence_parallel:
         require_pairs(module, cuts, path)
     require_same(dict(module.named_parameters()), group)
-    doors = _doors(module, cuts)
-    ways = _ways(module, cuts, doors, sequence_parallel)
+    bounded = _mixtures_cut(module, cuts)
+    ways = _ways(module, cuts, bounded, sequence_parallel)
     made = {id(cut): _cut_layer(cut, group, ways[id(cut.layer)], cut_logits) for cut in cuts}
     for cut in cuts:
         if cut.parent is None:
             return made[id(cut)]
         setattr(cut.parent, cut.name, made[id(cut)])
     parents = {cut.parent for cut in cuts if cut.is_paired}
-    for parent in (part for part in module.modules() if part in parents):  # those within others after them
-        _share_heads(parent, group.size)
-        _share_region(parent, [made[id(cut)] for cut in cuts if cut.is_paired and cut.parent is parent], group)
+    for parent in (child for child in module.modules() if child in parents):  # those within others after them
+        _divide_heads(parent, group.size)
+        _join_pairs(parent, [made[id(cut)] for cut in cuts if cut.is_paired and cut.parent is parent], group)
     for layer in mixtures(module).values():
-        layer.open_door(Door(group, cut=layer in doors, shares=sequence_parallel))
+        layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))
     for dropout in module.modules() if sequence_parallel else ():
         if isinstance(dropout, KeyedDropout):
             dropout.sequence = group
@@ -104,19 +105,19 @@ def apply_tensor_parallel(
     return module
 
 
-def _doors(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
-    """Return the mixtures of which every expert is cut in all its parts: they copy and sum for all of them at once."""
+def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
+    """Return the mixtures of which every weight of every expert is cut: they copy and sum for all of them at once."""
     cut = {id(weight) for cut in cuts if cut.is_paired for weight in _cut_weights(cut)}
     return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
 
 
-def _ways(module: nn.Module, cuts: Sequence[Cut], doors: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
+def _ways(module: nn.Module, cuts: Sequence[Cut], bounded: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
     """Return how tokens enter and leave each layer that is cut; experts are given whole ones."""
     alone: Way = ("copy", "sum")
-    shared: Way = ("gather", "scatter") if sequence_parallel else alone
-    ways = {id(cut.layer): shared if cut.is_paired else alone for cut in cuts}
+    sliced: Way = ("gather", "scatter") if sequence_parallel else alone
+    ways = {id(cut.layer): sliced if cut.is_paired else alone for cut in cuts}
     for mixture in mixtures(module).values():
-        of_experts: Way = ("none", "none") if mixture in doors else alone
+        of_experts: Way = ("none", "none") if mixture in bounded else alone
         ways |= {id(layer): of_experts for layer in mixture.experts.modules()}
     return ways
 
@@ -126,7 +127,7 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
     for name, mixture in mixtures(module).items():
         found = {}
         for number, expert in mixture.experts.items():
-            names = {id(layer): part for part, layer in expert.named_modules()}
+            names = {id(layer): inner for inner, layer in expert.named_modules()}
             found[number] = {(names[id(cut.layer)], cut.split) for cut in cuts if id(cut.layer) in names}
         odd = next((number for number, how in found.items() if how != found["0"]), None)
         if odd is not None:
@@ -135,35 +136,35 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
 
 
 def _cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which each rank has a part."""
-    return (p for name, p in cut.layer.named_parameters() if cut.split is not Split.ROW or name != "bias")
+    """Yield the parameters of which each rank has a shard."""
+    return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
 
 
-def _share_heads(parent: nn.Module, size: int) -> None:
+def _divide_heads(parent: nn.Module, size: int) -> None:
     for name in HEAD_COUNTS:
         count = getattr(parent, name, None)
         if isinstance(count, int):
             setattr(parent, name, count // size)
 
 
-def _share_region(parent: nn.Module, pairs: Sequence[nn.Module], group: Group) -> None:
+def _join_pairs(parent: nn.Module, pairs: Sequence[nn.Module], group: Group) -> None:
     """Let columns and rows, and what drops out between them, at whatever depth, know of each other."""
-    region = Region(group, sum(isinstance(layer, ColumnParallelLinear) for layer in pairs))
+    pair = ColumnRowPair(group, sum(isinstance(layer, ColumnParallelLinear) for layer in pairs))
     dropouts = (layer for layer in parent.modules() if isinstance(layer, KeyedDropout))
     for layer in (*pairs, *dropouts):
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
-            layer.region = region
+            layer.pair = pair
 
 
 def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
     entry, leaving = way
     match cut.split, cut.layer:
-        case Split.COLUMN | Split.VOCABULARY, nn.Linear() as linear:
-            gathers = not cut_logits if cut.split is Split.VOCABULARY else not cut.is_paired
+        case TensorSplit.COLUMN | TensorSplit.VOCABULARY, nn.Linear() as linear:
+            gathers = not cut_logits if cut.split is TensorSplit.VOCABULARY else not cut.is_paired
             return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
-        case Split.ROW, nn.Linear() as linear:
+        case TensorSplit.ROW, nn.Linear() as linear:
             return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
-        case Split.VOCABULARY, nn.Embedding() as embedding:
+        case TensorSplit.VOCABULARY, nn.Embedding() as embedding:
             return VocabParallelEmbedding.from_embedding(embedding, group)
     raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
 

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...autograd.deferred_weight_grads import bias_gradient, defer, linear, weight_gradient
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import (
     all_gather,
@@ -37,37 +38,34 @@ from ...comm.autograd_collectives import (
     begin_reduce_scatter,
     copy_to_group,
 )
-from .region import Region
+from ..column_row import ColumnRowPair
 
 Entry = Literal["copy", "gather", "none"]
 """How the input of a column layer comes from the ranks around; see the module."""
 
-TOKENS = 1
-"""The dimension along which tokens are shared out: (samples, tokens, …)."""
-
 
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None = None
 ) -> Tensor:
     """Return `x` times this rank's columns: (…, in) to (…, out / size), of all ranks' tokens where they are gathered.
 
-    `region` is that of the column and others beside it, if there are any.
+    `pair` says which other columns take the same tokens, and is there where a row follows.
     """
-    return _aside(x, weight, bias, group, entry, region)
+    return _aside(x, weight, bias, group, entry, pair)
 
 
 def _column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, region: Region | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None
 ) -> Tensor:
-    if region is not None and region.columns > 1:
-        return linear(region.enter(x, partial(_enter, group, entry)), weight, bias)
+    if pair is not None and pair.columns > 1:
+        return linear(pair.enter(x, partial(_enter, group, entry)), weight, bias)
     if group.size == 1 or entry == "none" or not _is_plain(x, weight):
         return linear(_enter(group, entry, x), weight, bias)
     product: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
     return product
 
 
-_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, Region | None], Tensor] = torch.compiler.disable(
+_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = torch.compiler.disable(
     _column_product
 )
 """Outside of compiled code: a rank that compiles and one that does not have to issue the same collectives."""

@@ -1,8 +1,8 @@
 """Checks that what is replicated is the same on all ranks of a group.
 
 Two ways to get a silently wrong tensor-parallel run: ranks that start from different replicated parameters, and a
-replicated parameter that works on a cut tensor (a norm of the queries, say), whose gradient is then but a part of
-the full one.
+replicated parameter that works on a cut tensor (a norm of the queries, say), whose gradient is then but one
+of the partial sums.
 """
 
 from __future__ import annotations

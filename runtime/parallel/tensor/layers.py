@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
+from ...blocks.blocks import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, reduce_from_group, reduce_scatter, scatter_to_group
-from .column_linear import TOKENS, Entry, column_product
+from ..column_row import ColumnRowPair
+from .column_linear import Entry, column_product
 from .consistency import require_same
-from .region import Region
 from .shard import Shard, mark_shard, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
-"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its share of the tokens; or
+"""How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its slice of the tokens; or
 as it is, one of the summands, where somebody else adds them up."""
 
 Sharded = TypeVar("Sharded", bound="ShardedModule")
@@ -71,14 +72,14 @@ class ShardedModule(nn.Module):
 
 
 class ColumnParallelLinear(ShardedModule):
-    """A linear layer that computes this rank's share of the output features: (…, in) to (…, out / size).
+    """A linear layer that computes this rank's shard of the output features: (…, in) to (…, out / size).
 
     Args:
         in_features: full width of the input.
         out_features: full width of the output.
-        group: the ranks that share it.
+        group: the ranks over which it is cut.
         bias: whether there is one; it is cut like the output.
-        parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its share of every one.
+        parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its shard of every one.
         gather_output: give back the full output (…, out) on all ranks.
         entry: how the input comes from the ranks around (see `column_product`).
         device: of the parameters.
@@ -111,7 +112,7 @@ class ColumnParallelLinear(ShardedModule):
         self.parts = parts
         self.gather_output = gather_output
         self.entry: Entry = entry
-        self.region: Region | None = None
+        self.pair: ColumnRowPair | None = None
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
@@ -131,9 +132,9 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, in) to (…, out / size), or (…, out) with `gather_output`."""
-        if self.region is not None:
-            self.region.is_open = True
-        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.region)
+        if self.pair is not None:
+            self.pair.is_between = True
+        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.pair)
         if not self.gather_output:
             return y
         return gather_from_group(y.view(*y.shape[:-1], self.parts, -1), self.group, -1).flatten(-2)
@@ -145,14 +146,14 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """A linear layer that takes this rank's share of the input features: (…, in / size) to (…, out).
+    """A linear layer that takes this rank's shard of the input features: (…, in / size) to (…, out).
 
     Args:
         in_features: full width of the input.
         out_features: full width of the output.
-        group: the ranks that share it.
+        group: the ranks over which it is cut.
         bias: whether there is one; it is replicated, and added once, after the sum over the ranks.
-        input_is_parallel: the input is this rank's share already, as a column layer leaves it; otherwise it is full.
+        input_is_parallel: the input is this rank's shard already, as a column layer leaves it; otherwise it is full.
         exit: what becomes of the partial results.
         device: of the parameters.
         dtype: of the parameters.
@@ -183,7 +184,7 @@ class RowParallelLinear(ShardedModule):
         self.out_features = out_features
         self.input_is_parallel = input_is_parallel
         self.exit: Exit = exit
-        self.region: Region | None = None
+        self.pair: ColumnRowPair | None = None
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
@@ -218,8 +219,8 @@ class RowParallelLinear(ShardedModule):
                 f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
             )
         y = self._leave(linear(x, self.weight))
-        if self.region is not None:
-            self.region.leave()
+        if self.pair is not None:
+            self.pair.leave()
         return y if self.bias is None else y + self.bias
 
     def _leave(self, partial: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings: full number of ids.
         embedding_dim: width of the output.
-        group: the ranks that share it.
+        group: the ranks over which it is cut.
         padding_idx: an id whose row gets no gradient.
         device: of the parameters.
         dtype: of the parameters.

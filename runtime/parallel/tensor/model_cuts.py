@@ -10,8 +10,9 @@ from torch import nn
 
 from ...blocks.dtensor import is_sharded
 from ...comm import Group
+from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
-from .rules import Cut, Split, find_cuts
+from .rules import Cut, find_cuts
 from .sequence import SequenceParallel, partial_weights
 
 
@@ -22,7 +23,7 @@ class TensorCuts:
         outlines: the blocks before anything is cut (see `blocks.outlines`).
         group: the ranks of tp.
         rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
-        sequence_parallel: whether tokens are shared out between pairs.
+        sequence_parallel: whether tokens are sliced between pairs.
         cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
     """
 
@@ -41,7 +42,7 @@ class TensorCuts:
             require_like_experts(block, cuts[number], str(number))
         has_pairs = [any(cut.is_paired for cut in of_block) for of_block in cuts]
         self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
-        heads = [cut for cut in cuts[-1] if cut.split is Split.VOCABULARY and isinstance(cut.layer, nn.Linear)]
+        heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
         self._last = len(cuts) - 1
 
@@ -64,10 +65,10 @@ class TensorCuts:
         )
 
     def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:
-        """Return the weights of cut blocks whose gradients are in parts on the ranks of tp."""
+        """Return the weights of cut blocks whose gradients are partial sums on the ranks of tp."""
         inside = [partial_weights(block) for number, block in blocks.items() if self.tokens.inside(number)]
         return frozenset().union(*inside)
 
-    def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss or a metric that knows over which ranks the logits it gets are cut, if they are."""
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss or a metric bound to the ranks over which the logits it gets are cut, if they are."""
         return partial(function, vocabulary=self._group) if self._logits_are_cut else function

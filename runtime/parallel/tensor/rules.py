@@ -10,7 +10,7 @@ By default, pairs found by name within one parent module:
 A pair is cut only where both sides are plain nn.Linear of matching sizes that are used nowhere else, and an attention
 only where its parent says how many heads there are, or how wide one is. Everything else is left alone.
 
-A module may say more of its own layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
+A module may say more of its layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
 then stays whole:
 
     class Head(nn.Module):
@@ -27,32 +27,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError, suggest
 
-
-class Split(Enum):
-    """What is done to a layer."""
-
-    COLUMN = "column"
-    ROW = "row"
-    VOCABULARY = "vocabulary"
-    REPLICATE = "replicate"
+from ...job.choices import TensorSplit
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One layer to be cut: where it hangs, how, in how many fused parts, and whether its partner is cut too."""
+    """One layer to be cut: where it hangs, how, its fused blocks (`parts`), and whether its partner is cut too."""
 
     parent: nn.Module | None
     name: str
     path: str
     layer: nn.Module
-    split: Split
+    split: TensorSplit
     parts: int = 1
     is_paired: bool = False
 
@@ -108,9 +100,9 @@ def find_cuts(root: nn.Module, rules: Mapping[str, str], size: int, path: str = 
 
 
 def cut_width(cut: Cut) -> int:
-    """Return how many features or ids are shared out; 0 for what is neither a linear layer nor an embedding."""
+    """Return how many features or ids are divided; 0 for what is neither a linear layer nor an embedding."""
     match cut.split, cut.layer:
-        case Split.ROW, nn.Linear(in_features=width):
+        case TensorSplit.ROW, nn.Linear(in_features=width):
             return int(width)
         case _, nn.Linear(out_features=width) | nn.Embedding(num_embeddings=width):
             return int(width)
@@ -118,13 +110,13 @@ def cut_width(cut: Cut) -> int:
 
 
 def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
-    """Raise `MisfitError` where a module cannot work on a share of the tokens: all but its pairs sees only that."""
+    """Raise `MisfitError` where a module cannot work on a slice of the tokens: all but its pairs sees only that."""
     alone = [cut.path for cut in cuts if not cut.is_paired]
     cut = {cut.parent for cut in cuts}
     whole = [name for name, module in root.named_modules(prefix=path) if _attends(module) and module not in cut]
     if alone or whole:
         why = "its partner is not cut" if alone else "it is not cut, and would attend to this rank's tokens only"
-        raise MisfitError(f"sequence parallelism shares out the tokens around {(alone or whole)[0]!r}, but {why}")
+        raise MisfitError(f"sequence parallelism slices the tokens around {(alone or whole)[0]!r}, but {why}")
 
 
 def _attends(module: nn.Module) -> bool:
@@ -133,8 +125,8 @@ def _attends(module: nn.Module) -> bool:
     return isinstance(module, _OPAQUE) or (has_layers and bool(_head_counts(module, 0, 0)))
 
 
-def _declared(root: nn.Module, path: str) -> dict[str, Split]:
-    """Return what modules say of their own layers, by full names."""
+def _declared(root: nn.Module, path: str) -> dict[str, TensorSplit]:
+    """Return what modules say of their layers, by full names."""
     return {
         _join(place, name): _parse_rule(name, rule)
         for place, module in root.named_modules(prefix=path)
@@ -154,15 +146,15 @@ def require_even(total: int, size: int, what: str, parts: int = 1) -> None:
         raise MisfitError(f"tp={size} does not divide the {total} {what}{blocks}; choose tp from {choices or 'none'}")
 
 
-def _parse_rule(pattern: str, rule: str) -> Split:
+def _parse_rule(pattern: str, rule: str) -> TensorSplit:
     try:
-        return Split(rule)
+        return TensorSplit(rule)
     except ValueError:
-        hint = suggest(rule, [split.value for split in Split])
+        hint = suggest(rule, [split.value for split in TensorSplit])
         raise UsageError(f"tensor-parallel rule {pattern!r}: unknown split {rule!r}{hint}") from None
 
 
-def _match(path: str, splits: Mapping[str, Split]) -> Split | None:
+def _match(path: str, splits: Mapping[str, TensorSplit]) -> TensorSplit | None:
     return next((split for pattern, split in splits.items() if fnmatchcase(path, pattern)), None)
 
 
@@ -185,13 +177,13 @@ def _shared_layers(root: nn.Module) -> set[int]:
     }
 
 
-def _root_cut(root: nn.Module, splits: Mapping[str, Split], path: str) -> list[Cut]:
+def _root_cut(root: nn.Module, splits: Mapping[str, TensorSplit], path: str) -> list[Cut]:
     split = _match(path, splits) if _is_layer(root) else None
-    return [] if split in (None, Split.REPLICATE) else [Cut(None, "", path, root, split)]
+    return [] if split in (None, TensorSplit.REPLICATE) else [Cut(None, "", path, root, split)]
 
 
 def _open_modules(
-    path: str, module: nn.Module, splits: Mapping[str, Split], seen: set[int]
+    path: str, module: nn.Module, splits: Mapping[str, TensorSplit], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Walk the modules whose children may be replaced, each once; opaque ones call functions on their weights."""
     if id(module) in seen:
@@ -205,16 +197,18 @@ def _open_modules(
         yield from _open_modules(_join(path, name), child, splits, seen)
 
 
-def _refuse_rules_within(path: str, opaque: nn.Module, splits: Mapping[str, Split]) -> None:
+def _refuse_rules_within(path: str, opaque: nn.Module, splits: Mapping[str, TensorSplit]) -> None:
     for name, module in opaque.named_modules(prefix=path):
-        if _is_layer(module) and _match(name, splits) not in (None, Split.REPLICATE):
+        if _is_layer(module) and _match(name, splits) not in (None, TensorSplit.REPLICATE):
             raise MisfitError(
                 f"a rule wants to cut {name!r}, but {type(opaque).__name__} {path!r} uses the weights of its layers "
                 "without calling them; leave it whole with a rule 'replicate' further up"
             )
 
 
-def _parent_cuts(path: str, parent: nn.Module, splits: Mapping[str, Split], shared: set[int], size: int) -> list[Cut]:
+def _parent_cuts(
+    path: str, parent: nn.Module, splits: Mapping[str, TensorSplit], shared: set[int], size: int
+) -> list[Cut]:
     layers = {name: child for name, child in parent.named_children() if _is_layer(child)}
     ruled = {name: split for name in layers if (split := _match(_join(path, name), splits)) is not None}
     linears = {
@@ -226,7 +220,7 @@ def _parent_cuts(path: str, parent: nn.Module, splits: Mapping[str, Split], shar
     for family in _FAMILIES:
         cuts += _family_cuts(path, parent, family, linears, ruled, size)
     done = {cut.name for cut in cuts}
-    rest = {name: split for name, split in ruled.items() if name not in done and split is not Split.REPLICATE}
+    rest = {name: split for name, split in ruled.items() if name not in done and split is not TensorSplit.REPLICATE}
     return cuts + _ruled_cuts(path, parent, layers, rest, size)
 
 
@@ -235,7 +229,7 @@ def _family_cuts(
     parent: nn.Module,
     family: _Family,
     linears: Mapping[str, nn.Linear],
-    ruled: Mapping[str, Split],
+    ruled: Mapping[str, TensorSplit],
     size: int,
 ) -> list[Cut]:
     """Return the cuts of a pair found by name, or none."""
@@ -245,8 +239,8 @@ def _family_cuts(
     complete = columns == list(family.columns) if family.is_attention else bool(columns)
     if row is None or not complete or not linears.keys() >= {row, *columns}:
         return []
-    if ruled.get(row, Split.ROW) is not Split.ROW or any(
-        ruled.get(c, Split.COLUMN) is not Split.COLUMN for c in columns
+    if ruled.get(row, TensorSplit.ROW) is not TensorSplit.ROW or any(
+        ruled.get(c, TensorSplit.COLUMN) is not TensorSplit.COLUMN for c in columns
     ):
         return []
     width = linears[row].in_features
@@ -257,7 +251,7 @@ def _family_cuts(
         if not heads:
             return []
         _require_heads(path, heads, size)
-    pairs = [(name, Split.COLUMN, family.parts) for name in columns] + [(row, Split.ROW, 1)]
+    pairs = [(name, TensorSplit.COLUMN, family.parts) for name in columns] + [(row, TensorSplit.ROW, 1)]
     return [Cut(parent, n, _join(path, n), linears[n], split, parts, is_paired=True) for n, split, parts in pairs]
 
 
@@ -270,24 +264,26 @@ def _widths_match(family: _Family, outputs: list[int], width: int) -> bool:
 
 
 def _ruled_cuts(
-    path: str, parent: nn.Module, layers: Mapping[str, nn.Module], rest: Mapping[str, Split], size: int
+    path: str, parent: nn.Module, layers: Mapping[str, nn.Module], rest: Mapping[str, TensorSplit], size: int
 ) -> list[Cut]:
     """Return the cuts that rules ask for beyond the pairs found by name."""
     widths = [
         layer.in_features
         for name, layer in layers.items()
-        if rest.get(name) is Split.ROW and isinstance(layer, nn.Linear)
+        if rest.get(name) is TensorSplit.ROW and isinstance(layer, nn.Linear)
     ]
-    is_paired = bool(widths) and Split.COLUMN in rest.values()
+    is_paired = bool(widths) and TensorSplit.COLUMN in rest.values()
     if is_paired:
         _require_heads(path, _head_counts(parent, 0, 0), size)
     cuts = []
     for name, split in rest.items():
         layer, full_path = layers[name], _join(path, name)
         parts = 1
-        if is_paired and split is Split.COLUMN and isinstance(layer, nn.Linear):
+        if is_paired and split is TensorSplit.COLUMN and isinstance(layer, nn.Linear):
             parts = _fused_parts(full_path, parent, layer.out_features, widths)
-        cuts.append(Cut(parent, name, full_path, layer, split, parts, is_paired and split is not Split.VOCABULARY))
+        cuts.append(
+            Cut(parent, name, full_path, layer, split, parts, is_paired and split is not TensorSplit.VOCABULARY)
+        )
     return cuts
 
 
@@ -305,15 +301,15 @@ def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -
 
 
 def _head_counts(parent: nn.Module, width: int, kv_width: int) -> dict[str, int]:
-    """Return the counts of heads that `parent` tells: by its own attributes, or by `head_dim` and the widths."""
+    """Return the counts of heads that `parent` states: by its attributes, or by `head_dim` and the widths."""
     counts = {name: getattr(parent, name, None) for name in (*_HEADS, *_KV_HEADS)}
-    told = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+    stated = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
     head_dim = getattr(parent, "head_dim", None)
-    if head_dim is None and told and width:
-        head_dim = width // next(iter(told.values()))
+    if head_dim is None and stated and width:
+        head_dim = width // next(iter(stated.values()))
     if isinstance(head_dim, int) and head_dim > 0 and width:
-        told |= {"heads": width // head_dim, "key/value heads": kv_width // head_dim}
-    return told
+        stated |= {"heads": width // head_dim, "key/value heads": kv_width // head_dim}
+    return stated
 
 
 def _require_heads(path: str, heads: Mapping[str, int], size: int) -> None:
@@ -328,9 +324,9 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _require_cuttable(cut: Cut, shared: set[int]) -> None:
-    can = isinstance(cut.layer, nn.Linear) or cut.split is Split.VOCABULARY
+    can = isinstance(cut.layer, nn.Linear) or cut.split is TensorSplit.VOCABULARY
     if not can or not _is_plain(cut.layer):
-        wanted = "Linear or Embedding" if cut.split is Split.VOCABULARY else "Linear"
+        wanted = "Linear or Embedding" if cut.split is TensorSplit.VOCABULARY else "Linear"
         raise MisfitError(
             f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, "
             f"and is {type(cut.layer).__name__}"
@@ -341,8 +337,8 @@ def _require_cuttable(cut: Cut, shared: set[int]) -> None:
 
 def _require_divisible(cut: Cut, size: int) -> None:
     what = {
-        Split.COLUMN: f"output features of {cut.path!r}",
-        Split.ROW: f"input features of {cut.path!r}",
-        Split.VOCABULARY: f"ids of {cut.path!r} (or pad the vocabulary)",
+        TensorSplit.COLUMN: f"output features of {cut.path!r}",
+        TensorSplit.ROW: f"input features of {cut.path!r}",
+        TensorSplit.VOCABULARY: f"ids of {cut.path!r} (or pad the vocabulary)",
     }
     require_even(cut_width(cut), size, what[cut.split], cut.parts)

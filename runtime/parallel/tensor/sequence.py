@@ -1,16 +1,16 @@
-"""Sequence parallelism: between the column/row pairs of a block, each rank of tp has a share of the tokens.
+"""Sequence parallelism: between the column/row pairs of a block, each rank of tp has a slice of the tokens.
 
     embedding ──▶ (B,S,D) ─▷ scatter ─▶ (B,S/tp,D) ─▶ norm ─▷ gather ─▶ column … row ─▷ reduce-scatter ─▶ (B,S/tp,D) …
                                         └──────────────────── block ────────────────────────────────┘
     … block ──▶ (B,S/tp,D) ─▷ gather ─▶ (B,S,D) ─▶ head
 
-What tensor parallelism alone does on every rank alike (norms, dropout, residuals) is shared out, and so are the
+What tensor parallelism alone does on every rank alike (norms, dropout, residuals) is divided, and so are the
 activations it keeps and the messages between stages. The volume of communication stays: an all-reduce is a
 reduce-scatter and an all-gather (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models", section 4.2.2). A block is given its share if it has pairs; the others (an embedding, a head) get whole tokens.
+Models", section 4.2.2). A block is given its slice if it has pairs; the others (an embedding, a head) get whole tokens.
 
 Outside of its pairs a block must work on tokens one by one, along dimension 1. The gradient of a parameter there is
-made from a share of the tokens: after a stage's last backward the ranks add theirs up.
+made from a slice of the tokens, a partial sum: after a stage's last backward the ranks add theirs up.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import Parcel, TensorSpec
+from ...blocks.blocks import TOKENS, Parcel, TensorSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, scatter_to_group
 from ..expert.moe import mixtures
-from .column_linear import TOKENS
 from .shard import shard_of
 
 
 class SequenceParallel:
-    """Where in the model activations are this rank's share of the tokens.
+    """Where in the model activations are this rank's slice of the tokens.
 
     Args:
         has_pairs: whether each block has column/row pairs.
-        group: the ranks of tp; None: tokens are not shared out.
+        group: the ranks of tp; None: tokens are not sliced.
     """
 
     def __init__(self, has_pairs: Sequence[bool], group: Group | None) -> None:
@@ -42,23 +41,23 @@ class SequenceParallel:
         self._inside = [self._group is not None and has for has in has_pairs]
 
     def inside(self, number: int) -> bool:
-        """Whether block `number` works on this rank's share."""
+        """Whether block `number` works on this rank's slice."""
         return self._inside[number]
 
-    def leaves_share(self, number: int) -> bool:
-        """Whether what travels behind block `number` is a share; before the first and after the last it is not."""
+    def leaves_slice(self, number: int) -> bool:
+        """Whether what travels behind block `number` is a slice; before the first and after the last it is not."""
         neighbours = self._inside[number : number + 2]
         return 0 <= number < len(self._inside) - 1 and any(neighbours)
 
     def parts_before(self, number: int) -> int:
-        """Into how many parts the tokens are cut that block `number` is given."""
-        return self._group.size if self._group is not None and self.leaves_share(number - 1) else 1
+        """Into how many slices the tokens are cut that block `number` is given."""
+        return self._group.size if self._group is not None and self.leaves_slice(number - 1) else 1
 
     def around(self, number: int, block: nn.Module) -> list[nn.Module]:
         """Return a block with what gathers tokens before it, or scatters them behind it, where that is needed."""
         if self._group is None:
             return [block]
-        inside, given, left = self._inside[number], self.leaves_share(number - 1), self.leaves_share(number)
+        inside, given, left = self._inside[number], self.leaves_slice(number - 1), self.leaves_slice(number)
         return [
             *_borders(given, inside, self._group),
             block,
@@ -71,21 +70,21 @@ class SequenceParallel:
         Raises `MisfitError` for tokens that do not divide, and for what rides along.
         """
         return [
-            self._share_of(number, parcel) if self.leaves_share(number) else parcel
+            self._slice_of(number, parcel) if self.leaves_slice(number) else parcel
             for number, parcel in enumerate(parcels)
         ]
 
-    def _share_of(self, number: int, parcel: Parcel) -> Parcel:
+    def _slice_of(self, number: int, parcel: Parcel) -> Parcel:
         assert self._group is not None
         if parcel.riders:
             raise MisfitError(
-                f"{parcel.names[0]!r} rides along behind block {number}, which sequence parallelism does not share "
-                "out; run without sequence_parallel"
+                f"{parcel.names[0]!r} rides along behind block {number}, which sequence parallelism does not "
+                "slice; run without sequence_parallel"
             )
         samples, *rest = parcel.activation.shape
         if len(rest) < 2 or rest[0] % self._group.size:
             raise MisfitError(
-                f"sequence parallelism shares out tokens, dimension {TOKENS}, over tp={self._group.size}, but block "
+                f"sequence parallelism slices tokens, dimension {TOKENS}, over tp={self._group.size}, but block "
                 f"{number} leaves {parcel.activation}, which does not divide; choose another length or tp"
             )
         shape = (samples, rest[0] // self._group.size, *rest[1:])
@@ -93,12 +92,12 @@ class SequenceParallel:
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the weights of a block inside that get a part of their gradient on each rank.
+    """Return the weights of a block inside that get a partial sum of their gradient on each rank.
 
     These are all that are not cut, but for the routers of experts, and experts that are not cut, which see all tokens.
     """
-    routed = [part for layer in mixtures(block).values() for part in (layer.router, layer.experts)]
-    whole = {parameter for part in routed for parameter in part.parameters()}
+    routed = [child for layer in mixtures(block).values() for child in (layer.router, layer.experts)]
+    whole = {parameter for child in routed for parameter in child.parameters()}
     return frozenset(p for p in block.parameters() if shard_of(p) is None and p not in whole)
 
 

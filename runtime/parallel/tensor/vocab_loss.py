@@ -11,6 +11,8 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +45,14 @@ def cut_argmax(logits: Tensor, group: Group) -> Tensor:
     here = local + group.index * logits.shape[-1]
     none = torch.full_like(here, logits.shape[-1] * group.size)
     return _over(torch.where(best == highest, here, none), group, ReduceOp.MIN)
+
+
+def takes_vocabulary(function: Callable[..., object]) -> bool:
+    """Whether a loss or a metric can do with logits that are cut; what cannot tell its parameters cannot."""
+    try:
+        return "vocabulary" in inspect.signature(function).parameters
+    except ValueError:
+        return False
 
 
 class _CutCrossEntropy(torch.autograd.Function):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import TensorSpec, trace_shapes
-from quintsched.runtime.blocks.shapes import agree, tell_spec
+from quintsched.runtime.blocks.blocks import TensorSpec
+from quintsched.runtime.blocks.shapes import agree, announce_spec, trace_shapes
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import tiny_vit
@@ -26,7 +26,7 @@ def test_shapes_are_found_without_data_or_memory() -> None:
 def test_a_spec_is_told_to_ranks_that_do_not_know_it(spec: TensorSpec) -> None:
     def run(transport: Transport) -> TensorSpec:
         group = transport.make_group([(0, 1, 2)])
-        return tell_spec(spec if transport.rank == 1 else None, 1, group, transport.device)
+        return announce_spec(spec if transport.rank == 1 else None, 1, group, transport.device)
 
     assert run_local(3, run) == [spec] * 3
 

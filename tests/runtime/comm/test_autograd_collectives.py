@@ -140,7 +140,7 @@ def test_meta_tensors_only_get_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", ["scatter_to_group", "reduce_scatter", "all_to_all"])
 def test_sizes_that_do_not_divide_are_refused(name: str) -> None:
     group = LocalTransport(LocalWorld(2), 0).make_group([(0, 1)])
-    with pytest.raises(MisfitError, match=r"cannot cut dimension 1 of \(2, 3\) into 2 equal pieces"):
+    with pytest.raises(MisfitError, match=r"cannot cut dimension 1 of \(2, 3\) into 2 equal slices"):
         call(name, torch.zeros(2, 3), group, 1)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.runtime.comm import Group, ReduceOp, SelfGroup, Transport, as_group, connect
+from quintsched.runtime.comm.torch_backends import require_same_backend
 from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel
 
 WORLD = 4
@@ -257,3 +258,13 @@ def test_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     transport.close()
     transport.close()
     assert not dist.is_initialized()
+
+
+def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
+    """As where one node has a GPU for each of its ranks and another has not; then again, over the same store."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for first, second in (("nccl", "gloo"), ("gloo", "nccl")):
+        require_same_backend(first, store, rank=0, world_size=3)
+        require_same_backend(first, store, rank=1, world_size=3)
+        with pytest.raises(MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
+            require_same_backend(second, store, rank=2, world_size=3)

@@ -1,4 +1,4 @@
-"""Receives posted ahead: every one once, never too late, and buffers never shared by what stands together."""
+"""Receives posted ahead: every one once, never too late, in buffers that nothing else is in; sends in flight: few."""
 
 import itertools
 from collections.abc import Callable
@@ -7,12 +7,26 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.ir.dataflow import flow
-from quintsched.ir.instructions import Recv
+from quintsched.ir.instructions import (
+    Bwd,
+    ClipGrad,
+    Fwd,
+    Instruction,
+    OptStep,
+    Recv,
+    RecvAct,
+    RecvGrad,
+    SendAct,
+    SendGrad,
+    ShareMetrics,
+)
+from quintsched.ir.layout import Route
+from quintsched.plan import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.interpreter.p2p import AHEAD, plan_receives
-from quintsched.runtime.interpreter.rank_state import SENDS_KEPT, Machine
+from quintsched.runtime.interpreter.data_flow import ProgramFlow
+from quintsched.runtime.interpreter.p2p import AHEAD, MAX_SENDS, plan_receives
+from quintsched.runtime.interpreter.rank_state import RankState
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import Task, sgd, share, tiny_vit
@@ -28,8 +42,8 @@ def test_receives_are_posted_in_time_and_in_order(
 ) -> None:
     plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     for rank, program in enumerate(plan.programs):
-        flows = [flow(i, plan.layout, rank) for i in program]
-        postings = plan_receives(program, flows, (lambda stage: ahead) if ahead else None)
+        flows = ProgramFlow(plan, rank).all()
+        postings = plan_receives(ProgramFlow(plan, rank), (lambda stage: ahead) if ahead else None)
         places = {flows[index].produces[0]: index for index, i in enumerate(program) if isinstance(i, Recv)}
         assert {p.value for p in postings} == set(places)
         assert all(p.at <= places[p.value] if ahead else p.at == places[p.value] for p in postings)
@@ -54,9 +68,8 @@ def test_receives_are_posted_in_time_and_in_order(
 def test_buffers_do_not_grow_with_the_microbatches() -> None:
     def slots(microbatches: int) -> int:
         plan = qs.compile("1f1b", mesh="pp=4", microbatches=microbatches)
-        flows = [flow(i, plan.layout, 1) for i in plan.programs[1]]
         return len(
-            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(plan.programs[1], flows, lambda stage: AHEAD)}
+            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(ProgramFlow(plan, 1), lambda stage: AHEAD)}
         )
 
     assert slots(64) == slots(8) <= 3 + 2 * AHEAD
@@ -65,15 +78,15 @@ def test_buffers_do_not_grow_with_the_microbatches() -> None:
 class Watch:
     """Counts, after every call, what was sent and is not let go of yet, and what of it a backward would keep."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, state: RankState) -> None:
+        self._state = state
         self.kept = self.rooted = 0
 
     def wrap(self, index: int, call: Callable[[], None]) -> Callable[[], None]:
         def watched() -> None:
             call()
-            self.kept = max(self.kept, sum(cell.sent is not None for cell in self._machine.sending))
-            roots = (root for saved in self._machine.saved.values() for root in saved.start.roots)
+            self.kept = max(self.kept, sum(cell.sent is not None for cell in self._state.cells.sending))
+            roots = (root for saved in self._state.compute.saved.values() for root in saved.start.roots)
             self.rooted = max(self.rooted, sum(isinstance(root, torch.Tensor) for root in roots))
 
         return watched
@@ -89,12 +102,51 @@ def test_what_was_sent_is_let_go_of(schedule: str, rules: Rules) -> None:
         engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
         batch = share(engine, task.inputs[0], task.targets[0])
         engine.step(*batch)
-        interpreter = engine._training
-        assert interpreter is not None
-        watch = Watch(interpreter.machine)
-        interpreter.run(engine._cut(plan, *batch, {}), 1, interpreter.watched(watch))
+        interpreter = engine._runner.interpreters["train"]
+        watch = Watch(interpreter.state)
+        interpreter.run(engine._model.batches(plan, *batch, {}), 1, interpreter.watched(watch))
         return watch.kept, watch.rooted
 
     for kept, rooted in run_local(2, run, rules=rules):
-        assert 0 < kept <= SENDS_KEPT + 1
+        assert 0 < kept <= MAX_SENDS + 1
         assert rooted == 0, "an edge of the graph keeps no output alive"
+
+
+def fill_then_drain(units: int) -> qs.Plan:
+    """Stages on ranks 0, 1, 2, 0; rank 0 sends all activations before it takes any: not free under `blocking`."""
+    first: list[Instruction] = [i for u in range(units) for i in (Fwd(0, u), SendAct(0, u, 1))]
+    second: list[Instruction] = []
+    third: list[Instruction] = []
+    for u in range(units):
+        second += [RecvAct(1, u, 0), Fwd(1, u), SendAct(1, u, 2), RecvGrad(1, u, 2), Bwd(1, u), SendGrad(1, u, 0)]
+        third += [RecvAct(2, u, 1), Fwd(2, u), SendAct(2, u, 0), RecvGrad(2, u, 0), Bwd(2, u), SendGrad(2, u, 1)]
+        first += [RecvAct(3, u, 2), Fwd(3, u), Bwd(3, u), SendGrad(3, u, 2), RecvGrad(0, u, 1), Bwd(0, u)]
+    ends = (((0, 3), first), ((1,), second), ((2,), third))
+    return qs.Plan(
+        mode="train",
+        schedule=ScheduleSpec("fill-then-drain", units),
+        mesh=qs.Mesh(pp=3),
+        stage_to_pp=(0, 1, 2, 0),
+        routes=(Route((0, 1, 2, 3), tuple(range(units))),),
+        buckets_per_stage=1,
+        programs=tuple((*order, ShareMetrics(), ClipGrad(), OptStep(stages)) for stages, order in ends),
+    )
+
+
+def test_sends_are_awaited_only_where_the_plan_is_proved_for_it() -> None:
+    plan, task = fill_then_drain(8), Task.make(3, 8, torch.float64)
+    verdict = plan.check(profile="tagged")
+    assert verdict.sound
+    assert not verdict.profiles["blocking"]
+
+    def run(transport: Transport) -> tuple[int | None, float]:
+        engine = Engine(plan, tiny_vit(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        loss = engine.step(task.inputs[0], task.targets[0]).loss.item()
+        return engine._runner.interpreters["train"].state.messages.max_sends, loss
+
+    expected = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=8), tiny_vit(), cross_entropy_sum, sgd)
+    loss = expected.step(task.inputs[0].float(), task.targets[0]).loss.item()
+    assert expected._runner.interpreters["train"].state.messages.max_sends == MAX_SENDS
+    for kept, found in run_local(3, run):
+        assert kept is None
+        assert found == pytest.approx(loss, rel=1e-5)

@@ -8,7 +8,8 @@ import torch
 
 import quintsched as qs
 from quintsched.ir.instructions import RecvGrad
-from quintsched.runtime.interpreter.recorder import STEPS, EventClock, Recorder
+from quintsched.runtime.interpreter.clock import EventClock
+from quintsched.runtime.interpreter.recorder import STEPS, Recorder
 from quintsched.simulation.measured import Trace
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
@@ -153,7 +154,7 @@ class FakeEvent:
 
     recorded = 0
 
-    def __init__(self, enable_timing):
+    def __init__(self, device, enable_timing):
         assert enable_timing
 
     def record(self):
@@ -168,7 +169,7 @@ class FakeEvent:
 
 
 def test_on_a_gpu_events_are_the_stamps(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
     recorder = Recorder(PLAN, 0, torch.device("cuda"), steps=[2])
     assert isinstance(recorder._clock, EventClock)
     record_plain(recorder, 0, [2])

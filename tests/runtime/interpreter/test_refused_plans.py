@@ -26,7 +26,6 @@ from quintsched.runtime import Engine
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.interpreter.interpreter import Interpreter
 from quintsched.verify.soundness import require_runnable
 
 from ..toys import Outcome, sgd, worst_difference
@@ -250,10 +249,10 @@ def test_a_batch_is_let_go_of_after_its_step() -> None:
     engine = Engine(alone(2), [linear, linear], squared_sum, sgd, dtype=torch.float64)
     engine.step(*batch(4))
     engine.evaluate(*batch(4))
-    for interpreter in (engine._training, engine._evaluation):
-        assert interpreter is not None
-        assert not interpreter.machine.batch.inputs
-        assert not interpreter.machine.batch.targets
+    assert set(engine._runner.interpreters) == {"train", "forward"}
+    for interpreter in engine._runner.interpreters.values():
+        assert not interpreter.state.current.batch.inputs
+        assert not interpreter.state.current.batch.targets
 
 
 def test_what_an_evaluation_sent_is_let_go_of_by_the_next_step() -> None:
@@ -262,16 +261,16 @@ def test_what_an_evaluation_sent_is_let_go_of_by_the_next_step() -> None:
     def run(transport: Transport) -> tuple[int, int]:
         engine = Engine(plan, [linear, linear], squared_sum, sgd, dtype=torch.float64, transport=transport)
         engine.evaluate(*batch(4))
-        kept = sends_kept(engine._evaluation)
+        kept = sends_in_flight(engine)
         engine.step(*batch(4))
-        return kept, sends_kept(engine._evaluation)
+        return kept, sends_in_flight(engine)
 
     assert run_local(2, run, rules="rendezvous") == [(4, 0), (0, 0)]
 
 
-def sends_kept(interpreter: Interpreter | None) -> int:
-    assert interpreter is not None
-    return sum(cell.sent is not None for cell in interpreter.machine.sending)
+def sends_in_flight(engine: Engine) -> int:
+    evaluation = engine._runner.interpreters["forward"]
+    return sum(cell.sent is not None for cell in evaluation.state.cells.sending)
 
 
 @pytest.mark.parametrize("recompute", [0, 1])

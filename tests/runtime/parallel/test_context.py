@@ -184,7 +184,7 @@ def test_extras_are_cut_along_the_sequence_unless_they_are_one_number_per_sample
 
 def test_what_does_not_fit_is_refused() -> None:
     plan = qs.compile("1f1b", mesh="cp=2", microbatches=2)
-    with pytest.raises(qs.MisfitError, match="mesh cp=2 shares out sequences over cp, but no block takes `context`"):
+    with pytest.raises(qs.MisfitError, match="mesh cp=2 cuts sequences over cp, but no block takes `context`"):
         train_on(plan, ids_task(1, 4, 8), tiny_vit())
     with pytest.raises(qs.MisfitError, match=r"\(4, 10\).* sequence that divides into 4 equal chunks, .* of cp=2"):
         train_on(plan, ids_task(1, 4, 10), tiny_gpt(10), dtype=torch.float64)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Group, SelfGroup
+from quintsched.runtime.parallel.column_row import ColumnRowPair
 from quintsched.runtime.parallel.dropout import KeyedDropout, Masks, Unit, key_dropouts
-from quintsched.runtime.parallel.tensor.region import Region
 
 from ..toys import sgd
 
@@ -159,12 +159,12 @@ def member(index: int, size: int) -> Group:
     return group
 
 
-def test_an_open_region_is_given_its_share_of_the_features() -> None:
+def test_between_column_and_row_the_features_are_those_of_this_rank() -> None:
     layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
-    layer.region = Region(member(1, 3), is_open=True)
+    layer.pair = ColumnRowPair(member(1, 3), is_between=True)
     layer.sequence = member(1, 2)
     assert torch.equal(drawn(layer, SOME, 8, 12, 2), whole[..., 2:4])
-    layer.region.is_open = False
+    layer.pair.is_between = False
     assert torch.equal(drawn(layer, SOME, 8, 6, 6), whole[:, 6:])
 
 
@@ -186,7 +186,7 @@ def test_nothing_shows() -> None:
     key_dropouts(module, 0, Masks(0))
     layer = module[1]
     assert isinstance(layer, KeyedDropout)
-    layer.region, layer.sequence = Region(member(0, 2)), member(0, 2)
+    layer.pair, layer.sequence = ColumnRowPair(member(0, 2)), member(0, 2)
     assert repr(module) == repr(plain)
     assert list(module.state_dict()) == list(plain.state_dict())
     saved = io.BytesIO()
@@ -220,7 +220,9 @@ def test_blocks_of_another_engine_are_taken_over() -> None:
 def test_a_dropout_of_two_blocks_is_refused() -> None:
     shared = nn.Dropout(0.1)
     blocks = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Linear(4, 4), shared)]
-    with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share the dropout '1'; give each block its own"):
+    with pytest.raises(
+        qs.MisfitError, match=r"blocks 0 and 1 share the dropout '1'; give each block a dropout for itself"
+    ):
         Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), blocks, nn.functional.mse_loss, sgd)
 
 

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE, apply_expert_parallel, apply_tensor_parallel
-from quintsched.runtime.blocks.blocks import (
-    Block,
-    Blocks,
-    TensorSpec,
-    build_block,
-    build_model,
-    estimate_costs,
-    trace_shapes,
-)
+from quintsched.runtime.blocks.blocks import Block, Blocks, TensorSpec, build_block, build_model
+from quintsched.runtime.blocks.costs import estimate_costs
+from quintsched.runtime.blocks.shapes import trace_shapes
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main
@@ -33,7 +27,7 @@ from quintsched.runtime.models.layers import Mlp
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.parallel.expert.moe import expert_weights, mixtures
 from quintsched.runtime.stage.build import Stage
-from quintsched.runtime.state.grad_buckets import cut_pieces
+from quintsched.runtime.state.grad_buckets import cut_buckets
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import state_of
 from quintsched.runtime.train.losses import cross_entropy_sum
@@ -392,7 +386,7 @@ def test_a_rank_holds_its_share_under_the_names_of_the_whole() -> None:
         layer = mixture().float()
         apply_expert_parallel(nn.Sequential(layer), transport.make_group([(0, 1, 2, 3, 4)]))
         stage = Stage(3, {7: layer})
-        buckets = [bucket for (_, bucket), _ in cut_pieces(stage, 2, 10**6)]
+        buckets = [bucket for (_, bucket), _ in cut_buckets(stage, 2, 10**6)]
         assert expert_weights(stage) == set(layer.experts.parameters())
         held = set(state_of({3: stage}, {}, Masters({3: stage})))
         return [name for name, _ in layer.named_parameters()], buckets, held

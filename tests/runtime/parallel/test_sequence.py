@@ -193,8 +193,8 @@ def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
         engine = Engine(plan, lively_gpt(64), cross_entropy_sum, sgd, dtype=torch.float32, transport=transport, **more)
         _, counted = engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))
         costs = engine.saved_costs(counted)
-        assert engine._training is not None
-        return costs.activation[1], engine._training.machine.parcels[0].activation.shape  # type: ignore[index]
+        state = engine._runner.interpreters["train"].state
+        return costs.activation[1], state.messages.parcels[0].activation.shape
 
     return run_local(qs.Mesh.parse(mesh).size, run)[0]
 
@@ -359,13 +359,17 @@ class Lone(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "rules", "message"),
     [
-        ([Opaque], {}, r"shares out the tokens around '0.attention', but it is not cut, and would attend to this rank"),
-        ([Own], {}, r"shares out the tokens around '0.attention', but it is not cut, and would attend to this rank's"),
-        ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not share out"),
-        ([Lone], {"0.beside": "column"}, r"shares out the tokens around '0.beside', but its partner is not cut"),
+        ([Opaque], {}, r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank"),
+        (
+            [Own],
+            {},
+            r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank's tokens",
+        ),
+        ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not slice"),
+        ([Lone], {"0.beside": "column"}, r"slices the tokens around '0.beside', but its partner is not cut"),
     ],
 )
-def test_what_cannot_work_on_a_share(blocks: list[Any], rules: dict[str, str], message: str) -> None:
+def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], message: str) -> None:
     def run(transport: Transport) -> None:
         plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
         engine = Engine(

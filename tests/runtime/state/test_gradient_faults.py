@@ -32,15 +32,15 @@ def test_a_weight_that_blocks_of_a_stage_share_is_reduced_when_it_is_complete(re
     assert worst_difference(train(plan, blocks, batch(8)), train(alone(), blocks, batch(8))[0]) < 1e-12
 
 
-def test_pieces_are_launched_while_the_last_weight_half_runs() -> None:
+def test_buckets_are_launched_while_the_last_weight_half_runs() -> None:
     plan = qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2)
     inputs, targets = (tensor.float() for tensor in batch(2))
 
     def run(transport: Transport) -> list[str]:
         notes: list[str] = []
         engine = Engine(plan, [linear] * 4, squared_sum, sgd, bucket_mb=1e-6, transport=transport)
-        replicas, gradients = engine._groups.replicas, engine._state.gradients
-        reduce, accumulate = replicas.all_reduce, gradients._accumulate
+        replicas, hooks = engine._groups.replicas, engine._state.gradients.hooks
+        reduce, accumulate = replicas.all_reduce, hooks._accumulate
 
         def noted_reduce(tensor: Tensor, *options: object) -> object:
             notes.append(f"launch {tensor.numel()}")
@@ -51,13 +51,13 @@ def test_pieces_are_launched_while_the_last_weight_half_runs() -> None:
             accumulate(parameter, gradient)
 
         replicas.all_reduce = noted_reduce  # type: ignore[method-assign, assignment]
-        gradients._accumulate = noted_accumulate  # type: ignore[method-assign]
+        hooks._accumulate = noted_accumulate  # type: ignore[method-assign]
         engine.step(inputs, targets)
         return notes
 
     for notes in run_local(4, run):
         launched = notes.index(f"launch {WIDTH**2}")
-        assert f"add {WIDTH**2}" in notes[launched:], "the first piece waited for all of them"
+        assert f"add {WIDTH**2}" in notes[launched:], "the first bucket waited for all of them"
 
 
 def test_a_second_engine_trains_the_same_low_precision_modules() -> None:

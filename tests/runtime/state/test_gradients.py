@@ -1,4 +1,4 @@
-"""Gradient pieces: their sizes, and that they are launched early and in one order."""
+"""Gradient buckets: their sizes, and that they are launched early and in one order."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import quintsched as qs
 from quintsched.runtime.comm import DoneWork, Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.stage.build import Stage
-from quintsched.runtime.state.grad_buckets import Piece, cut_pieces
+from quintsched.runtime.state.grad_buckets import GradBucket, PlanBucket, cut_buckets
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import Task, sgd, share, tiny_vit
 
 
-@pytest.mark.parametrize(("piece_bytes", "pieces"), [(10**9, 1), (4 * 20, 4), (1, 8)])
-def test_pieces_hold_every_parameter_once_last_first(piece_bytes: int, pieces: int) -> None:
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(10**9, 1), (4 * 20, 4), (1, 8)])
+def test_buckets_hold_every_parameter_once_last_first(bucket_bytes: int, buckets: int) -> None:
     stage = Stage(0, {n: nn.Linear(4, 4) for n in range(4)})
-    cut = cut_pieces(stage, 1, piece_bytes)
-    assert len(cut) == pieces
+    cut = cut_buckets(stage, 1, bucket_bytes)
+    assert len(cut) == buckets
     held = [parameter for _, parameters in cut for parameter in parameters]
     assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
 
 
-def test_a_gradient_is_a_view_into_its_piece() -> None:
+def test_a_gradient_is_a_view_into_its_bucket() -> None:
     layer = nn.Linear(3, 2)
-    piece = Piece((0, 0), list(layer.parameters()), Masters({}))
+    bucket = GradBucket(PlanBucket(0, 0), list(layer.parameters()), Masters({}))
     layer(torch.ones(1, 3)).sum().backward()
-    assert piece.flat.tolist() == [1.0] * 8
+    assert bucket.flat.tolist() == [1.0] * 8
 
 
 def test_mixed_types_and_buckets_are_cut_apart() -> None:
     stage = Stage(0, {0: nn.Linear(4, 4), 1: nn.Linear(4, 4).double(), 2: nn.Linear(4, 4)})
-    types = [parameters[0].dtype for _, parameters in cut_pieces(stage, 1, 10**9)]
+    types = [parameters[0].dtype for _, parameters in cut_buckets(stage, 1, 10**9)]
     assert types == [torch.float32, torch.float64, torch.float32]
-    assert {bucket for bucket, _ in cut_pieces(stage, 3, 10**9)} == {(0, 0), (0, 1), (0, 2)}
+    assert {bucket for bucket, _ in cut_buckets(stage, 3, 10**9)} == {(0, 0), (0, 1), (0, 2)}
 
 
 class Watched(nn.Linear):
@@ -48,7 +48,7 @@ class Watched(nn.Linear):
         self.weight.register_post_accumulate_grad_hook(lambda _: notes.append(f"{name} has its gradient"))
 
 
-def test_pieces_are_launched_while_the_last_backward_runs() -> None:
+def test_buckets_are_launched_while_the_last_backward_runs() -> None:
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
     notes: list[list[str]] = [[], []]
 

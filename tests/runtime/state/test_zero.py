@@ -1,8 +1,7 @@
-"""ZeRO: what replicas share out changes no number, and takes the memory that it should."""
+"""ZeRO: what is sharded changes no number, and takes the memory that it should."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,13 +17,11 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.state.memory_stats import StateBytes
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..matrix import CASES
-from ..models.test_gpt import COUNTING
 from ..parallel.test_context import lively_gpt
 from ..parallel.test_moe import require_equality as require_equality_of_experts
 from ..stage.test_compiled import Mlp
@@ -50,7 +47,7 @@ def alone(microbatches: int, dtype: torch.dtype = torch.float64, tied: bool = Fa
 
 
 def require_equality(plan: qs.Plan, *, tied: bool = False, dtype: torch.dtype = torch.float64, **more: Any) -> None:
-    """Train on a plan by NCCL's rules, in many pieces, and in one process."""
+    """Train on a plan by NCCL's rules, in many buckets, and in one process."""
     found = train_on(
         plan,
         ids_task(2, SAMPLES, LENGTH),
@@ -267,7 +264,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_state(zero: int, dtype: torch.dtype) 
     )
 
 
-def test_weights_and_gradients_stand_only_while_they_are_used() -> None:
+def test_weights_and_gradients_are_resident_only_while_they_are_used() -> None:
     task = ids_task(1, SAMPLES, LENGTH)
 
     def run(transport: Transport) -> None:
@@ -330,7 +327,7 @@ def test_memory_is_that_of_the_formula_and_of_the_simulator(schedule: str, mesh:
             assert found.total == pytest.approx(simulated, rel=0.01), (zero, rank)
 
 
-def test_masters_of_short_weights_are_shared_out_as_the_optimizers() -> None:
+def test_masters_of_short_weights_are_sharded_and_count_as_the_optimizers() -> None:
     numbers = 8 * (WIDTH + 1) * WIDTH
     plan = qs.compile("1f1b", mesh="dp=4", microbatches=2, zero=3)
     for found in measure(plan, torch.bfloat16):
@@ -339,7 +336,7 @@ def test_masters_of_short_weights_are_shared_out_as_the_optimizers() -> None:
         assert found.optimizer == pytest.approx(12 * numbers / 4, rel=0.01)
 
 
-def test_weights_that_come_and_go_are_none_of_what_autograd_saves() -> None:
+def test_weights_that_are_gathered_and_freed_do_not_count_as_saved_by_autograd() -> None:
     task = ids_task(1, SAMPLES, LENGTH)
 
     def peak(zero: int) -> list[int]:
@@ -386,56 +383,6 @@ def test_a_pretrained_checkpoint_is_loaded_whole(tmp_path: Path, zero: int) -> N
     expected = run_local(1, partial(run, qs.compile("1f1b", mesh="dp=1", microbatches=4)))
     found = run_local(4, partial(run, compiled(zero)))
     assert found == pytest.approx(expected * 4, abs=1e-10)
-
-
-JOB = """
-model: {name: gpt, options: {hidden: 32, depth: 2, tied: true}}
-data: {name: "DATA:load"}
-parallel: {mesh: "dp=2,pp=2", microbatches: 2, zero: ZERO}
-train: {epochs: EPOCHS, batch_size: 16, optimizer: {name: adamw, lr: 0.01, weight_decay: 0.1, decay: matrices}}
-runtime: {transport: local, precision: PRECISION}
-checkpoint: {dir: FOLDER}
-log: {path: LOG, every: 1}
-"""
-
-
-def run_job(tmp_path: Path, folder: str, zero: int, epochs: int, precision: str, *more: str) -> list[float]:
-    """Run a job; returns the losses of all steps, and of the validations."""
-    (tmp_path / "data.py").write_text(COUNTING)
-    job, log = tmp_path / "job.yaml", tmp_path / f"{folder}{epochs}.jsonl"
-    values = {"DATA": str(tmp_path / "data.py"), "FOLDER": str(tmp_path / folder), "LOG": str(log)}
-    text = JOB
-    for name, value in (values | {"ZERO": str(zero), "EPOCHS": str(epochs), "PRECISION": precision}).items():
-        text = text.replace(name, value)
-    job.write_text(text)
-    assert main(["--config", str(job), *more]) == 0
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return [r.get("validation_loss", r["loss"]) for r in records if r["event"] in ("step", "epoch")]
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_a_job_trains_to_the_same_losses(tmp_path: Path, zero: int) -> None:
-    expected = run_job(tmp_path, "whole", 0, 1, "float64")
-    assert run_job(tmp_path, "shared", zero, 1, "float64") == pytest.approx(expected, abs=1e-10)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_a_job_that_is_resumed_goes_on_as_if_never_stopped(tmp_path: Path, zero: int) -> None:
-    through = run_job(tmp_path, "through", zero, 2, "bfloat16")
-    begun = run_job(tmp_path, "stopped", zero, 1, "bfloat16")
-    resumed = run_job(tmp_path, "stopped", zero, 2, "bfloat16", "--resume")
-    assert begun + resumed == through
-
-
-def test_a_job_and_a_plan_that_share_out_differently_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = tmp_path / "plan.json"
-    qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=2).save(plan)
-    job = tmp_path / "job.yaml"
-    job.write_text('parallel: {mesh: "dp=2", zero: 3}\nruntime: {transport: local}\n')
-    assert main([str(plan), "--config", str(job)]) == 3
-    assert "zero is 3 in the job file but 2 in the plan" in capsys.readouterr().err
 
 
 @pytest.mark.processes

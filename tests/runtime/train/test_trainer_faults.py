@@ -20,7 +20,7 @@ from quintsched.runtime.checkpoint import checkpoints as checkpoint
 from quintsched.runtime.checkpoint.checkpoints import Checkpoints
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter.rank_state import Clock
+from quintsched.runtime.interpreter.clock import Clock
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state
@@ -133,7 +133,7 @@ def test_a_gpu_clock_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
         count = 0
 
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
             self.at_ms = 0.0
 
         def record(self) -> None:
@@ -146,7 +146,7 @@ def test_a_gpu_clock_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         def elapsed_time(self, end: Event) -> float:
             return end.at_ms - self.at_ms
 
-    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.Event", Event)
     clock = Clock(torch.device("cuda"))
     for _ in range(100):
         clock.start()

@@ -1,9 +1,6 @@
-"""The region between a column layer and its row layer, where each rank has a share of the features.
+"""What a column layer, the row layer behind it and a dropout between them know of each other.
 
-    tokens ──▶ column ──▶ [ region: open ] ──▶ row ──▶ tokens
-
-Column and row note whether a forward is inside; what stands there and has to know (a dropout, whose mask belongs to
-this rank's features) looks it up. Several columns that take the same tokens let them enter once.
+tokens ──▶ column ──▶ [ between: this rank's shard of the features ] ──▶ row ──▶ tokens
 """
 
 from __future__ import annotations
@@ -13,16 +10,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...comm import Group
+from ..comm import Group
 
 
 @dataclass
-class Region:
-    """The region of one module's `columns` and rows on this rank, cut over `group`."""
+class ColumnRowPair:
+    """The columns of one module and the rows behind them; in between each rank has its shard of the features.
+
+    Column and row note whether a forward is between them, which a dropout there has to know: its mask is that of this
+    rank's features. `columns` that take the same tokens let them enter once.
+    """
 
     group: Group
     columns: int = 1
-    is_open: bool = False
+    is_between: bool = False
     _last: tuple[Tensor, Tensor] | None = None
 
     def enter(self, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
@@ -33,5 +34,5 @@ class Region:
 
     def leave(self) -> None:
         """Note that a row has taken what the columns gave."""
-        self.is_open = False
+        self.is_between = False
         self._last = None

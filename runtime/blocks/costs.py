@@ -1,0 +1,58 @@
+"""What the blocks of a model cost: estimated from their weights, or measured on one microbatch.
+
+    estimate    the weights that a token's products touch      no data, no memory, the same on every rank
+    measure     seconds of forward and backward                one block at a time, on the device that is there
+
+Stages are cut so that the costs of the slowest are as low as can be (`stage.balance`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..comm.clock import settled_s
+from .blocks import Blocks, accepted_extras, build_block, on_meta, split_result
+
+
+def estimate_costs(blocks: Blocks) -> list[float]:
+    """Estimate what each block costs without running it: the weights that its products touch.
+
+    A lookup (`nn.Embedding`) touches one row, and a mixture of experts those that a token goes to: what a module's
+    `touched_parameters` say. Builders run on the meta device, so nothing is allocated.
+    """
+    costs = []
+    for block in blocks:
+        module = on_meta(block)
+        lookups = {id(m.weight): m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding)}
+        fractions = {id(p): f for m in module.modules() for p, f in getattr(m, "touched_parameters", tuple)()}
+        touched = (lookups.get(id(p), p.numel() * fractions.get(id(p), 1.0)) for p in module.parameters())
+        costs.append(float(sum(touched)))
+    return costs
+
+
+def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 3) -> list[float]:
+    """Measure each block's forward and backward on one microbatch, in seconds: the best of `rounds`.
+
+    `example` is a microbatch of the model's input; one block is built at a time.
+    """
+    costs = []
+    riders: dict[str, Tensor] = {}
+    for number, block in enumerate(blocks):
+        dtype = example.dtype if example.is_floating_point() else None
+        module = build_block(block, number, seed, dtype).to(example.device)
+        accepts = accepted_extras(module)
+        beside = {name: tensor for name, tensor in riders.items() if accepts(name)}
+        taken = []
+        for _ in range(rounds):
+            start = settled_s(example.device)
+            given = example.detach().requires_grad_(
+                number > 0 and (example.is_floating_point() or example.is_complex())
+            )
+            output, fresh, _ = split_result(module(given, **beside))
+            output.sum().backward()
+            taken.append(settled_s(example.device) - start)
+        module.zero_grad()
+        costs.append(min(taken))
+        example = output.detach()
+        riders.update({name: tensor.detach() for name, tensor in fresh.items()})
+    return costs

@@ -1,0 +1,159 @@
+"""The device seam: all that the runtime asks of an accelerator, over `torch.accelerator`.
+
+    device   library   order of work
+    cpu      gloo      the host computes itself: no streams, no events, time is the host's
+    cuda     nccl      the host runs ahead: work lies in streams, an event notes when a stream has come to it
+    xpu      xccl      the same
+
+No other file of the runtime names a kind of accelerator or calls its module. A new one is a line in `_LIBRARIES`, if
+`torch.accelerator` knows it and its library of collectives keeps to NCCL's rules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+_LIBRARIES: Mapping[str, str] = MappingProxyType({"cuda": "nccl", "xpu": "xccl"})
+"""The library that carries messages between accelerators of each kind."""
+
+LIBRARIES = frozenset(_LIBRARIES.values())
+"""The libraries for accelerators, by NCCL's rules; the CPU's is gloo."""
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+"""The hardware queues of a GPU: the most that CUDA takes."""
+
+
+def find_accelerator() -> torch.device | None:
+    """Return the kind of accelerator of this machine, without an index; None where there is none that we can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and found.type in _LIBRARIES else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the host runs ahead of a device."""
+    return device.type in _LIBRARIES
+
+
+def library_of(device: torch.device) -> str:
+    """Return what torch.distributed calls the library for a kind of device: "gloo", "nccl", …."""
+    return _LIBRARIES.get(device.type, "gloo")
+
+
+def has_device_for_each(local_ranks: int) -> bool:
+    """Whether each of the ranks of this machine can have a device, of its own unless NCCL lets them share."""
+    if find_accelerator() is None:
+        return False
+    return torch.accelerator.device_count() >= local_ranks or _may_share()
+
+
+def device_kind(library: str) -> torch.device:
+    """Return the kind of device that a library is for: the CPU, unless it is one for accelerators.
+
+    Raises:
+        MisfitError: this machine has none.
+    """
+    if library not in LIBRARIES:
+        return torch.device("cpu")
+    found = find_accelerator()
+    if found is None or library_of(found) != library:
+        kind = next(kind for kind, name in _LIBRARIES.items() if name == library)
+        raise MisfitError(f"transport {library} wants a {kind.upper()} device and there is none; choose gloo")
+    return found
+
+
+def claim_device(library: str) -> torch.device:
+    """Make the device that LOCAL_RANK names the current one, and return it; for gloo the CPU.
+
+    Raises:
+        MisfitError: there is no such device.
+    """
+    kind = device_kind(library)
+    if not is_accelerator(kind):
+        return kind
+    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if local_rank >= num_devices and not _may_share():
+        raise MisfitError(
+            f"local rank {local_rank} wants a device to itself and there are {num_devices}; start fewer ranks per "
+            "node, choose gloo (or, from NCCL 2.30 on, let ranks share a device with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+        )
+    os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # read when the device is first used
+    device = torch.device(kind.type, local_rank % num_devices)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def current_device(library: str) -> torch.device:
+    """Return the device that this process uses with a library."""
+    kind = device_kind(library)
+    return torch.device(kind.type, torch.accelerator.current_device_index()) if is_accelerator(kind) else kind
+
+
+def require_queues(rank: int, streams: int) -> None:
+    """Raise `MisfitError` where streams would share a hardware queue, and wait for each other as no proof knows."""
+    queues = int(os.environ.get(QUEUES, MOST_QUEUES))
+    if queues < min(streams, MOST_QUEUES):
+        raise MisfitError(
+            f"{QUEUES}={queues}, but rank {rank} has {streams} streams, which would wait behind each other; "
+            f"leave it unset, or set it to {MOST_QUEUES}"
+        )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything that was asked of a device is done."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def timing_event(device: torch.device) -> torch.Event:
+    """Record an event on the accelerator's current stream; `elapsed_time` between two of them is in milliseconds."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream beside the current one, which may wait for it; None on the CPU."""
+    return torch.Stream(device) if is_accelerator(device) else None
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the accelerator's current stream."""
+    return torch.accelerator.current_stream(device)
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Make a stream the current one within a `with`; None changes nothing."""
+    return nullcontext() if stream is None else stream
+
+
+def generator_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the state of torch's global random generators: that of the CPU, and a device's."""
+    host = torch.get_rng_state()
+    return (host, torch.get_device_module(device).get_rng_state(device)) if is_accelerator(device) else (host,)
+
+
+def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    """Put the global random generators back to what `generator_states` returned."""
+    torch.set_rng_state(states[0])
+    if is_accelerator(device):
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def fork_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the global random generators after a `with` as they were before."""
+    if is_accelerator(device):
+        return torch.random.fork_rng(devices=[device], device_type=device.type)
+    return torch.random.fork_rng(devices=[])
+
+
+def _may_share() -> bool:
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"

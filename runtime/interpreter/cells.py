@@ -1,0 +1,110 @@
+"""Where values are between two instructions, how they are taken away, and who waits for other ranks.
+
+RecvAct ──works──▶ ┌──────┐                    Fwd ──value──▶ ┌──────┐ ──▶ SendAct: in flight until it is received
+                   │ Cell │ ──take: waits──▶ Fwd              │ Cell │
+                   └──────┘                                   └──────┘ ──▶ or the next stage on this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from quintsched.ir.values import Kind, Value
+
+from ..comm import Work
+from ..stage.forward import Outputs
+from .data_flow import activation_of
+from .recorder import Recorder
+
+
+class Cell:
+    """The place of one value between two instructions, and, if it goes to another rank, until its send is done.
+
+    One that comes from another rank is waited for when it is taken.
+    """
+
+    __slots__ = ("receive", "sent", "value", "works")
+
+    def __init__(self) -> None:
+        self.value: Outputs = ()
+        self.works: Sequence[Work] = ()
+        self.sent: tuple[Sequence[Work], Outputs] | None = None
+        self.receive: int | None = None
+
+
+class Waits:
+    """Waits for other ranks; while a step is recorded, the time counts as that of the instruction that waits."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+
+    def wait(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
+        """Wait for works; the time counts as instruction `index`'s, and as its receive's."""
+        recorder = self.recorder
+        if recorder is None:
+            for work in works:
+                work.wait()
+            return
+        since = recorder.now()
+        for work in works:
+            work.wait()
+        until = recorder.now()
+        recorder.add_wait(index, since, until)
+        if receive is not None:
+            recorder.add_wait(receive, since, until)
+            recorder.mark(receive, end=until)
+
+
+class Cells:
+    """The cells of one rank.
+
+    Attributes:
+        sending: those whose values go to other ranks.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._cells: dict[Value, Cell] = {}
+        self.sending: list[Cell] = []
+
+    def of(self, value: Value) -> Cell:
+        """Return the cell of a value."""
+        return self._cells.setdefault(value, Cell())
+
+    def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
+        """Return what takes a value away for instruction `index`, waiting for it if it comes from another rank.
+
+        A gradient that comes back says that the activation it belongs to has arrived: what was sent is released.
+        """
+        cell, waits = self.of(value), self._waits
+        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+
+        def take() -> Outputs:
+            works = cell.works
+            if works:
+                cell.works = ()
+                if waits.recorder is None:
+                    for work in works:
+                        work.wait()
+                else:
+                    waits.wait(works, index, cell.receive)
+                if answered is not None and answered.sent is not None:
+                    self.release(answered, index)
+            taken, cell.value = cell.value, ()
+            return taken
+
+        return take
+
+    def release(self, cell: Cell, index: int) -> None:
+        """Release what was sent from a cell, once that is done."""
+        if cell.sent is not None:
+            works, cell.sent = cell.sent[0], None
+            self._waits.wait(works, index)
+
+    def settle(self) -> None:
+        """Release what was sent in the step before: the next one, of any plan, begins when it has been received."""
+        for cell in self.sending:
+            if cell.sent is not None:
+                works, cell.sent = cell.sent[0], None
+                for work in works:
+                    work.wait()

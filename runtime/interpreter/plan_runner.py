@@ -1,0 +1,203 @@
+"""Binds plans to one rank when they are first run, and runs them one after the other.
+
+    plan, first batch ──▶ ranks agree on shapes ──▶ RankState ──▶ Interpreter       once per plan
+    batch             ──▶ Interpreter.run ──▶ StepResult                            every step
+
+A training and its evaluation are two plans over the same stages, gradients and optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quintsched.errors import UsageError
+from quintsched.plan import Plan
+
+from ..blocks.blocks import Parcel, TensorSpec
+from ..blocks.shapes import announce_spec, find_shapes
+from ..comm import Transport
+from ..parallel.mesh_groups import MeshGroups
+from ..stage.forward import StageForward
+from ..stage.microbatches import Batch
+from ..stage.rank_model import RankModel
+from ..state.training_state import TrainingState
+from .cells import Cells, Waits
+from .clock import Clock
+from .data_flow import ProgramFlow
+from .interpreter import Call, Interpreter
+from .rank_state import (
+    ComputeState,
+    CurrentStep,
+    LossFn,
+    MessageState,
+    MetricFn,
+    RankState,
+    StepEndState,
+    UnitPlace,
+    ZeroState,
+)
+from .recorder import Recorder
+from .step_result import StepResult
+from .tally import Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run does with the outputs of a model and its gradients."""
+
+    loss_fn: LossFn
+    metrics: Mapping[str, MetricFn]
+    clip: float | None
+    """Threshold of the global gradient norm; None: gradients are not scaled."""
+    max_sends: int | None
+    """How many sends of a channel may be in flight; None: any number."""
+
+
+@dataclass
+class StepCount:
+    """How many steps a training has made: in this run, and in those that it goes on from."""
+
+    in_run: int = 0
+    before: int = 0
+
+    @property
+    def total(self) -> int:
+        """The steps of all runs."""
+        return self.before + self.in_run
+
+
+class PlanRunner:
+    """Runs plans on one rank.
+
+    Args:
+        model: this rank's stages.
+        state: their weights, gradients and optimizers.
+        groups: the groups of the mesh.
+        transport: carries messages to other ranks.
+        clock: adds up the time that the rank computes.
+        options: loss, metrics, clipping.
+        recorder: writes down when the instructions of training steps ran.
+
+    Attributes:
+        interpreters: those that were bound, by the mode of their plan.
+        steps: how many steps the training has made.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        state: TrainingState,
+        groups: MeshGroups,
+        transport: Transport,
+        clock: Clock,
+        options: RunOptions,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model, self._state, self._groups, self._transport = model, state, groups, transport
+        self._clock, self._options, self._recorder = clock, options, recorder
+        self.interpreters: dict[str, Interpreter] = {}
+        self.steps = StepCount()
+        self._latest: Interpreter | None = None
+        self._is_broken = False
+
+    def interpreter_of(self, plan: Plan, batch: Batch) -> Interpreter:
+        """Return what runs a plan on batches like this one; the first time, ranks agree on shapes (collective)."""
+        if plan.mode not in self.interpreters:
+            self.interpreters[plan.mode] = self._bind(plan, batch)
+        return self.interpreters[plan.mode]
+
+    def run(self, plan: Plan, batch: Batch, calls: list[Call] | None = None) -> StepResult:
+        """Run a plan on a batch; `calls` take the place of its bound calls.
+
+        Raises:
+            UsageError: an earlier step failed half-way.
+            MisfitError: inputs of another shape than those that the plan was bound for.
+        """
+        interpreter = self.interpreter_of(plan, batch)
+        if self._is_broken:
+            raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
+        state = interpreter.state
+        for unit in batch.inputs[:1]:
+            state.compute.place.require_input(unit)
+        if self._latest is not None and self._latest is not interpreter:
+            self._latest.state.cells.settle()
+        self._latest, self._is_broken = interpreter, True
+        state.current.number = self.steps.total
+        interpreter.run(batch, self.steps.in_run, calls)
+        self._is_broken = False
+        if state.flows.trains:
+            self.steps.in_run += 1
+        tally, outcome = state.compute.tally, state.step_end.outcome
+        return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+
+    def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
+        flows = ProgramFlow(plan, self._transport.rank)
+        inputs, parcels = self._agree_on_shapes(plan, batch)
+        recorder = self._recorder if flows.trains else None
+        return Interpreter(self._rank_state(flows, inputs, parcels), recorder)
+
+    def _agree_on_shapes(self, plan: Plan, batch: Batch) -> tuple[TensorSpec, list[Parcel]]:
+        """Return a unit of inputs, and what every block leaves for the next; the same on all ranks."""
+        device, source = self._transport.device, plan.layout.rank_of(plan.routes[0].stages[0])
+        mine = TensorSpec.of(batch.inputs[0]) if self._model.pp_rank == source else None
+        inputs = announce_spec(mine, source, self._groups.pipeline, device)
+        model = self._model
+        shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
+        return inputs, model.tensor.tokens.travelling(shapes)
+
+    def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
+        model, gradients, options = self._model, self._state.gradients, self._options
+        parcels = {stage: of_blocks[blocks.stop - 1] for stage, blocks in enumerate(model.cuts)}
+        current, waits, tally = CurrentStep(), Waits(), Tally(len(options.metrics), self._transport.device)
+        cells = Cells(waits)
+        compute = ComputeState(
+            flows=flows,
+            current=current,
+            cells=cells,
+            clock=self._clock,
+            tally=tally,
+            forwards=self._forwards(flows, of_blocks),
+            parcels=parcels,
+            place=self._place(inputs),
+            loss_fn=options.loss_fn,
+            metrics=options.metrics,
+            gradients=gradients,
+            queues=model.queues,
+        )
+        step_end = StepEndState(
+            waits=waits,
+            tally=tally,
+            metrics_group=self._groups.metrics,
+            gradients=gradients,
+            masters=self._state.masters,
+            optimizers=self._state.optimizers,
+            clip=options.clip,
+        )
+        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends)
+        zero = ZeroState(waits, self._state.weights, gradients)
+        return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
+
+    def _forwards(self, flows: ProgramFlow, parcels: list[Parcel]) -> dict[int, StageForward]:
+        model, layout = self._model, flows.plan.layout
+        return {
+            number: StageForward(
+                {int(block): module for block, module in stage.blocks.items()},
+                parcels,
+                masks=model.masks,
+                recompute=layout.recompute_every(number) if flows.trains else 0,
+                compiled=model.options.compiled,
+                around=model.tensor.tokens.around,
+            )
+            for number, stage in model.stages.items()
+        }
+
+    def _place(self, inputs: TensorSpec) -> UnitPlace:
+        model, tokens = self._model, self._model.tensor.tokens
+        return UnitPlace(
+            input_spec=inputs,
+            replica=model.replica,
+            context=model.sequences.context_of(inputs),
+            token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
+            device=self._transport.device,
+        )

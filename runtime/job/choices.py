@@ -1,0 +1,41 @@
+"""The names that a job file chooses from, each list said once: the rooms that act on a name take it from here.
+
+    job file ──▶ config ──▶ choices ◀── comm (wires and their rules), parallel (attention, splits), train (dtypes)
+
+How gradients are summed over replicas is the planner's to say: `quintsched.collectives.Means`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+WireName = Literal["auto", "gloo", "nccl"]
+"""What carries messages between processes; "auto": an accelerator's library where each rank has one, else gloo."""
+
+TransportName = Literal[WireName, "local"]
+"""What carries messages: a wire between processes, or "local", the threads of one process."""
+
+StrictRules = Literal["rendezvous", "nccl"]
+Rules = Literal["mailbox", StrictRules]
+"""What a wire does with a message, from the most lenient to the strictest.
+
+mailbox     matched by tag; copied when it is sent, so that no sender ever waits
+rendezvous  matched by tag; a send is done when its receive is there: gloo's rule
+nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send is done when it is there
+"""
+
+Precision = Literal["float32", "float64", "bfloat16"]
+"""Type to compute in."""
+
+ContextMethod = Literal["ring", "gather", "ulysses"]
+"""How attention reaches over the slices of a sequence that lie on the ranks of cp."""
+
+
+class TensorSplit(Enum):
+    """What tensor parallelism does to a layer."""
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+    REPLICATE = "replicate"
