@@ -1,71 +1,74 @@
 """Compile mesh size, microbatches and a schedule into a plan, and prove it.
 
-schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
+request ─▶ schedule ─▶ order of computation ─▶ passes ─▶ plan ─▶ check
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
+from itertools import zip_longest
+from textwrap import wrap
+from typing import ParamSpec
 
-from quintsched.collectives.timing import Wire
-from quintsched.errors import UsageError
+from quintsched.errors import UnsoundError, UsageError
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.plan_data import MAX_BUCKETS, PlanData
+from quintsched.ir.plan_data import PlanData
 from quintsched.ir.zero import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.spell_collectives import spell_out
 from quintsched.plan import Plan
-from quintsched.schedules import Schedule, Shape, find_schedule
+from quintsched.request import CompileRequest, settings
+from quintsched.schedules import Schedule, Shape
 from quintsched.schedules.kit.order import order_of_computation
-from quintsched.simulation.costs import Costs
+from quintsched.user_code import load_schedule
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import recompute_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
 
+MOST_SHOWN = 16
+"""How many stages of a placement a message shows."""
 
-def compile(
-    schedule: str | Schedule,
-    *,
-    mesh: Mesh | str,
-    microbatches: int,
-    chunks: int | None = None,
-    buckets_per_stage: int = 1,
-    stage_to_pp: Sequence[int] | None = None,
-    slices: int = 1,
-    costs: Costs | None = None,
-    memory_cap: float | None = None,
-    recompute: int | Sequence[int] = 0,
-    tied: Mapping[str, Sequence[int]] | None = None,
-    communication: str = "native",
-    wire: Wire | None = None,
-    zero: int = 0,
-    zero_every: int = 1,
-    after: Callable[[str, Plan], None] | None = None,
-) -> Plan:
+MOST_ASKED_AGAIN = 2**17
+"""The longest order, in computations, that a user's schedule is asked for a second time."""
+
+Asked = ParamSpec("Asked")
+
+
+def _taking(
+    request: Callable[Asked, CompileRequest],
+) -> Callable[[Callable[[CompileRequest], Plan]], Callable[Asked, Plan]]:
+    """Give a function of a request the signature of the request's class, and its settings' words as `Args`."""
+
+    def decorate(function: Callable[[CompileRequest], Plan]) -> Callable[Asked, Plan]:
+        @wraps(function)
+        def call(*args: Asked.args, **options: Asked.kwargs) -> Plan:
+            return function(request(*args, **options))
+
+        call.__signature__ = inspect.signature(request).replace(return_annotation=Plan)  # type: ignore[attr-defined]
+        call.__doc__ = (function.__doc__ or "").replace("{settings}", "\n        ".join(_documented()))
+        return call
+
+    return decorate
+
+
+def _documented() -> Iterator[str]:
+    """Yield what `help(compile)` says of each setting, a line or more for each."""
+    for name, setting in settings():
+        yield from wrap(f"{name}: {setting.doc}", 112, subsequent_indent="    ")
+
+
+@_taking(CompileRequest)
+def compile(request: CompileRequest) -> Plan:
     """Compile a plan and prove it sound under the strictest transport profile, `blocking`.
 
     Args:
-        schedule: a registered name ("1f1b", …) or a `Schedule` of your own.
-        mesh: the device mesh, e.g. `Mesh(dp=2, pp=2, tp=2)` or "dp=2,pp=2,tp=2".
-        microbatches: how many microbatches each replica's share of the batch is cut into.
-        chunks: stages per pipeline rank; None takes the fewest that the schedule allows.
-        buckets_per_stage: gradient buckets of a stage.
-        stage_to_pp: which pipeline rank holds which stage; None takes the schedule's own placement.
-        slices: pieces of a microbatch along the sequence, for schedules that take them.
-        costs: what to plan with, for schedules that search.
-        memory_cap: the most activations that a rank may hold, in microbatches of a whole rank, for the same.
-        recompute: 0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for
-            every k-th block of a stage; one number for all stages, or one per stage.
-        tied: named weights that several stages hold, and which: {"embedding": (0, 3)}. Their gradients are added up.
-        communication: how gradients are summed over replicas: "native" leaves it to the library, "ring" and "tree"
-            spell it out in messages, "auto" takes what is fastest for a message's size.
-        wire: the latency and bandwidth that "auto" reckons with.
-        zero: what replicas share out instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 gradients
-            too, 3 weights too.
-        zero_every: with 2 and 3, after how many microbatches of a stage its gradients are reduced.
+        {settings}
         after: called with "order" and the bare order of computation, then with each pass's name and the plan after
             it; each pass then has to keep the points that hold by then, not only the last one.
 
@@ -74,27 +77,103 @@ def compile(
         UnsoundError: a schedule of your own that fails, or whose order cannot run; the message is the
             counter-example. If it is a pass that breaks a point, the message names it.
     """
-    found = find_schedule(schedule) if isinstance(schedule, str) else schedule
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    if type(buckets_per_stage) is not int or not 1 <= buckets_per_stage <= MAX_BUCKETS:
-        raise UsageError(f"buckets_per_stage is {buckets_per_stage!r}; give a whole number from 1 to {MAX_BUCKETS}")
-    shape = found.shape(mesh.pp, microbatches, chunks, slices, costs, memory_cap)
-    if stage_to_pp is not None:
-        shape = replace(shape, stage_to_pp=tuple(stage_to_pp))
-    shape = replace(shape, recompute=_per_stage(recompute, found, shape))
-    order = _with_tied(order_of_computation(found, shape, mesh, buckets_per_stage), tied or {})
-    order = replace(order, zero=_zero(zero, zero_every, order))
+    return compile_request(request)
+
+
+def compile_request(request: CompileRequest) -> Plan:
+    """Compile what is asked for, as `compile` does."""
+    schedule, mesh = load_schedule(request.schedule), Mesh.parse(request.mesh)
+    shape = _own_shape(request)
+    placed = _placed_by_user(schedule, shape, request.stage_to_pp)
+    placed = replace(placed, recompute=_per_stage(request.recompute, schedule, placed))
+    with _placement_at_fault(schedule, shape, placed):
+        return _proved(_order(schedule, placed, mesh, request), request)
+
+
+def stages_of(request: CompileRequest) -> tuple[int, ...]:
+    """Return where the stages of the plan lie that is asked for; raises `UsageError`."""
+    return _placed_by_user(load_schedule(request.schedule), _own_shape(request), request.stage_to_pp).stage_to_pp
+
+
+def _own_shape(request: CompileRequest) -> Shape:
+    """Return the shape with the schedule's own placement."""
+    schedule, pp = load_schedule(request.schedule), Mesh.parse(request.mesh).pp
+    return schedule.shape(pp, request.microbatches, request.chunks, request.slices, request.costs, request.memory_cap)
+
+
+def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest) -> PlanData:
+    """Return the complete order of computation, and with it what it is lowered with."""
+    order = order_of_computation(schedule, shape, mesh, request.buckets_per_stage)
+    _require_one_order(schedule, shape, order)
+    order = _with_tied(order, request.tied or {})
+    order = replace(order, zero=_zero(request.zero, request.zero_every, order))
     check_order(order).raise_if_unsound()
+    return order
+
+
+def _proved(order: PlanData, request: CompileRequest) -> Plan:
+    """Lower an order to a plan and prove it."""
+    after = request.after
     watch = (lambda name, data: after(name, Plan.of(data))) if after else None
     if watch:
         watch(ORDER, order)
     passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
-    plan = spell_out(lower(order, passes, watch=watch, verify=watch is not None), communication, wire)
+    lowered = lower(order, passes, watch=watch, verify=watch is not None)
+    plan = spell_out(lowered, request.communication, request.wire)
     verdict = check(plan, profile="blocking")
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow, and names the pass that is to blame
     verdict.raise_if_unsound()
     return Plan.of(plan)
+
+
+@contextmanager
+def _placement_at_fault(schedule: Schedule, shape: Shape, placed: Shape) -> Iterator[None]:
+    """Say as a `UsageError` what is not sound where the user has placed the stages otherwise than the schedule does."""
+    try:
+        yield
+    except UnsoundError as error:
+        if placed.stage_to_pp == shape.stage_to_pp:
+            raise
+        _, _, finding = str(error).partition("\n")
+        raise UsageError(
+            f"{schedule.name}: it cannot run with stage_to_pp={_shown(placed.stage_to_pp)}; its own placement is "
+            f"{_shown(shape.stage_to_pp)}. {(finding or str(error)).partition(chr(10))[0]}"
+        ) from error
+
+
+def _placed_by_user(schedule: Schedule, shape: Shape, stage_to_pp: Sequence[int] | None) -> Shape:
+    """Return the shape with the stages where the user wants them; raises `UsageError` for ranks that there are not."""
+    if stage_to_pp is None:
+        return shape
+    if not stage_to_pp or not all(0 <= rank < shape.pp for rank in stage_to_pp):
+        raise UsageError(
+            f"{schedule.name}: stage_to_pp is {_shown(stage_to_pp)}; name a pipeline rank from 0 to {shape.pp - 1} "
+            f"for each stage, like {_shown(shape.stage_to_pp)}"
+        )
+    return replace(shape, stage_to_pp=tuple(stage_to_pp))
+
+
+def _shown(stage_to_pp: Sequence[int]) -> str:
+    """Return a placement in words that are not too many."""
+    more = ", …" if len(stage_to_pp) > MOST_SHOWN else ""
+    return f"[{', '.join(map(str, stage_to_pp[:MOST_SHOWN]))}{more}]"
+
+
+def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData) -> None:
+    """Raise `UnsoundError` where a schedule of one's own gives another order when it is asked again."""
+    if schedule.built_in or order.num_instructions > MOST_ASKED_AGAIN:
+        return
+    again = order_of_computation(schedule, shape, order.mesh, order.buckets_per_stage)
+    if again.columns == order.columns:
+        return
+    for rank, (first, second) in enumerate(zip(order.programs, again.programs, strict=True)):
+        for index, (one, other) in enumerate(zip_longest(first, second)):
+            if one != other:
+                raise UnsoundError(
+                    f"{schedule.name}: asked twice for rank {rank}, the schedule yields {one or 'nothing'} and then "
+                    f"{other or 'nothing'} at {index}; every rank has to find the same order"
+                )
 
 
 def evaluation_of(plan: Plan) -> Plan:
@@ -122,8 +201,7 @@ def _with_tied(order: PlanData, tied: Mapping[str, Sequence[int]]) -> PlanData:
     """Return the order with named weights tied; raises `UsageError`."""
     if not tied:
         return order
-    held = {name: tuple(stages) if isinstance(stages, Sequence) else (stages,) for name, stages in tied.items()}
-    plan = replace(order, tied=held)
+    plan = replace(order, tied={name: tuple(stages) for name, stages in tied.items()})
     for fault in tied_faults(plan):
         raise UsageError(f"{plan.schedule.name}: {fault}")
     return plan

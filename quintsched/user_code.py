@@ -34,6 +34,11 @@ def names_file(name: str) -> bool:
     return is_user_object(name) or name.endswith(".py")
 
 
+def file_of(name: str) -> str:
+    """Return the path of the file that "my_file.py:name" lies in; other names as they are."""
+    return name.rpartition(":")[0] if is_user_object(name) else name
+
+
 def load_object(name: str) -> Any:
     """Return the object that "my_file.py:name" names; the path is relative to the current directory.
 
@@ -54,13 +59,15 @@ def load_object(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def load_schedule(name: str) -> Schedule:
+def load_schedule(name: str | Schedule) -> Schedule:
     """Return the schedule of this name: a registered one, or "my_file.py:name" for one of your own.
 
-    Raises `UsageError` for an unknown name, and for an object that is no schedule.
+    A schedule is taken as it is. Raises `UsageError` for an unknown name, and for an object that is no schedule.
     """
     from quintsched.schedules import Schedule, find_schedule
 
+    if isinstance(name, Schedule):
+        return name
     if not names_file(name):
         return find_schedule(name)
     found = load_object(name)

@@ -1,12 +1,8 @@
-"""How pictures get into files: whole or not at all, and SVG as a page that needs no other file."""
+"""SVG as a page that needs no other file."""
 
 from __future__ import annotations
 
 import html
-import os
-from pathlib import Path
-
-from quintsched.errors import UsageError
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -31,14 +27,3 @@ def page_around(svg: bytes, title: str) -> bytes:
     text = svg.decode("utf-8")
     picture = text[text.index("<svg") :].strip()
     return PAGE.format(title=html.escape(title), svg=picture).encode("utf-8")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write by way of a temporary name, so that a reader never sees half; raises `UsageError` where it cannot."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot write the picture: {error.strerror}") from error

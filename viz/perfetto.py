@@ -17,12 +17,12 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
+from quintsched.formats.atomic import write_whole
 from quintsched.ir.instructions import Compute, Recv, Send, short
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.measured import UNITS, MeasuredSpan, MeasuredStep
 from quintsched.simulation.simulator import Simulation, Span
 
-from .files import write_whole
 from .scene import flows_of_ranks
 
 Event: TypeAlias = dict[str, object]
@@ -45,7 +45,7 @@ def save_events(simulation: Simulation, step: MeasuredStep | None, path: Path) -
             **({} if step is None else {"measured": step.summary()}),
         },
     }
-    write_whole(path, json.dumps(data, allow_nan=False).encode())
+    write_whole(path, json.dumps(data, allow_nan=False), "the picture")
 
 
 def _events_of(run: Simulation | MeasuredStep, pid: int, name: str) -> Iterator[Event]:

@@ -21,8 +21,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from quintsched.errors import UsageError
+from quintsched.formats.atomic import write_whole
 
-from .files import page_around, write_whole
+from .files import page_around
 from .style import INK, text_width
 
 POINTS = 72.0
@@ -117,7 +118,7 @@ class Sheet:
         self.arrange()
         suffix = path.suffix.lower()
         data = self._png() if suffix == ".png" else self._svg()
-        write_whole(path, page_around(data, path.stem) if suffix == ".html" else data)
+        write_whole(path, page_around(data, path.stem) if suffix == ".html" else data, "the picture")
 
     def _svg(self) -> bytes:
         picture = io.BytesIO()

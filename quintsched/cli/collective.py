@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.output import AsJson, emit, percent, say, terminal_width
+from quintsched.cli.output import AsJson, emit, percent, refuse_input, say, terminal_width
 from quintsched.cli.pictures import draw_collective
 from quintsched.errors import UsageError
+from quintsched.ir.communication import Wire
 
 if TYPE_CHECKING:
-    from quintsched.collectives import CollectivePlan, CollectiveRun, Wire
+    from quintsched.collectives import CollectivePlan, CollectiveRun
 
 
 def collective(
@@ -25,8 +26,12 @@ def collective(
         int | None, typer.Option("--chunks", metavar="K", help="Chunks of the data; default: N (ring), 8 (tree).")
     ] = None,
     num_bytes: Annotated[float, typer.Option("--bytes", metavar="B", help="Bytes of the data, to time it.")] = 25e6,
-    latency_s: Annotated[float, typer.Option("--latency", metavar="S", help="Seconds that a message costs.")] = 20e-6,
-    bandwidth: Annotated[float, typer.Option("--bandwidth", metavar="B/S", help="Bytes per second of a wire.")] = 1e9,
+    latency_s: Annotated[
+        float, typer.Option("--latency", metavar="S", help="Seconds that a message costs.")
+    ] = Wire.latency_s,
+    bandwidth: Annotated[
+        float, typer.Option("--bandwidth", metavar="B/S", help="Bytes per second of a wire.")
+    ] = Wire.bandwidth,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the plan (.json) or a picture (.png, .svg, .html)."),
@@ -34,8 +39,7 @@ def collective(
     as_json: AsJson = False,
 ) -> None:
     """Spell out a collective in messages, prove it, and time it."""
-    from quintsched.collectives import Wire
-
+    refuse_input(output, target)
     plan = _read(target, kind, ranks, chunks)
     verdict = plan.check()
     if not verdict.sound:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.output import AsJson, PlanFile, emit, note, read_plan, say
+from quintsched.cli.output import AsJson, PlanFile, emit, note, read_plan, refuse_input, say
 from quintsched.errors import InputError, UnsoundError, UsageError, suggest
 
 if TYPE_CHECKING:
@@ -60,6 +59,8 @@ def export(
     ] = None,
 ) -> None:
     """Write a plan in the format of another tool."""
+    from quintsched.formats.atomic import write_whole
+
     if to not in FORMATS:
         raise UsageError(f"unknown format {to!r}{suggest(to, FORMATS)}")
     asked = {"compute_only": compute_only or None, "profile": profile, "buffer": buffer}
@@ -68,15 +69,13 @@ def export(
         if name not in FORMATS[to].options:
             others = ", ".join(other for other, form in FORMATS.items() if name in form.options)
             raise UsageError(f"--{name.replace('_', '-')}: {to} has no such form; it is for {others}")
+    refuse_input(output, plan)
     found = read_plan(plan)
     text = FORMATS[to].text(found, **given)
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UsageError(f"{output}: cannot write the file: {error.strerror}") from error
+    write_whole(output, text, "the file")
     say(f"{output}: {found.title}")
 
 
@@ -85,6 +84,14 @@ def import_(
     mesh: Annotated[
         str | None, typer.Option("--mesh", metavar="AXES", help="The device mesh; default: a pipeline rank per line.")
     ] = None,
+    zero: Annotated[
+        int,
+        typer.Option(
+            "--zero",
+            metavar="0-3",
+            help="What replicas share out; with 3, UNSHARD and RESHARD gather and free weights.",
+        ),
+    ] = 0,
     profile: Annotated[
         str, typer.Option("--profile", metavar="NAME", help="The transport under which the plan must not deadlock.")
     ] = "channel",
@@ -98,9 +105,10 @@ def import_(
     from quintsched.formats import torch_csv
     from quintsched.plan import Plan
 
+    refuse_input(output, file)
     text, name = _read(file)
     try:
-        imported = torch_csv.loads(text, mesh=mesh, profile=profile, name=name)
+        imported = torch_csv.loads(text, mesh=mesh, zero=zero, profile=profile, name=name)
     except InputError as error:
         if as_json:
             point = "unsound" if isinstance(error, UnsoundError) else "well-formed"
@@ -122,10 +130,10 @@ def import_(
 
 def _read(file: str) -> tuple[str, str]:
     """Return a file's text and what its schedule is called."""
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{file}: cannot read the schedule: {error.strerror}") from error
+    from quintsched.formats.atomic import read_whole
+    from quintsched.formats.torch_csv import MAX_CHARACTERS
+
+    data = read_whole(None if file == "-" else Path(file), MAX_CHARACTERS, "the schedule")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -77,14 +78,12 @@ def new(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to write, like my_schedule.py.")],
 ) -> None:
     """Write a schedule to start from, with its test."""
+    from quintsched.formats.atomic import write_whole
+
     text = template(file)
-    try:
-        with file.open("x", encoding="utf-8") as target:
-            target.write(text)
-    except FileExistsError:
-        raise UsageError(f"{file} is there already; give another name, it will not be overwritten") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error}") from error
+    if os.path.lexists(file):
+        raise UsageError(f"{file} is there already; give another name, it will not be overwritten")
+    write_whole(file, text, "the schedule")
     say(f"{file}: a schedule and its property test; run: pytest {file}")
 
 

@@ -27,8 +27,6 @@ CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages per pipeline rank.")]
-Slices = Annotated[int, typer.Option("--slices", metavar="Q", help="Pieces of a microbatch along the sequence.")]
 MemoryCap = Annotated[
     float | None,
     typer.Option(
@@ -54,9 +52,11 @@ def emit(data: object) -> None:
 
 def read_plan(file: str) -> Plan:
     """Read a plan file, or standard input for "-"."""
+    from quintsched.formats.atomic import read_whole
+    from quintsched.formats.plan_json import MAX_BYTES
     from quintsched.plan import Plan
 
-    return Plan.from_json(sys.stdin.buffer.read()) if file == "-" else Plan.load(file)
+    return Plan.from_json(read_whole(None, MAX_BYTES, "the plan")) if file == "-" else Plan.load(file)
 
 
 def read_costs(file: Path | None) -> Costs | None:
@@ -75,19 +75,30 @@ def read_trace(directory: Path, plan: Plan) -> Trace:
 
 def write_costs(costs: Costs, file: Path) -> None:
     """Write a costs file that holds what was set; raises `UsageError` where that cannot be done."""
+    from quintsched.formats.atomic import write_whole
+
     text = json.dumps(costs.model_dump(mode="json", exclude_unset=True, exclude_none=True), indent=1)
-    try:
-        file.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file}: cannot write the costs: {error.strerror}") from error
+    write_whole(file, text + "\n", "the costs")
+
+
+def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
+    """Raise `UsageError` where `output` is one of the files that a command reads, by whatever link or name.
+
+    An input may be "-", None, a directory (then it is the files in it) or "my_file.py:name".
+    """
+    from quintsched.formats.atomic import same_file
+    from quintsched.user_code import file_of
+
+    for read in filter(None, inputs):
+        place = Path("/dev/stdin") if read == "-" else Path(file_of(str(read)))
+        if output is not None and same_file(output, place):
+            raise UsageError(f"{output}: the command reads this file ({read}); write to another one")
 
 
 def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
-    """Time a plan, with a word on standard error where it is not sound: then the times mean little."""
-    simulation = plan.simulate(costs)
-    if not plan.check().sound:
-        note("warning: this plan is not sound; `quintsched check` says why")
-    return simulation
+    """Time a plan; raises `UnsoundError` with the counter-example where it is not sound: its times mean nothing."""
+    plan.check().raise_if_unsound()
+    return plan.simulate(costs)
 
 
 def read_schedule(name: str) -> Schedule:

@@ -18,6 +18,7 @@ from quintsched.cli.output import (
     read_costs,
     read_plan,
     read_trace,
+    refuse_input,
     say,
     simulate_plan,
 )
@@ -57,6 +58,7 @@ def render(
     plan then is timed by costs from the trace, unless --costs gives others.
     """
     path = picture_path(output, (*PICTURES, PAGE, EVENTS))
+    refuse_input(path, plan, costs, trace)
     read = read_plan(plan)
     if collective is not None:
         run = _spelled_out(read, collective)

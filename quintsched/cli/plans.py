@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quintsched.cli.output import (
     AsJson,
-    Chunks,
-    MemoryCap,
-    Microbatches,
     PlanFile,
-    Slices,
     emit,
     note,
     percent,
-    read_costs,
     read_plan,
-    read_schedule,
+    refuse_input,
     say,
     simulate_plan,
     terminal_width,
 )
+from quintsched.cli.settings import read_request, taking_settings
 from quintsched.errors import UsageError, suggest
 
 if TYPE_CHECKING:
@@ -32,41 +28,6 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
 
-ScheduleName = Annotated[
-    str, typer.Option("--schedule", "-s", metavar="NAME", help="A schedule, or my_file.py:my_schedule.")
-]
-MeshText = Annotated[str, typer.Option("--mesh", metavar="AXES", help="The device mesh, like dp=2,pp=2,tp=2.")]
-PlanningCosts = Annotated[
-    Path | None,
-    typer.Option("--costs", metavar="FILE", help="For schedules that search: a JSON file of costs to plan with."),
-]
-Recompute = Annotated[
-    str,
-    typer.Option(
-        "--recompute",
-        metavar="K",
-        help="0: keep activations; 1: recompute them; K: of every K-th block. Or one number per stage: 0,1,1,0.",
-    ),
-]
-Tied = Annotated[
-    list[str] | None,
-    typer.Option("--tied", metavar="NAME=STAGES", help="A weight that several stages hold: embedding=0,3."),
-]
-ZeroStage = Annotated[
-    int,
-    typer.Option(
-        "--zero", metavar="0-3", help="Share out over replicas: 1 optimizer state, 2 gradients too, 3 weights too."
-    ),
-]
-ZeroEvery = Annotated[
-    int, typer.Option("--zero-every", metavar="K", help="Reduce gradients after every K microbatches (ZeRO-2, 3).")
-]
-BucketsPerStage = Annotated[int, typer.Option("--buckets-per-stage", metavar="N", help="Gradient buckets of a stage.")]
-Means = Annotated[
-    str, typer.Option("--communication", metavar="MEANS", help="Sum gradients by native, ring, tree or auto.")
-]
-Latency = Annotated[float, typer.Option("--latency", metavar="S", help="For auto: seconds that a message costs.")]
-Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="B/S", help="For auto: bytes per second of a wire.")]
 PlanOutput = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="The plan file; default: standard output.")
 ]
@@ -78,48 +39,19 @@ PrintAfter = Annotated[
 ]
 
 
+@taking_settings
 def compile(
-    schedule: ScheduleName,
-    mesh: MeshText,
-    microbatches: Microbatches,
-    chunks: Chunks = None,
-    slices: Slices = 1,
-    costs: PlanningCosts = None,
-    memory_cap: MemoryCap = None,
-    recompute: Recompute = "0",
-    tied: Tied = None,
-    zero: ZeroStage = 0,
-    zero_every: ZeroEvery = 1,
-    buckets_per_stage: BucketsPerStage = 1,
-    communication: Means = "native",
-    latency_s: Latency = 20e-6,
-    bandwidth: Bandwidth = 1e9,
+    settings: dict[str, Any],
     output: PlanOutput = None,
     print_after: PrintAfter = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile a plan and prove it sound."""
     from quintsched.cli.check import report
-    from quintsched.collectives import Wire
-    from quintsched.compiler import compile
+    from quintsched.compiler import compile_request
 
-    plan = compile(
-        read_schedule(schedule),
-        mesh=mesh,
-        microbatches=microbatches,
-        chunks=chunks,
-        buckets_per_stage=buckets_per_stage,
-        slices=slices,
-        costs=read_costs(costs),
-        memory_cap=memory_cap,
-        recompute=_read_recompute(recompute),
-        tied=_read_tied(tied or []),
-        communication=communication,
-        wire=Wire(latency_s, bandwidth),
-        zero=zero,
-        zero_every=zero_every,
-        after=_watch(print_after),
-    )
+    refuse_input(output, settings["costs"], settings["schedule"])
+    plan = compile_request(read_request(settings, after=_watch(print_after)))
     verdict = plan.check(profile="blocking")
     if output is None:
         note(f"{plan.title}\n{verdict.explain()}")
@@ -130,32 +62,6 @@ def compile(
         emit({"plan": str(output), **report(verdict, "blocking")})
     else:
         say(f"{output}: {plan.title}\n{verdict.explain()}")
-
-
-def _read_recompute(text: str) -> int | tuple[int, ...]:
-    numbers = _read_numbers(text, "--recompute", "1 or 0,1,1,0")
-    return numbers if "," in text else numbers[0]
-
-
-def _read_tied(texts: list[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for text in texts:
-        name, equals, stages = text.rpartition("=")
-        if not equals:
-            raise UsageError(f"--tied: cannot read {text!r}; write a name and the stages that hold it: embedding=0,3")
-        if name in found:
-            raise UsageError(f"--tied: {name!r} is given twice; name all stages that hold it at once")
-        found[name] = _read_numbers(stages, "--tied", "embedding=0,3")
-    return found
-
-
-def _read_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and len(part) <= 9 for part in parts):
-        raise UsageError(
-            f"{option}: cannot read {text!r}; write whole numbers with commas between them, like {example}"
-        )
-    return tuple(map(int, parts))
 
 
 def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:

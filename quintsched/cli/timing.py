@@ -22,6 +22,7 @@ from quintsched.cli.output import (
     read_plan,
     read_schedule,
     read_trace,
+    refuse_input,
     say,
     simulate_plan,
     write_costs,
@@ -66,6 +67,7 @@ def simulate(
     Makespan, both bubbles, peak activations and the critical path. `--costs from-trace DIR` takes what the
     instructions of a run really took, as medians over the recorded steps.
     """
+    refuse_input(output, plan, directory, None if costs == FROM_TRACE else costs)
     read = read_plan(plan)
     used = _read_costs(costs, directory, read)
     simulation = simulate_plan(read, used)
@@ -151,6 +153,7 @@ def compare(
     """
     from quintsched.cli.pictures import picture_path, write_picture
 
+    refuse_input(output, costs, *names)
     path = None if output is None else picture_path(output)
     request = _Request(pp, microbatches, chunks, slices, read_costs(costs), memory_cap)
     simulations, refused = _simulate_all(names, request)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from quintsched.collectives.choice import NATIVE, Communication
 from quintsched.collectives.program import CollectivePlan
 from quintsched.collectives.spelling import spell
-from quintsched.collectives.timing import CollectiveRun, Wire
+from quintsched.collectives.timing import CollectiveRun
+from quintsched.ir.communication import Wire
 
 __all__ = ["NATIVE", "CollectivePlan", "CollectiveRun", "Communication", "Wire", "spell"]

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from quintsched.collectives.program import CollectivePlan, Kind
 from quintsched.collectives.spelling import spell
-from quintsched.collectives.timing import TREE_CHOICES, Wire, spelled_seconds
-from quintsched.errors import UsageError, suggest
-
-Means = Literal["native", "ring", "tree", "auto"]
-MEANS: tuple[Means, ...] = ("native", "ring", "tree", "auto")
+from quintsched.collectives.timing import TREE_CHOICES, spelled_seconds
+from quintsched.ir.communication import Means, Wire
 
 Call = tuple[Kind, int]
 """A collective, and over how many ranks."""
@@ -55,14 +51,6 @@ class Communication:
 
 
 NATIVE = Communication()
-
-
-def find_means(name: str) -> Means:
-    """Return the means of this name; raises `UsageError`."""
-    for means in MEANS:
-        if means == name:
-            return means
-    raise UsageError(f"unknown communication {name!r}{suggest(name, MEANS)}")
 
 
 def name_of(plan: CollectivePlan) -> str:

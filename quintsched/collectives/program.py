@@ -14,19 +14,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from quintsched.ir.instructions import Instruction
 
 if TYPE_CHECKING:
     from quintsched.collectives.proof import CollectiveVerdict
-    from quintsched.collectives.timing import CollectiveRun, Wire
+    from quintsched.collectives.timing import CollectiveRun
+    from quintsched.ir.communication import Wire
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Algorithm = Literal["ring", "tree"]
 
-KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 MAX_SIZE = 256
 """The most ranks that a collective is spelled out for."""

@@ -20,30 +20,10 @@ from quintsched.collectives.program import Algorithm, CollectivePlan, Kind
 from quintsched.collectives.proof import event_graph
 from quintsched.collectives.spelling import num_steps
 from quintsched.errors import UnsoundError, UsageError
+from quintsched.ir.communication import MOST, Wire
 
 TREE_CHOICES = (2, 4, 8, 16, 32)
 """Into how many chunks trees are cut, where the size of a message decides."""
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What a message costs: `latency_s` seconds, and one second for `bandwidth` bytes.
-
-    Raises `UsageError` for a latency below 0 and a bandwidth that is not above 0.
-    """
-
-    latency_s: float = 20e-6
-    bandwidth: float = 1e9
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency_s < math.inf:
-            raise UsageError(f"a message cannot have a latency of {self.latency_s!r} s")
-        if not 0 < self.bandwidth < math.inf:
-            raise UsageError(f"a wire cannot carry {self.bandwidth!r} bytes per second")
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return how long a message takes."""
-        return self.latency_s + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ class CollectiveRun:
 
 def simulate(plan: CollectivePlan, num_bytes: float, wire: Wire) -> CollectiveRun:
     """Run a collective of `num_bytes` (of the whole data); raises `UnsoundError` where it is not sound."""
-    if not 0 <= num_bytes < math.inf:
+    if not 0 <= num_bytes <= MOST:
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
     plan.check().raise_if_unsound()
     seconds = wire.seconds(num_bytes / plan.chunks)

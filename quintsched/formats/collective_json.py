@@ -17,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quintsched.collectives.program import MAX_CHUNKS, MAX_SIZE, STEPS, Algorithm, CollectivePlan, Kind, Step
 from quintsched.collectives.spelling import spell
 from quintsched.errors import InputError, UsageError, suggest
+from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
 
 FORMAT = "quintsched.collective"
+MAX_BYTES = 2**31
 
 
 class CollectiveEntry(BaseModel):
@@ -119,17 +121,13 @@ def _decode(entry: object, where: str) -> Step:
 
 def save(plan: CollectivePlan, path: Path) -> None:
     """Write a file; raises `UsageError` where that cannot be done."""
-    try:
-        path.write_text(dumps(plan), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot write the collective: {error.strerror}") from error
+    write_whole(path, dumps(plan), "the collective")
 
 
 def load(path: Path) -> CollectivePlan:
     """Read a file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
+    data = read_whole(path, MAX_BYTES, "the collective")
     try:
-        return loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the collective: {error.strerror}") from error
+        return loads(data)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import pairwise
@@ -18,13 +17,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.collectives.choice import Communication, Means
-from quintsched.collectives.timing import Wire
+from quintsched.collectives.choice import Communication
 from quintsched.errors import InputError, UsageError, suggest
+from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.collective_json import CollectiveEntry, entries
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints, Programs
+from quintsched.ir.communication import MOST, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES, Mesh
 from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
@@ -61,8 +61,8 @@ class _RouteFile(_Strict):
 
 
 class _WireFile(_Strict):
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    latency_s: Annotated[float, Field(ge=0, le=MOST)]
+    bandwidth: Annotated[float, Field(ge=1 / MOST, le=MOST)]
 
 
 class _ZeroFile(_Strict):
@@ -369,22 +369,13 @@ _TYPES = {field.name: str(field.type) for kind in ins.ALL for field in fields(ki
 
 
 def save(plan: PlanData, path: Path) -> None:
-    """Write a plan file by way of a temporary name, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(dumps(plan), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot write the plan: {error.strerror}") from error
+    """Write a plan file, whole or not at all; raises `UsageError` where that cannot be done."""
+    write_whole(path, dumps(plan), "the plan")
 
 
 def load(path: Path) -> PlanData:
     """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the plan: {error.strerror}") from error
+    data = read_whole(path, MAX_BYTES, "the plan")
     try:
         return loads(data)
     except InputError as error:

@@ -64,11 +64,15 @@ def pointer(*steps: object) -> str:
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
 
 
+_WORDS = {"extra_forbidden": "unknown key", "less_than_equal": "Input should be at most {le:g}"}
+"""What is said of some types of fault instead of pydantic's own words."""
+
+
 def describe_faults(error: ValidationError) -> str:
     """Return pydantic's first fault as `/where: what`, with the number of others."""
     faults = error.errors(include_url=False)
     first = faults[0]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    words = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+    words = _WORDS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _WORDS else first["msg"]
     where = pointer(*(shorten(step) if isinstance(step, str) else step for step in first["loc"]))
     return f"{where or '/'}: {words}{more}"

@@ -1,6 +1,6 @@
 """Trace files: what each rank of a run really did, one file per rank, one span per instruction of its program.
 
-    DIR/rank0.json   {"format": "quintsched.simulation.measured", "version": 1, "plan": "<sha256 of the plan's JSON>",
+    DIR/rank0.json   {"format": "quintsched.trace", "version": 1, "plan": "<sha256 of the plan's JSON>",
     DIR/rank1.json    "rank": 0, "pp_rank": 0, "unit": "s",
     …                 "steps": [{"step": 7, "start": […], "end": […], "wait": […]}, …]}
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,12 +22,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.formats.atomic import read_whole, write_whole
 from quintsched.formats.plan_json import dumps
 from quintsched.formats.strictjson import describe_faults, parse_strict, pointer
 from quintsched.graph.event_graph import Times
 from quintsched.ir.plan_data import PlanData
 
-FORMAT = "quintsched.simulation.measured"
+FORMAT = "quintsched.trace"
 VERSION = 1
 MAX_BYTES = 2**31
 
@@ -38,7 +38,10 @@ DIGITS = 7
 SLACK_S = 1e-6
 """By how much rounding may make a wait longer than its span."""
 
-Seconds = Annotated[float, Field(allow_inf_nan=False)]
+MOST_S = 1e12
+"""The latest time of a trace, in seconds either way; no clock of a computer shows one."""
+
+Seconds = Annotated[float, Field(ge=-MOST_S, le=MOST_S)]
 Index = Annotated[int, Field(ge=0)]
 
 
@@ -54,7 +57,7 @@ class _StepFile(_Strict):
 
 
 class _RankFile(_Strict):
-    format: Literal["quintsched.simulation.measured"]
+    format: Literal["quintsched.trace"]
     version: Literal[1]
     plan: str
     rank: Index
@@ -76,7 +79,7 @@ class RankTrace:
     wait: Times
 
     def save(self, directory: Path) -> None:
-        """Write `rank<rank>.json` by way of a temporary name; raises `UsageError` where that cannot be done."""
+        """Write `rank<rank>.json`, whole or not at all; raises `UsageError` where that cannot be done."""
         head = {"format": FORMAT, "version": VERSION, "plan": self.plan, "rank": self.rank, "pp_rank": self.pp_rank}
         times = {name: np.round(getattr(self, name), DIGITS).tolist() for name in ("start", "end", "wait")}
         steps = [
@@ -84,13 +87,11 @@ class RankTrace:
             for place, step in enumerate(self.steps)
         ]
         path = directory / file_name(self.rank)
-        temporary = directory / f".{path.name}.{os.getpid()}.tmp"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(head | {"unit": "s", "steps": steps}, allow_nan=False), encoding="utf-8")
-            temporary.replace(path)
         except OSError as error:
             raise UsageError(f"{path}: cannot write the trace: {error.strerror}") from error
+        write_whole(path, json.dumps(head | {"unit": "s", "steps": steps}, allow_nan=False), "the trace")
 
 
 def file_name(rank: int) -> str:
@@ -125,10 +126,7 @@ def load_ranks(directory: Path, plan: PlanData) -> tuple[RankTrace, ...]:
 
 
 def _load_rank(path: Path, plan: PlanData, digest: str, rank: int) -> RankTrace:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the trace: {error.strerror}") from error
+    data = read_whole(path, MAX_BYTES, "the trace")
     try:
         file = _read(data)
         if file.plan != digest:
@@ -139,8 +137,6 @@ def _load_rank(path: Path, plan: PlanData, digest: str, rank: int) -> RankTrace:
 
 
 def _read(text: bytes) -> _RankFile:
-    if len(text) > MAX_BYTES:
-        raise InputError(f"the file has {len(text)} bytes; a trace has at most {MAX_BYTES}")
     data: Any = parse_strict(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(f'/format: this is not a trace file; it must say "format": "{FORMAT}"')

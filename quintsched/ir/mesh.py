@@ -12,6 +12,7 @@ pp1 [ 6   7 ]
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,16 @@ EXPERT_REPLICA_AXES = ("dp", "cp")
 MAX_RANKS = 2**24
 
 
+def whole_number(value: object) -> int | None:
+    """Return a whole number of any kind, numpy's included, as an `int`; None for what is none, like True or 1.0."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 @dataclass(frozen=True, init=False)
 class Mesh:
     """Named axes with sizes, outermost first: `Mesh(dp=2, pp=2, tp=2)`.
@@ -42,20 +53,27 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     def __init__(self, **sizes: int) -> None:
+        axes: dict[str, int] = {}
         for name, size in sizes.items():
             if name not in AXES:
                 raise UsageError(f"mesh: unknown axis {name!r}{suggest(name, AXES)}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            number = whole_number(size)
+            if number is None or number < 1:
                 raise UsageError(f"mesh: axis {name} has size {size!r}; give a whole number of at least 1")
-        if math.prod(sizes.values()) > MAX_RANKS:
+            axes[name] = number
+        if math.prod(axes.values()) > MAX_RANKS:
             raise UsageError(f"mesh: more ranks than the {MAX_RANKS} that are supported")
-        object.__setattr__(self, "axes", tuple(sizes.items()))
+        object.__setattr__(self, "axes", tuple(axes.items()))
 
     @classmethod
-    def parse(cls, text: str | Mapping[str, int]) -> Mesh:
-        """Read `"dp=2,pp=2,tp=2"`, or a mapping of the same; raises `UsageError`."""
-        if isinstance(text, Mapping):
+    def parse(cls, text: Mesh | str | Mapping[str, int]) -> Mesh:
+        """Read `"dp=2,pp=2,tp=2"`, or a mapping of the same; a mesh is taken as it is. Raises `UsageError`."""
+        if isinstance(text, Mesh):
+            return text
+        if isinstance(text, Mapping) and all(isinstance(name, str) for name in text):
             return cls(**text)
+        if not isinstance(text, str):
+            raise UsageError(f"a mesh is text such as 'dp=2,pp=2', or a size for each axis, not {text!r}")
         sizes: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -121,6 +139,11 @@ class Mesh:
             tuple(self.rank(dict(zip(names, where, strict=True))) + offset for offset in offsets)
             for where in product(*outside)
         ]
+
+    @property
+    def without_ones(self) -> Mesh:
+        """The same mesh without the axes of one rank: what it comes to."""
+        return Mesh(**{name: size for name, size in self.axes if size > 1})
 
     @property
     def replica_axes(self) -> tuple[str, ...]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintsched.collectives.choice import Communication, find_means
-from quintsched.collectives.timing import Wire
+from quintsched.collectives.choice import Communication
 from quintsched.errors import UsageError
+from quintsched.ir.communication import Wire, find_means
 from quintsched.ir.plan_data import PlanData
-from quintsched.verify.collectives import calls_of
+from quintsched.verify.collectives import calls_of, stays_native
 
 
 def spell_out(plan: PlanData, means: str, wire: Wire | None = None) -> PlanData:
-    """Add the mini-plans by which a plan's buckets are exchanged; "auto" leaves one without replicas as it is.
+    """Add the mini-plans by which a plan's buckets are exchanged; "auto" may leave it as it is: see `stays_native`.
 
     Raises `UsageError` for unknown means, and for a ring or a tree where no gradient is summed over replicas.
     """
     found, calls = find_means(means), calls_of(plan)
-    if found == "native" or (found == "auto" and not calls):
+    if found == "native" or (found == "auto" and stays_native(calls)):
         return plan
     if not calls:
         raise UsageError(

@@ -32,5 +32,5 @@ def dualpipe(rank: int, shape: Shape) -> Order:
     half = shape.microbatches // 2
     down, up = shape.stages_of(rank)
     lanes = (Lane(down, range(half)), Lane(up, range(half, shape.microbatches)))
-    turns = dual_phases(min(rank, shape.pp - 1 - rank), shape.pp // 2, half)
-    return number(turns, lanes if rank < shape.pp // 2 else lanes[::-1])
+    phases = dual_phases(min(rank, shape.pp - 1 - rank), shape.pp // 2, half)
+    return number(phases, lanes if rank < shape.pp // 2 else lanes[::-1])

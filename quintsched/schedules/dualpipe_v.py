@@ -30,5 +30,5 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
     """Yield the eight phases; lane 0 is the chunk on the way down, lane 1 that on the way up."""
     down, up = shape.stages_of(rank)
     microbatches = range(shape.microbatches)
-    turns = dual_phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp))
-    return number(turns, (Lane(down, microbatches), Lane(up, microbatches)))
+    phases = dual_phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp))
+    return number(phases, (Lane(down, microbatches), Lane(up, microbatches)))

@@ -14,6 +14,7 @@ from functools import lru_cache
 from quintsched.ir.instructions import Compute
 from quintsched.ir.placement import v
 from quintsched.schedules.kit.building_blocks import Block, repeat_and_close_up
+from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
@@ -25,6 +26,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     placement=v,
     min_chunks=2,
     max_chunks=2,
+    constraint=slot_by_slot,
 )
 def v_half(rank: int, shape: Shape) -> Order:
     """Yield this rank's part of the blocks, repeated and closed up."""

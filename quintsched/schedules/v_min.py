@@ -15,6 +15,7 @@ from functools import lru_cache
 from quintsched.ir.instructions import Compute
 from quintsched.ir.placement import v
 from quintsched.schedules.kit.building_blocks import PERIOD, Block, repeat_and_close_up
+from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
@@ -26,6 +27,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     placement=v,
     min_chunks=2,
     max_chunks=2,
+    constraint=slot_by_slot,
 )
 def v_min(rank: int, shape: Shape) -> Order:
     """Yield this rank's part of the blocks, repeated and closed up."""

@@ -8,6 +8,7 @@ That is the paper's (P-1)(F+I-W) exactly where M >= P and W <= F, I (or P = 1, o
 """
 
 from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.schedules.kit.phases import windows
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
@@ -21,7 +22,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
 def zb_h1(rank: int, shape: Shape) -> Order:
     """Yield 1F1B with each weight half `rank` microbatches after its input half, so that P activations stand."""
     warmup, late = min(shape.pp - rank - 1, shape.microbatches), rank
-    for k in range(warmup + shape.microbatches + late):
+    for k in windows(shape.microbatches, 0, warmup, warmup + late):
         if k < shape.microbatches:
             yield Fwd(rank, k)
         if 0 <= k - warmup < shape.microbatches:

@@ -9,6 +9,7 @@ where, besides, W <= F and 2W <= F+I (or P = 1, or W = 0).
 """
 
 from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.schedules.kit.phases import windows
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 
@@ -21,7 +22,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
 def zb_h2(rank: int, shape: Shape) -> Order:
     """Yield split 1F1B, two forwards ahead per rank after this one and two weight halves late per rank before it."""
     warmup, late = min(2 * (shape.pp - rank - 1), shape.microbatches), 2 * rank
-    for k in range(warmup + shape.microbatches + late):
+    for k in windows(shape.microbatches, 0, warmup, warmup + late):
         if k < shape.microbatches:
             yield Fwd(rank, k)
         if 0 <= k - warmup < shape.microbatches:

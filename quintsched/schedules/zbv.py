@@ -13,7 +13,7 @@ I >= F >= W, the longest span is (P-1)(I-W) beyond M(F+I+W).
 from collections.abc import Iterator
 
 from quintsched.ir.placement import v
-from quintsched.schedules.kit.phases import Lane, Turn, number
+from quintsched.schedules.kit.phases import Lane, Phase, Turn, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 F0, F1, I0, I1, W = Turn.F0, Turn.F1, Turn.I0, Turn.I1, Turn.W
@@ -32,19 +32,19 @@ def zbv(rank: int, shape: Shape) -> Order:
     """Yield the phases of this rank, each stage's microbatches in order."""
     down, up = shape.stages_of(rank)
     microbatches = range(shape.microbatches)
-    turns = _phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp - 1))
-    return number(turns, (Lane(down, microbatches), Lane(up, microbatches)))
+    phases = _phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp - 1))
+    return number(phases, (Lane(down, microbatches), Lane(up, microbatches)))
 
 
-def _phases(rank: int, pp: int, microbatches: int) -> Iterator[Turn]:
+def _phases(rank: int, pp: int, microbatches: int) -> Iterator[Phase]:
     """Yield fill, steady state and drain, for at least 2 pp - 1 microbatches."""
     behind = pp - rank
-    yield from [F0] * (2 * behind - 1)
-    yield from [F1, F0] * rank
-    yield from [F1, I1, W] * behind
+    yield (F0,), 2 * behind - 1
+    yield (F1, F0), rank
+    yield (F1, I1, W), behind
     forwards = 2 * behind - 1 + rank
-    yield from [F0, I0, W, F1, I1, W] * (microbatches - forwards)
-    yield from [I0, W, F1, I1, W] * (forwards - pp)
-    yield from [I0, I1] * rank
-    yield from [I0, W] * behind
-    yield from [W] * (2 * rank)
+    yield (F0, I0, W, F1, I1, W), microbatches - forwards
+    yield (I0, W, F1, I1, W), forwards - pp
+    yield (I0, I1), rank
+    yield (I0, W), behind
+    yield (W,), 2 * rank

@@ -20,10 +20,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError
+from quintsched.formats.atomic import read_whole
 from quintsched.formats.strictjson import describe_faults, parse_strict
 
-Cost = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+MAX_BYTES = 2**24
+"""Of a costs file."""
+
+MOST = 1e100
+"""The largest cost: sums and products of costs stay finite numbers."""
+
+Cost = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False, strict=True)]
 PerStage = Cost | tuple[Cost, ...]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 
@@ -76,10 +83,7 @@ class Costs(BaseModel):
     @classmethod
     def load(cls, path: Path) -> Costs:
         """Read a costs file; raises `UsageError` (missing) or `InputError` (broken), saying where."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: cannot read the costs file: {error}") from error
+        text = read_whole(path, MAX_BYTES, "the costs file")
         try:
             return cls.model_validate_json(json.dumps(parse_strict(text)))
         except ValidationError as error:

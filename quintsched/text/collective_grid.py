@@ -7,7 +7,7 @@ rank 1  2+ 1+ 0  2        2:  chunk 2 arrives and is stored        a dot: the ra
 from __future__ import annotations
 
 from quintsched.collectives.program import CollectivePlan
-from quintsched.collectives.timing import Wire
+from quintsched.ir.communication import Wire
 
 
 def time_grid(plan: CollectivePlan, width: int | None = None) -> list[str]:

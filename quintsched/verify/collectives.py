@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from quintsched.collectives.choice import Call
+from quintsched.collectives.program import MAX_SIZE
 from quintsched.ir.instructions import ALL
 from quintsched.ir.plan_data import PlanData
 from quintsched.verify.diagnostics import Finding
@@ -26,6 +27,11 @@ def calls_of(plan: PlanData) -> set[Call]:
             for axes in columns.values("axes", rows[distinct]):
                 found.add((kind.on_bucket, math.prod(map(plan.mesh.axis_size, axes))))
     return found
+
+
+def stays_native(calls: set[Call]) -> bool:
+    """Whether "auto" leaves these to the library: nothing is exchanged, or among more ranks than can be spelled out."""
+    return not calls or max(size for _, size in calls) > MAX_SIZE
 
 
 def communication_faults(plan: PlanData) -> Iterator[str]:

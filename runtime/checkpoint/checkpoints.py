@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.formats.atomic import write_whole
 from quintsched.formats.strictjson import parse_strict
 
 from ..engine import Engine
@@ -149,22 +149,4 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file so that it is either not there or whole, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    _synced(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, lambda file: _write_all(file, data))
-    temporary.replace(path)
-    _synced(path.parent, os.O_RDONLY, lambda _: None)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]
-
-
-def _synced(path: Path, flags: int, use: Callable[[int], None]) -> None:
-    file = os.open(path, flags, 0o644)
-    try:
-        use(file)
-        os.fsync(file)
-    finally:
-        os.close(file)
+    write_whole(path, data, "the checkpoint", durable=True)

@@ -13,29 +13,44 @@ current directory, not to the job file: the same file serves runs in many places
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, create_model, model_validator
 
-from quintsched.collectives.choice import Means
+from quintsched.errors import UsageError
+from quintsched.request import CompileRequest, Entry, entries
 
 from .choices import ContextMethod, Precision, StrictRules, TensorSplit, TransportName
 from .settings import Settings, name_in
 
-Numbers = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 TensorSplitName = Annotated[str, PlainValidator(name_in(TensorSplit))]
 
 
-def _mesh(value: object) -> object:
-    """Check no more than the form; `quintsched.Mesh` knows the axes."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict) or not all(
-        isinstance(axis, str) and type(size) is int and size > 0 for axis, size in value.items()
-    ):
-        raise ValueError(f"a mesh is text such as 'dp=2,pp=2', or a size for each axis, not {value!r}")
-    return value
+_UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1}
+"""What a job means that does not say what `compile` has to be given."""
+
+
+def _field_of(entry: Entry) -> tuple[Any, Any]:
+    """Return how a setting of the plan is read from a job file: its type and its field."""
+
+    def check(value: Any) -> Any:
+        try:
+            return value if value is None and entry.default is None else entry.check(value)
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+
+    default = _UNSAID.get(entry.name, entry.default)
+    return Annotated[Any, PlainValidator(check)], Field(default=default, description=entry.doc)
+
+
+if TYPE_CHECKING:
+    PlanSettings = Settings
+else:
+    PlanSettings = create_model(
+        "PlanSettings", __base__=Settings, **{entry.name: _field_of(entry) for entry in entries()}
+    )
+    """The settings that a plan is compiled from, each as `quintsched.request` declares it."""
 
 
 class ModelConfig(Settings):
@@ -65,36 +80,20 @@ class DataConfig(Settings):
     """Those of "text": {sequence: 128, max_bytes: null}; or those of a user's function. The others have none."""
 
 
-class ParallelConfig(Settings):
-    """The section `parallel`: how the work is divided over ranks."""
+class ParallelConfig(PlanSettings):
+    """The section `parallel`: the plan, which is compiled or read from a file, and how it is carried out."""
 
-    mesh: Annotated[str | dict[str, int], PlainValidator(_mesh)] = "dp=1"
-    """Axes and sizes, outermost first: "dp=2,pp=2,tp=2" or {dp: 2, pp: 2, tp: 2}."""
-    schedule: str = "1f1b"
-    """The name of a pipeline schedule; `quintsched schedules` lists them."""
-    microbatches: int = Field(default=1, ge=1)
-    """Microbatches per step and data-parallel replica."""
-    chunks: int = Field(default=1, ge=1)
-    """Stages per pipeline rank."""
-    slices: int = Field(default=1, ge=1)
-    """Slices of a microbatch's sequence, for schedules that take them."""
-    recompute: int | Numbers = 0
-    """0: keep all activations; 1: recompute them; k: those of every k-th block of a stage. A list: one per stage."""
-    tied: dict[str, Numbers] = Field(default_factory=dict)
-    """Which stages hold each tied weight; a built-in model that ties weights needs no entry."""
-    communication: Means = "native"
-    """How gradients are summed over replicas: by the library, or spelled out in messages; "auto": by their size."""
-    latency_s: float = Field(default=20e-6, ge=0)
-    """Seconds that a message costs, which communication "auto" reckons with."""
-    bandwidth: float = Field(default=1e9, gt=0)
-    """Bytes per second between two ranks, likewise."""
-    zero: int = Field(default=0, ge=0, le=3)
-    """What is sharded over replicas instead of each holding all of it: 1 the optimizer's state, 2 gradients too, 3
-    weights too; 0: nothing."""
-    zero_every: int = Field(default=1, ge=1)
-    """With `zero` 2 or 3: after how many microbatches of a stage its gradients are reduced."""
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the job says of the plan to compile: the settings that it names."""
+        return {entry.name: getattr(self, entry.name) for entry in entries() if entry.name in self.model_fields_set}
+
+    def request(self, **instead: Any) -> CompileRequest:
+        """Return what is to be compiled, with some settings instead of the job's; raises `UsageError`."""
+        return CompileRequest.of_data(_UNSAID | self.given | instead)
+
     plan: str | None = None
-    """A plan file; it takes the place of the other settings of this section."""
+    """A plan file; it takes the place of the settings that a plan is compiled from."""
     context: ContextMethod = "ring"
     """How attention reaches over the slices of a sequence, where the mesh has cp."""
     rules: dict[str, TensorSplitName] = Field(default_factory=dict)

@@ -201,13 +201,17 @@ def test_receives_in_another_order_than_sends(cli, broken):
     assert "order is identity" in done.out
 
 
-def test_an_unsound_plan_is_shown_with_a_warning(cli, broken):
+@pytest.mark.parametrize("command", [("simulate",), ("simulate", "--json"), ("show",), ("render", "-o", "out.json")])
+def test_an_unsound_plan_has_no_figures_but_a_counter_example(refused, broken, command):
     path = broken(1, lambda program: program.pop(index_of(program, Fwd, 1)))
-    for command in ("simulate", "show"):
-        done = cli(command, path, "--json")
-        assert done.code == 0
-        assert done.data
-        assert done.err == "warning: this plan is not sound; `quintsched check` says why\n"
+    message = refused(1, command[0], path, *command[1:])
+    assert message.startswith("error: not sound: 1f1b on pp=2")
+    assert ">1B1<" in message
+
+
+def test_a_rank_of_an_unsound_plan_is_listed(cli, broken):
+    path = broken(1, lambda program: program.pop(index_of(program, Fwd, 1)))
+    assert cli("show", path, "--rank", 1).code == 0
 
 
 def test_a_plan_that_cannot_end_is_not_timed(refused, broken):

@@ -47,6 +47,16 @@ def test_what_is_left_out_is_said(cli):
     assert len(data["notes"]) == 1
 
 
+def test_gatherings_of_weights_come_in_and_go_out(cli):
+    done = cli("import", EXAMPLE, "--mesh", "dp=2,pp=2", "--zero", 3, "-o", "plan.json")
+    assert done.code == 0
+    assert done.err.startswith(f"{EXAMPLE}: added 2 RESHARD, after the last use")
+    assert "ZeRO-3" in done.out
+    written = cli("export", "plan.json", "--to", "torch-csv").out
+    assert written.startswith(EXAMPLE.read_text().partition(",2RESHARD")[0][:60])
+    assert (written.count("UNSHARD"), written.count("RESHARD")) == (4, 4)
+
+
 def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path):
     message = refused(1, "import", EXAMPLE, "--profile", "pair-stream", "-o", "plan.json")
     assert message.startswith(f"error: {EXAMPLE}: not sound: ")

@@ -136,7 +136,7 @@ def test_nothing_is_overwritten(fresh, refused):
         ("Fwd.py", "name the file like my_schedule.py"),
         ('a"b.py', "name the file like my_schedule.py"),
         ("gpipe.py", "there is a schedule 'gpipe' already"),
-        ("nowhere/mine.py", "cannot write nowhere/mine.py"),
+        ("nowhere/mine.py", "nowhere/mine.py: cannot write the schedule"),
     ],
 )
 def test_names_that_cannot_be(refused, file, message, tmp_path):

@@ -8,11 +8,13 @@ the rest, as for a schedule of ours. Files *with communication* hold the message
 `REDUCE_GRAD`, which stands where gradients are summed over the replicas.
 
 What a plan has and torch has not (metrics, the gradient norm, the optimizer) is added on the way in and left out on
-the way out. What torch has and a plan has not: `UNSHARD` and `RESHARD` (FSDP's gathering of weights) are dropped, with
-a note; `OVERLAP_F_B` becomes its two parts, in order, as torch's own runtime takes it.
+the way out. `UNSHARD` and `RESHARD`, FSDP's gathering of weights, are the `GatherParams` and `FreeParams` of a plan
+whose replicas share their weights out (`zero=3`); in a plan in which a stage keeps its full weights they are dropped,
+with a note. `OVERLAP_F_B` becomes its two parts, in order, as torch's own runtime takes it.
 """
 
+from quintsched.formats.torch_csv.cells import MAX_CHARACTERS
 from quintsched.formats.torch_csv.reader import Imported, loads
 from quintsched.formats.torch_csv.writer import dumps
 
-__all__ = ["Imported", "dumps", "loads"]
+__all__ = ["MAX_CHARACTERS", "Imported", "dumps", "loads"]

@@ -7,7 +7,7 @@ in places of the file too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quintsched.errors import UnsoundError, UsageError
@@ -15,12 +15,23 @@ from quintsched.formats.torch_csv.cells import Cell, Cells, read_cells
 from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.graph.profiles import find_profile
 from quintsched.ir.columns import Programs
-from quintsched.ir.instructions import AllReduceBucket, Instruction, RecvGrad, SendAct
+from quintsched.ir.instructions import (
+    NEEDS_WEIGHTS,
+    AllReduceBucket,
+    FreeParams,
+    GatherParams,
+    Instruction,
+    RecvGrad,
+    ReduceScatterBucket,
+    SendAct,
+)
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
+from quintsched.ir.zero import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.verify.soundness import Verdict, check, check_order
+from quintsched.verify.wellformed import zero_faults
 
 MOST_PLACES = 20
 NOBODY = -1
@@ -43,6 +54,7 @@ def loads(
     text: str,
     *,
     mesh: Mesh | str | None = None,
+    zero: int = 0,
     profile: str = "channel",
     name: str = "torch-csv",
 ) -> Imported:
@@ -51,6 +63,8 @@ def loads(
     Args:
         text: the file.
         mesh: the mesh that the plan is for; its pp is the number of lines. None takes just these pipeline ranks.
+        zero: what replicas share out; with 3, weights too, the file's `UNSHARD` and `RESHARD` say when they are
+            gathered and freed.
         profile: the transport profile under which the plan must be free of deadlock.
         name: what the plan's schedule is to be called.
 
@@ -65,31 +79,38 @@ def loads(
     lines = cells[-1].rank + 1
     if mesh is not None and mesh.pp != lines:
         raise UsageError(f"the mesh {mesh} has {mesh.pp} pipeline ranks, but the file has {lines} lines, one for each")
-    kept = _words_kept(cells)
-    plan = _draft([cell for cell in cells if cell.word in kept], mesh or Mesh(pp=lines), name)
+    mesh = mesh or Mesh(pp=lines)
+    shared = _zero(zero, mesh)
+    kept = _words_kept(cells, shared)
+    plan = _draft([cell for cell in cells if cell.word in kept], mesh, name, shared)
     if MESSAGES.keys().isdisjoint(kept):
         _raise_if_unsound(check_order(plan), cells)
     plan = lower(plan, [step for step in TRAIN_PASSES if not _already_done(step.name, kept)])
     verdict = check(plan, profile=profile)
     _raise_if_unsound(verdict, cells)
-    return Imported(verdict, tuple(_notes(cells)))
+    return Imported(verdict, tuple(_notes(cells, kept, plan)))
 
 
-def _words_kept(cells: Cells) -> set[Word]:
-    """Return the words of the file that have a part in the plan: where messages are ours, so are reductions."""
+def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
+    """Return the words of the file that the plan keeps: where messages are ours, so are reductions and gatherings."""
     words = {cell.word for cell in cells}
-    return words.difference(SHARDING) if words & MESSAGES.keys() else words & COMPUTATIONS.keys()
+    if not words & MESSAGES.keys():
+        return words & COMPUTATIONS.keys()
+    return words if zero.shares_weights else words.difference(SHARDING)
 
 
 def _already_done(step: str, kept: set[Word]) -> bool:
     """Whether the file has done what this pass does."""
-    return (step == "place-messages" and not MESSAGES.keys().isdisjoint(kept)) or (
-        step == "reduce-buckets" and Word.REDUCE_GRAD in kept
-    )
+    words: dict[str, Iterable[Word]] = {
+        "place-messages": MESSAGES,
+        "gather-params": SHARDING,
+        "reduce-buckets": (Word.REDUCE_GRAD,),
+    }
+    return not kept.isdisjoint(words.get(step, ()))
 
 
-def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> PlanData:
-    """Return the plan that holds what the file says and nothing else."""
+def _draft(cells: Sequence[Cell], mesh: Mesh, name: str, zero: Zero) -> PlanData:
+    """Return the plan that holds what the file says and nothing else; torch reduces a stage's gradients once."""
     home = {cell.stage: cell.rank for cell in cells}
     stage_to_pp = tuple(home[stage] for stage in range(len(home)))
     microbatches = len({cell.microbatch for cell in cells if cell.word is Word.FORWARD})
@@ -101,15 +122,36 @@ def _draft(cells: Sequence[Cell], mesh: Mesh, name: str) -> PlanData:
         routes=(Route(tuple(range(len(home))), tuple(range(microbatches))),),
         buckets_per_stage=1,
         programs=Programs.of([]),
+        zero=replace(zero, every=microbatches) if zero.shares_gradients else zero,
     )
     programs: list[list[Instruction]] = [[] for _ in range(mesh.pp)]
     for cell in cells:
         programs[cell.rank] += _instructions(cell, draft)
-    return replace(draft, programs=Programs.of(programs))
+    return replace(draft, programs=Programs.of(map(_with_last_frees, programs)))
+
+
+def _zero(stage: int, mesh: Mesh) -> Zero:
+    """Return what replicas share out; raises `UsageError`."""
+    zero = Zero(stage)
+    for fault in zero_faults(zero, mesh, "train"):
+        raise UsageError(fault)
+    return zero
+
+
+def _with_last_frees(program: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Yield a program with a `FreeParams` after the last use of weights that it leaves gathered, as FSDP frees them."""
+    gathered = Counter(i.stage for i in program if isinstance(i, GatherParams))
+    gathered.subtract(i.stage for i in program if isinstance(i, FreeParams))
+    last_use = {i.stage: index for index, i in enumerate(program) if isinstance(i, NEEDS_WEIGHTS)}
+    frees = {last_use[stage]: stage for stage, count in gathered.items() if count == 1 and stage in last_use}
+    for index, i in enumerate(program):
+        yield i
+        if index in frees:
+            yield FreeParams(frees[index])
 
 
 def _instructions(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
-    """Return what a cell stands for: an instruction, or none."""
+    """Return what a cell stands for: an instruction, or for gradients one per bucket that replicas sum."""
     stage, microbatch = cell.stage, cell.microbatch or 0
     if cell.word in COMPUTATIONS:
         return [COMPUTATIONS[cell.word](stage, microbatch)]
@@ -117,9 +159,11 @@ def _instructions(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
         kind, at = MESSAGES[cell.word], plan.stage_to_pp
         other = stage + 1 if issubclass(kind, SendAct | RecvGrad) else stage - 1
         return [kind(stage, microbatch, at[other] if 0 <= other < len(at) else NOBODY)]
-    if cell.word is Word.REDUCE_GRAD:
-        return [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
-    return []
+    if cell.word in SHARDING:
+        return [SHARDING[cell.word](stage)]
+    if plan.zero.shares_optimizer:
+        return [ReduceScatterBucket(stage, bucket, axes, part=0) for bucket, axes in plan.layout.reductions]
+    return [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
 
 
 def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
@@ -134,10 +178,17 @@ def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
     raise UnsoundError("\n".join([verdict.explain(), *(["in the file:"] if lines else []), *lines]))
 
 
-def _notes(cells: Cells) -> Iterator[str]:
-    dropped = [cell for cell in cells if cell.word in SHARDING]
+def _notes(cells: Cells, kept: set[Word], plan: PlanData) -> Iterator[str]:
+    sharding = [cell for cell in cells if cell.word in SHARDING]
+    dropped = [cell for cell in sharding if cell.word not in kept]
     if dropped:
-        yield (
-            f"left out {len(dropped)} UNSHARD and RESHARD, the first in {dropped[0].place}: in this plan a stage keeps "
-            "its full weights"
-        )
+        why = "the plan says itself when weights are gathered"
+        if not plan.zero.shares_weights:
+            why = "in this plan a stage keeps its full weights" + (
+                "; zero 3 keeps them" if plan.mesh.replica_axes else ""
+            )
+        yield f"left out {len(dropped)} UNSHARD and RESHARD, the first in {dropped[0].place}: {why}"
+    added = sum(isinstance(i, FreeParams) for program in plan.programs for i in program)
+    added -= sum(cell.word is Word.RESHARD for cell in sharding)
+    if Word.UNSHARD in kept and added > 0:
+        yield f"added {added} RESHARD, after the last use of weights that the file leaves to FSDP to free"

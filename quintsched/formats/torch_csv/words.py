@@ -9,7 +9,9 @@ from quintsched.ir.instructions import (
     BwdInput,
     BwdWeight,
     Compute,
+    FreeParams,
     Fwd,
+    GatherParams,
     Message,
     RecvAct,
     RecvGrad,
@@ -61,5 +63,8 @@ NEEDS = {
 }
 """Which computation of the same stage and microbatch must come first."""
 
-SHARDING = (Word.UNSHARD, Word.RESHARD)
-"""Words that have no instruction yet, and may stand several times."""
+SHARDING: dict[Word, type[GatherParams] | type[FreeParams]] = {
+    Word.UNSHARD: GatherParams,
+    Word.RESHARD: FreeParams,
+}
+"""Words about a stage's weights, which may stand several times; a plan has them where replicas share weights out."""

@@ -9,23 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quintsched.errors import UsageError
-from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, Word
+from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.ir.instructions import (
     AllReduceBucket,
     Bwd,
     BwdWeight,
     ClipGrad,
     Compute,
+    FreeParams,
     Fwd,
+    GatherParams,
     Instruction,
     Message,
     OptStep,
+    ReduceScatterBucket,
     ShareMetrics,
 )
 from quintsched.ir.plan_data import PlanData
 from quintsched.verify.soundness import check
 
-_WORDS: dict[type[Instruction], Word] = {kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGES.items())}
+_WORDS: dict[type[Instruction], Word] = {
+    kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGES.items(), *SHARDING.items())
+}
 _LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
 
 
@@ -50,12 +55,14 @@ def _with_communication(program: Sequence[Instruction]) -> Iterator[str]:
     """Yield every action. torch divides gradients by the number of microbatches in REDUCE_GRAD, replicas or not."""
     reduced: dict[int, int] = {}
     for index, i in enumerate(program):
-        if isinstance(i, Bwd | BwdWeight | AllReduceBucket):
+        if isinstance(i, Bwd | BwdWeight | AllReduceBucket | ReduceScatterBucket):
             reduced[i.stage] = index
     stage_at = {index: stage for stage, index in reduced.items()}
     for index, i in enumerate(program):
         if isinstance(i, Compute | Message):
             yield _cell(i)
+        elif isinstance(i, GatherParams | FreeParams):
+            yield f"{i.stage}{_WORDS[type(i)].value}"
         if index in stage_at:
             yield f"{stage_at[index]}{Word.REDUCE_GRAD.value}"
 
@@ -77,8 +84,15 @@ def _beyond_torch(plan: PlanData) -> str | None:
         return f"it cuts microbatches into {plan.schedule.slices} slices; torch computes them whole"
     if any(plan.recompute):
         return "it recomputes activations; torch's stages do that themselves, so leave it to their modules (checkpoint)"
-    if plan.zero.stage:
-        return f"it shares out state over replicas (ZeRO-{plan.zero.stage}); with torch that is up to FSDP"
+    if plan.zero.stage in (1, 2):
+        return (
+            f"it shares out state over replicas (ZeRO-{plan.zero.stage}); torch's FSDP shares out weights as well (3)"
+        )
+    if plan.zero.shares_weights and plan.zero.every < plan.schedule.microbatches:
+        return (
+            f"it reduces gradients after every {plan.zero.every} microbatches (ZeRO-3); torch does so once: compile "
+            f"it with zero_every {plan.schedule.microbatches}"
+        )
     if plan.tied:
         return (
             f"it adds up the gradients of tied weights, {', '.join(map(repr, plan.tied))}; torch has no word for that"
@@ -93,7 +107,7 @@ def _beyond_torch(plan: PlanData) -> str | None:
 
 
 def _unknown(plan: PlanData) -> str | None:
-    known = (*_WORDS, AllReduceBucket, *_LEFT_TO_THE_USER)
+    known = (*_WORDS, AllReduceBucket, ReduceScatterBucket, *_LEFT_TO_THE_USER)
     for rank, program in enumerate(plan.programs):
         for index, i in enumerate(program):
             if not isinstance(i, known):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from quintsched.schedules.kit.registry import Shape
 
+MOST_RANKS = 1024
+"""On how many ranks an order is worked out that takes every slot of every rank: a thousand take half a minute."""
+
 
 def whole_rounds(shape: Shape) -> str | None:
     """M a multiple of P"""
@@ -31,3 +34,10 @@ def meets_half_way(shape: Shape) -> str | None:
             f"the nearest that works: {microbatches - 1} or {microbatches + 1}"
         )
     return None
+
+
+def slot_by_slot(shape: Shape) -> str | None:
+    """P at most 1024"""
+    if shape.pp <= MOST_RANKS:
+        return None
+    return f"pp is {shape.pp}, but its order is worked out slot by slot; the most that works: {MOST_RANKS}"

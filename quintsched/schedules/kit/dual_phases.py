@@ -12,21 +12,26 @@ A forward and a backward that stand side by side may overlap; in the plan they c
 
 from collections.abc import Iterator
 
-from quintsched.schedules.kit.phases import Turn
+from quintsched.schedules.kit.phases import Phase, Turn
 
 F0, F1, I0, I1, B0, B1, W = Turn.F0, Turn.F1, Turn.I0, Turn.I1, Turn.B0, Turn.B1, Turn.W
 
 
-def dual_phases(position: int, depth: int, microbatches: int) -> Iterator[Turn]:
-    """Yield the turns of one rank; each lane has `microbatches`, at least 2 depth."""
+def dual_phases(position: int, depth: int, microbatches: int) -> Iterator[Phase]:
+    """Yield the phases of one rank; each lane has `microbatches`, at least 2 depth."""
     beyond, here = depth - position - 1, position + 1
-    yield from [F0] * (2 * beyond)
-    yield from [F0, F1] * here
-    yield from [I1, W, F1] * beyond
-    yield from [F0, B1, F1, B0] * (microbatches - 2 * depth + here)
-    yield from [B1, F1, B0] * beyond
-    drain = [(B1, I1), (B0, I0)] * here
-    yield from [whole for whole, _ in drain[:here]]
-    yield from [half for _, half in drain[here:]]
-    yield from [W, I0] * beyond
-    yield from [W] * here
+    yield (F0,), 2 * beyond
+    yield (F0, F1), here
+    yield (I1, W, F1), beyond
+    yield (F0, B1, F1, B0), microbatches - 2 * depth + here
+    yield (B1, F1, B0), beyond
+    yield from _alternating((B1, B0), here)
+    yield from _alternating((I1, I0) if here % 2 == 0 else (I0, I1), here)
+    yield (W, I0), beyond
+    yield (W,), here
+
+
+def _alternating(turns: tuple[Turn, Turn], number: int) -> Iterator[Phase]:
+    """Yield so many turns, the two by turns."""
+    yield turns, number // 2
+    yield turns[:1], number % 2

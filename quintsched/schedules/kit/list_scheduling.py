@@ -19,6 +19,8 @@ from heapq import heappop, heappush
 from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
 
 EPSILON = 1e-9
+MOST_ROOM = 2**53
+"""For how many microbatches there is room where a cap is no limit."""
 FLOOD = 2
 """So many forwards may lie before the next rank without having begun there."""
 
@@ -121,7 +123,7 @@ class _Stage:
         self._forward, self._half = work.forward[number], work.backward_input[number]
         self._weight = work.backward_weight[number]
         self._activation, self._after = work.activation[number], work.after_input[number]
-        room = int(self._cap / self._activation) if self._activation else work.microbatches
+        room = int(min(self._cap / self._activation, MOST_ROOM)) if self._activation else work.microbatches
         self._lead = max(1, min(round(1 + manner.slope * behind), room))
         self._memory = self._idle = 0.0
         self._most_idle = longest_span - work.microbatches * (self._forward + self._half + self._weight) + EPSILON

@@ -8,7 +8,7 @@ A rank has two lanes, 0 and 1: two chunks of a V, or its stages of two models th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -47,24 +47,64 @@ class Lane:
     microbatches: range
 
 
-def number(turns: Iterable[Turn], lanes: tuple[Lane, Lane]) -> Order:
+Phase = tuple[tuple[Turn, ...], int]
+"""Turns that are done one after the other, and how often these are repeated."""
+
+
+def number(phases: Iterable[Phase], lanes: tuple[Lane, Lane]) -> Order:
     """Yield the turns with their microbatches; turns beyond a lane's microbatches fall away.
 
     Phases can so be written for as many microbatches as fill the pipeline: what is left when the later ones are
-    taken out is in an order that still runs.
+    taken out is in an order that still runs. What falls away is skipped, not walked through turn by turn.
     """
-    forwards, backwards = [0, 0], [0, 0]
-    pending: deque[tuple[int, int]] = deque()
-    for turn in turns:
-        if turn is Turn.W:
-            kind: type[Compute] = BwdWeight
-            lane, k = pending.popleft()
-        else:
-            kind, lane = KINDS[turn]
-            count = forwards if kind is Fwd else backwards
-            k = count[lane]
-            count[lane] += 1
-        if kind is BwdInput:
-            pending.append((lane, k))
-        if k < len(lanes[lane].microbatches):
-            yield kind(lanes[lane].stage, lanes[lane].microbatches[k])
+    ends = [len(lane.microbatches) for lane in lanes]
+    done = {Fwd: [0, 0], BwdInput: [0, 0]}
+    done[Bwd] = done[BwdInput]
+    pending: deque[tuple[int, int, int]] = deque()  # runs of weight halves: lane, first, length (1: not beyond)
+    for turns, times in phases:
+        walked = min(times, max([0, *(ends[lane] - done[kind][lane] for kind, lane in _counted(turns))]))
+        for turn in turns * walked:
+            if turn is Turn.W:
+                kind: type[Compute] = BwdWeight
+                lane, k, length = pending.popleft()
+                if length > 1:
+                    pending.appendleft((lane, k + 1, length - 1))
+            else:
+                kind, lane = KINDS[turn]
+                k = done[kind][lane]
+                done[kind][lane] += 1
+            if kind is BwdInput:
+                pending.append((lane, k, 1))
+            if k < ends[lane]:
+                yield kind(lanes[lane].stage, lanes[lane].microbatches[k])
+        skipped = times - walked
+        for kind, lane in _counted(turns) if skipped else ():
+            if kind is BwdInput:
+                pending.append((lane, done[kind][lane], skipped))
+            done[kind][lane] += skipped
+        for lane, k in _popped(pending, turns.count(Turn.W) * skipped):
+            if k < ends[lane]:
+                yield BwdWeight(lanes[lane].stage, lanes[lane].microbatches[k])
+
+
+def _counted(turns: tuple[Turn, ...]) -> list[tuple[type[Compute], int]]:
+    """Return the turns that have a microbatch of their own: all but weight halves."""
+    return [KINDS[turn] for turn in turns if turn is not Turn.W]
+
+
+def _popped(pending: deque[tuple[int, int, int]], number: int) -> Iterator[tuple[int, int]]:
+    """Take so many off the runs, and yield the first of each run."""
+    while number > 0:
+        lane, k, length = pending.popleft()
+        if length > number:
+            pending.appendleft((lane, k + number, length - number))
+        number -= length
+        yield lane, k
+
+
+def windows(length: int, *starts: int) -> Iterator[int]:
+    """Yield every moment, in rising order and once, that lies less than `length` after one of `starts`."""
+    end = 0
+    for start in sorted(starts):
+        yield from range(max(start, end), start + length)
+        end = max(end, start + length)

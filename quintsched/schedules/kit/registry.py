@@ -12,10 +12,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
 from quintsched.ir.instructions import Compute
+from quintsched.ir.mesh import whole_number
 from quintsched.ir.placement import linear
 from quintsched.ir.plan_data import Mode
 from quintsched.simulation.costs import Costs
@@ -51,9 +53,23 @@ class Shape:
         """What instructions count: microbatches x slices."""
         return self.microbatches * self.slices
 
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.pp)]
+        for stage, rank in enumerate(self.stage_to_pp):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on `rank`, in rising order."""
-        return tuple(stage for stage, pp in enumerate(self.stage_to_pp) if pp == rank)
+        return self._stages[rank]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash  # worked out once: schedules that search look shapes up rank by rank
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,11 @@ class Schedule:
     constraint: Callable[[Shape], str | None] = lambda _shape: None
 
     @property
+    def built_in(self) -> bool:
+        """Whether it is one of ours."""
+        return self.order.__module__.startswith("quintsched.schedules.")
+
+    @property
     def chunks_text(self) -> str:
         """How many chunks the schedule takes, in words."""
         if self.min_chunks == self.max_chunks:
@@ -108,22 +129,34 @@ class Schedule:
         if not self.searches and (costs is not None or memory_cap is not None):
             raise UsageError(f"{self.name}: its order does not depend on costs or a memory cap; leave them out")
         with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
-            placed = self.placement(pp, chunks)
+            placed = self._placed(pp, chunks)
             shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap)
             fault = self.constraint(shape)
         if fault:
             raise UsageError(f"{self.name}: {fault}")
         return shape
 
+    def _placed(self, pp: int, chunks: int) -> tuple[int, ...]:
+        """Return where the placement puts the stages; raises `UnsoundError` where it gives no ranks."""
+        found = self.placement(pp, chunks)
+        ranks = [whole_number(rank) for rank in found] if isinstance(found, Iterable) else []
+        placed = tuple(rank for rank in ranks if rank is not None and 0 <= rank < pp)
+        if not ranks or len(placed) != len(ranks):
+            raise UnsoundError(
+                f"{self.name}: for pp={pp} and {chunks} chunks its placement gives {found!r}; it has to give a "
+                f"pipeline rank from 0 to {pp - 1} for each stage"
+            )
+        return placed
+
 
 @contextmanager
 def own_code(where: str) -> Iterator[None]:
-    """Say what a schedule's own code raises as an `UnsoundError` with the line that raised it."""
+    """Say what a schedule's own code raises, `sys.exit` included, as an `UnsoundError` with the line that raised it."""
     try:
         yield
-    except QuintschedError:
+    except (QuintschedError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise UnsoundError(f"{where}: the schedule failed at {place}: {type(error).__name__}: {error}") from error

@@ -158,6 +158,8 @@ def test_experts_have_a_bucket_of_their_own(mesh, dense, experts):
 def test_stages_on_other_ranks(plan: Plan):
     uneven = qs.compile("inference", mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1])
     assert uneven.stage_to_pp == (0, 0, 1)
-    with pytest.raises(qs.UnsoundError, match="stage 1 is placed on pipeline rank 9"):
+    with pytest.raises(
+        qs.UsageError, match=r"stage_to_pp is \[0, 9\]; name a pipeline rank from 0 to 1 for each stage"
+    ):
         qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 9])
     assert replace(plan, stage_to_pp=(1, 0)).check().sound is False

@@ -191,7 +191,7 @@ def test_slices_need_the_keys_before_them():
         (MAX_RECOMPUTE + 1, "recompute is 65537"),
         (True, "recompute is True"),
         (1.0, "recompute is 1.0"),
-        ("1", "recompute names 1 stages, but there are 2"),
+        ("1", "recompute is '1'; give whole numbers"),
         ((1,), "recompute names 1 stages, but there are 2"),
         ((), "recompute names 0 stages, but there are 2"),
         ((1, 2.0), "recompute is 2.0"),

@@ -157,7 +157,7 @@ def change_step(name, value):
 
 
 BROKEN = {
-    "another format": (change(format="x"), qs.InputError, '/format: .*"quintsched.simulation.measured"'),
+    "another format": (change(format="x"), qs.InputError, '/format: .*"quintsched.trace"'),
     "from the future": (change(version=2), qs.InputError, "/version: 2 is from the future"),
     "an unknown key": (change(more=1), qs.InputError, "/more: unknown key"),
     "another plan": (change(plan="0" * 64), qs.MisfitError, "the trace of another plan"),

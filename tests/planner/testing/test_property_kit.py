@@ -211,3 +211,27 @@ def test_without_hypothesis_it_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_schedule_that_gives_another_order_each_time_fails():
+    asked: list[int] = []
+
+    def fickle(rank: int, shape: Shape) -> Order:
+        asked.append(rank)
+        units = range(shape.microbatches)
+        for unit in units if len(asked) % 3 else reversed(units):
+            yield Fwd(rank, unit)
+        for unit in units:
+            yield Bwd(rank, unit)
+
+    lines = failure(own(fickle), pp=range(1, 4), microbatches=range(1, 4))
+    assert any("mine: asked twice for rank" in line for line in lines)
+
+
+def test_a_schedule_that_quits_fails():
+    def quits(rank: int, shape: Shape) -> Order:
+        if shape.microbatches > 2:
+            sys.exit(0)
+        return one_by_one(rank, shape)
+
+    assert "SystemExit: 0" in "\n".join(failure(own(quits), pp=1, microbatches=range(1, 5)))

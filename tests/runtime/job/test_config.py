@@ -155,7 +155,7 @@ class TestFaults:
             ("train: {optimizer: {name: sgd, betas: [0, 0]}}", "train.optimizer: 'sgd' has no betas"),
             ("train: 3", "train: is a section of settings (key: value), not 3"),
             ("parallel: {mesh: 3}", "parallel.mesh: a mesh is text"),
-            ("parallel: {mesh: {dp: 0}}", "parallel.mesh: a mesh is text"),
+            ("parallel: {mesh: {dp: 0}}", "parallel.mesh: mesh: axis dp has size 0; give a whole number of at least 1"),
             ("parallel: {bucket_mb: 0}", "parallel.bucket_mb: input should be greater than 0"),
             ("1: 2", "1: keys should be strings"),
         ],

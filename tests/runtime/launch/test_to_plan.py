@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
+from quintsched.collectives import Wire
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 
@@ -28,7 +29,9 @@ def test_a_plan_file_wins_where_the_section_is_silent(tmp_path: Path) -> None:
 def test_a_plan_file_that_disagrees_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     qs.compile("gpipe", mesh="pp=2", microbatches=4).save(path)
-    with pytest.raises(qs.MisfitError, match="mesh is pp=4 in the job file but pp=2 in the plan; schedule is 1f1b"):
+    with pytest.raises(
+        qs.MisfitError, match=r"schedule is 1f1b in .*; mesh is pp=4 in the job file but pp=2 in the plan"
+    ):
         plan_of(job(parallel={"mesh": "pp=4", "schedule": "1f1b"}), path)
 
 
@@ -59,3 +62,73 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes() -> Non
 def test_the_world_has_to_be_the_mesh() -> None:
     with pytest.raises(qs.MisfitError, match="has 4 ranks, but 1 process was started; use torchrun --nproc-per-node 4"):
         qs.compile("1f1b", mesh="pp=4", microbatches=4).mesh.require_world_size(1)
+
+
+OWN = """
+import quintsched as qs
+from quintsched.collectives import Wire
+from quintsched.instructions import Bwd, Fwd
+
+@qs.schedule("of-a-job", summary="", bubble="", memory="")
+def mine(rank, shape):
+    for microbatch in range(shape.microbatches):
+        yield Fwd(rank, microbatch)
+        yield Bwd(rank, microbatch)
+"""
+
+
+def test_a_job_names_a_schedule_of_its_users(tmp_path: Path) -> None:
+    file, path = tmp_path / "mine.py", tmp_path / "plan.json"
+    file.write_text(OWN)
+    own = job(parallel={"mesh": "pp=2", "microbatches": 4, "schedule": f"{file}:mine"})
+    plan = plan_of(own)
+    assert plan.schedule.name == "of-a-job"
+    plan.save(path)
+    assert plan_of(own, path) == plan
+    qs.compile("1f1b", mesh="pp=2", microbatches=4).save(path)
+    with pytest.raises(qs.MisfitError, match="schedule is of-a-job in the job file but 1f1b in the plan"):
+        plan_of(own, path)
+    with pytest.raises(qs.UsageError, match="has no 'nobody'"):
+        plan_of(job(parallel={"mesh": "pp=2", "schedule": f"{file}:nobody"}))
+
+
+def test_no_name_in_a_plan_is_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    qs.compile("1f1b", mesh="pp=2", microbatches=4).save(path)
+    name = f"{tmp_path}/bomb.py:boom"
+    (tmp_path / "bomb.py").write_text("raise SystemExit(9)")
+    path.write_text(path.read_text().replace('"1f1b"', f'"{name}"'))
+    assert plan_of(job(), path).schedule.name == name
+    with pytest.raises(qs.MisfitError, match="schedule is gpipe in the job file"):
+        plan_of(job(parallel={"schedule": "afab"}), path)
+
+
+def test_an_alias_and_axes_of_one_rank_are_no_disagreement(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    qs.compile("afab", mesh="dp=1,pp=2", microbatches=4).save(path)
+    for mesh in ("pp=2", "dp=1,pp=2", "pp=2,dp=1", "pp=2,tp=1", {"pp": 2}):
+        assert plan_of(job(parallel={"schedule": "afab", "mesh": mesh}), path).schedule.name == "gpipe"
+    qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=4).save(path)
+    with pytest.raises(qs.MisfitError, match="mesh is pp=2,dp=2 in the job file but dp=2,pp=2 in the plan"):
+        plan_of(job(parallel={"mesh": "pp=2,dp=2"}), path)
+
+
+def test_a_wire_that_contradicts_the_plans_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    said = {"communication": "auto", "latency_s": 1e-3}
+    qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4, communication="auto", wire=Wire(1e-3, 5e9)).save(path)
+    assert plan_of(job(parallel=said), path).communication.wire == Wire(1e-3, 5e9)
+    for other in ({"latency_s": 2e-3}, {"bandwidth": 1e9}):
+        with pytest.raises(qs.MisfitError, match=f"{next(iter(other))} is .* in the job file but .* in the plan"):
+            plan_of(job(parallel={**said, **other}), path)
+
+
+def test_auto_that_stayed_native_is_no_disagreement(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for mesh in ("pp=2", "dp=512,pp=2"):
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=1, communication="auto")
+        assert plan.communication.means == "native"
+        plan.save(path)
+        assert plan_of(job(parallel={"communication": "auto"}, train={"batch_size": 512}), path) == plan
+        with pytest.raises(qs.MisfitError, match="communication is ring in the job file but native in the plan"):
+            plan_of(job(parallel={"communication": "ring"}, train={"batch_size": 512}), path)

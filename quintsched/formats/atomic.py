@@ -1,0 +1,171 @@
+"""Files written whole or not at all, and read only as far as they may be long.
+
+    a regular file, or none yet    data ─▶ .a1b2c3.tmp beside it ─▶ renamed to the path      a reader never sees half
+    a link                         the same with the file that it points to; the link stays
+    a FIFO, a device               data ─▶ straight into it: it is no file, and is never replaced by one
+    /dev/stdout, /dev/fd/3         data ─▶ into what is open already
+
+`write_whole` is what every writer of files uses, `read_whole` what reads those whose size has a limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from quintsched.errors import InputError, UsageError
+
+OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
+"""How the system names what this process has open."""
+
+BLOCK = 2**24
+"""Bytes that are read at a time where a size is not known before."""
+
+MOST_LINKS = 40
+"""How many symbolic links in a row the system follows."""
+
+
+def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = False) -> None:
+    """Write `data`, text as UTF-8, to `path`; `what` names it in messages: "the plan".
+
+    A file keeps its permissions. With `durable`, it is on the disk when this returns, also after a power cut.
+    Raises `UsageError` where that cannot be done; what was there is then as it was.
+    """
+    content = data.encode("utf-8") if isinstance(data, str) else data
+    try:
+        opened = _open_already(path)
+        if opened is not None:
+            _write_into(opened, content)
+        elif (status := _status(path)) and not stat.S_ISREG(status.st_mode):
+            _write_through(path, content)
+        else:
+            _replace(Path(os.path.realpath(path)), content, status, durable)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write {what}: {error.strerror or error}") from error
+
+
+def read_whole(path: Path | None, most: int, what: str) -> bytes:
+    """Return what a file holds, of standard input for None; no more than `most` bytes and one are ever read.
+
+    Raises `UsageError` where it cannot be read, `InputError` where it is longer; `what` names it: "the plan".
+    """
+    try:
+        if path is None:
+            return _read_up_to(sys.stdin.buffer.read, most)
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_size > most:
+                raise _too_long(status.st_size, most)
+            return _read_up_to(file.read, most)
+    except OSError as error:
+        raise UsageError(f"{path or 'standard input'}: cannot read {what}: {error.strerror or error}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}" if path else str(error)) from None
+
+
+def same_file(path: Path, other: Path) -> bool:
+    """Return whether both name one regular file, by whatever links; files in a directory `other` count as well."""
+    with suppress(OSError):
+        if other.is_dir():
+            return any(same_file(path, entry) for entry in other.iterdir() if entry.is_file())
+        return path.is_file() and os.path.samefile(path, other)
+    return False
+
+
+def _read_up_to(read: Callable[[int], bytes], most: int) -> bytes:
+    blocks, left = [], most + 1
+    while left and (block := read(min(left, BLOCK))):
+        blocks.append(block)
+        left -= len(block)
+    if not left:
+        raise _too_long(None, most)
+    return b"".join(blocks)
+
+
+def _too_long(size: int | None, most: int) -> InputError:
+    return InputError(f"it has {'more bytes' if size is None else f'{size} bytes, more'} than the {most} that are read")
+
+
+def _open_already(path: Path) -> int | None:
+    """Return the number of the open file that `path` names, like /dev/stdout, or None."""
+    name = os.path.abspath(path)
+    for _ in range(MOST_LINKS):
+        found = OPEN_FILE.fullmatch(name)
+        if found:
+            return int(found[1] or found[2])
+        if not os.path.islink(name):
+            return None
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
+    return None
+
+
+def _write_into(opened: int, data: bytes) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # what was said before comes before
+    _write_all(opened, data)
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        _write_all(file, data)
+    finally:
+        os.close(file)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _replace(path: Path, data: bytes, before: os.stat_result | None, durable: bool) -> None:
+    """Write to a temporary name in the same directory, and rename; nothing is left of that where it fails."""
+    if before and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "the file is read-only")
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            _write_all(file, data)
+            if before:
+                _inherit(file, before)
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_directory(path.parent)
+
+
+def _inherit(file: int, before: os.stat_result) -> None:
+    """Give a file the owner, where that is allowed, and the permissions of the one that it replaces."""
+    with suppress(PermissionError):
+        os.fchown(file, before.st_uid, before.st_gid)
+    os.fchmod(file, stat.S_IMODE(before.st_mode))
+
+
+def _write_all(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _sync_directory(path: Path) -> None:
+    """Bring a renaming to the disk."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,194 @@
+"""How values are read that people give: each of a few kinds in one function, which says what is wrong by its name.
+
+    ("microbatches", np.int64(8))  ─▶  8
+    ("microbatches", True)         ─▶  UsageError: microbatches is True; give a whole number
+    ("tied", {"w": [0, 3]})        ─▶  {"w": (0, 3)}
+
+Then how text of a command line becomes such values, and how a plan says them. Imports what is heavy when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quintsched.errors import UsageError
+from quintsched.ir.communication import MOST, Wire, find_means
+from quintsched.ir.mesh import Mesh, whole_number
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule
+    from quintsched.simulation.costs import Costs
+
+Read = Callable[[str, Any], Any]
+"""(name, value) → the checked value; raises `UsageError` that begins with the name."""
+
+
+def _refuse(name: str, value: object, words: str) -> UsageError:
+    return UsageError(f"{name} is {value!r}; {words}")
+
+
+def read_whole_number(name: str, value: object) -> int:
+    """Read a whole number, numpy's included; raises `UsageError`."""
+    found = whole_number(value)
+    if found is None:
+        raise _refuse(name, value, "give a whole number")
+    return found
+
+
+def optional(read: Read) -> Read:
+    """Return a reader that takes None as well."""
+    return lambda name, value: None if value is None else read(name, value)
+
+
+def read_buckets(name: str, value: object) -> int:
+    """Read how many gradient buckets a stage has; raises `UsageError`."""
+    from quintsched.ir.plan_data import MAX_BUCKETS
+
+    found = whole_number(value)
+    if found is None or not 1 <= found <= MAX_BUCKETS:
+        raise _refuse(name, value, f"give a whole number from 1 to {MAX_BUCKETS}")
+    return found
+
+
+def read_number(name: str, value: object) -> float:
+    """Read a number, numpy's included, that is finite and not absurd; a whole one stays whole."""
+    found = whole_number(value)
+    if found is None and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise _refuse(name, value, "give a finite number")
+    number = float(value) if found is None else found  # type: ignore[arg-type]
+    if not -MOST <= number <= MOST:
+        raise _refuse(name, number, "give a finite number")
+    return number
+
+
+def read_wholes(name: str, value: object) -> tuple[int, ...]:
+    """Read whole numbers, in any kind of sequence; raises `UsageError`."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        raise _refuse(name, value, "give whole numbers")
+    return tuple(read_whole_number(name, item) for item in value)
+
+
+def read_whole_or_wholes(name: str, value: object) -> int | tuple[int, ...]:
+    """Read one whole number or several; raises `UsageError`."""
+    found = whole_number(value)
+    return read_wholes(name, value) if found is None else found
+
+
+def read_ties(name: str, value: object) -> dict[str, tuple[int, ...]]:
+    """Read which stages hold each named weight; raises `UsageError`."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refuse(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
+    numbers = {key: whole_number(stages) for key, stages in value.items()}
+    return {
+        key: read_wholes(f"{name} {key!r}", value[key]) if number is None else (number,)
+        for key, number in numbers.items()
+    }
+
+
+def read_text(name: str, value: object) -> str:
+    """Read text; raises `UsageError`."""
+    if not isinstance(value, str):
+        raise _refuse(name, value, "give text")
+    return value
+
+
+def read_schedule(name: str, value: object) -> Schedule:
+    """Read a schedule, or the name of one; raises `UsageError`."""
+    from quintsched.schedules import Schedule
+    from quintsched.user_code import load_schedule
+
+    if isinstance(value, Schedule):
+        return value
+    if not isinstance(value, str):
+        raise _refuse(name, value, "give the name of a schedule, my_file.py:my_schedule, or a Schedule")
+    return load_schedule(value)
+
+
+def mesh_text(_name: str, value: Any) -> Any:
+    """Check a mesh and leave it as it is written."""
+    Mesh.parse(value)
+    return value
+
+
+def read_costs(name: str, value: object) -> Costs:
+    """Read costs; raises `UsageError`."""
+    from quintsched.simulation.costs import Costs
+
+    if not isinstance(value, Costs):
+        raise _refuse(name, value, "give a quintsched.Costs; Costs.load reads a file")
+    return value
+
+
+def load_costs(path: str) -> Costs:
+    """Read the costs file at `path`; raises `UsageError` or `InputError`."""
+    from quintsched.simulation.costs import Costs
+
+    return Costs.load(Path(path))
+
+
+def read_communication(_name: str, value: object) -> str:
+    """Read how gradients are exchanged; raises `UsageError`."""
+    return find_means(value)  # type: ignore[arg-type]  # it refuses whatever is no name
+
+
+def read_wire(name: str, value: object) -> Wire:
+    """Read a wire; raises `UsageError`."""
+    if not isinstance(value, Wire):
+        raise _refuse(name, value, "give a quintsched.collectives.Wire")
+    return value
+
+
+def parse_numbers(name: str, text: str, example: str = "1 or 0,1,1,0") -> int | tuple[int, ...]:
+    """Read "1" or "0,1,1,0"; raises `UsageError`."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and len(part) <= 9 for part in parts):
+        raise UsageError(f"{name}: cannot read {text!r}; write whole numbers with commas between them, like {example}")
+    return tuple(map(int, parts)) if len(parts) > 1 else int(text)
+
+
+def parse_stages(name: str, text: str) -> tuple[int, ...]:
+    """Read "0,1,1,0"; raises `UsageError`."""
+    found = parse_numbers(name, text, "0,1,1,0")
+    return (found,) if isinstance(found, int) else found
+
+
+def parse_ties(name: str, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Read "embedding=0,3" and others like it; raises `UsageError`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        weight, equals, stages = text.rpartition("=")
+        if not equals:
+            raise UsageError(f"{name}: cannot read {text!r}; write a name and the stages that hold it: embedding=0,3")
+        if weight in found:
+            raise UsageError(f"{name}: {weight!r} is given twice; name all stages that hold it at once")
+        numbers = parse_numbers(name, stages, "embedding=0,3")
+        found[weight] = (numbers,) if isinstance(numbers, int) else numbers
+    return found
+
+
+def name_in(value: str, plan: Plan) -> str:
+    """Return the name that a plan would know a schedule by; no name in a plan is ever resolved."""
+    return value if value == plan.schedule.name else read_schedule("schedule", value).name
+
+
+def means_in(value: str, plan: Plan) -> str:
+    """Return what a plan would say of some means: "auto" may have left the exchange native."""
+    from quintsched.verify.collectives import calls_of, stays_native
+
+    return "native" if value == "auto" and stays_native(calls_of(plan)) else value
+
+
+def every_stage(value: int | tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Return one number for every stage."""
+    return (value,) * len(plan.stage_to_pp) if isinstance(value, int) else value
+
+
+def wire_in(plan: Plan) -> Wire | None:
+    """Return what a plan's "auto" reckoned with; the others look at no wire."""
+    return plan.communication.wire if plan.communication.means == "auto" else None

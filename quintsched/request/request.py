@@ -1,0 +1,279 @@
+"""What a plan is compiled from: one frozen request, which Python, a command line and a job file all fill.
+
+    compile("1f1b", mesh="pp=2", microbatches=4)       ┐
+    quintsched compile -s 1f1b --mesh pp=2 -m 4        ├──▶  CompileRequest  ──▶  compile  ──▶  Plan
+    parallel: {schedule: 1f1b, mesh: pp=2, …}          ┘                                         │
+                                                              the same settings, as it says them ┘
+
+A setting is one field: its words for people, its default, how a value is read, how it is written where there are no
+objects of Python, and how a plan says it. All else derives from that: the signature and the arguments' documentation
+of `compile`, the options of the command, the job's section, and whether a job agrees with a plan beside it.
+
+Nothing heavy is imported here: `quintsched --help` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from quintsched.ir.communication import MEANS, Wire
+from quintsched.ir.mesh import Mesh
+from quintsched.request import reading
+from quintsched.request.reading import Read
+
+if TYPE_CHECKING:
+    from quintsched.passes import Watch
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule
+    from quintsched.simulation.costs import Costs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one setting is read, written and compared."""
+
+    doc: str
+    read: Read
+    """Checks what Python code gives."""
+    metavar: str
+    """What stands for its value in the command's help."""
+    text: type = str
+    """What a command line gives: `int`, `float`, `str`, or `list` for an option that may be repeated."""
+    parse: Read | None = None
+    """Makes of that text what `read` takes; None: it is so already."""
+    letter: str | None = None
+    """The command's short option."""
+    data: Read | None = None
+    """Checks what a job file gives; None: as `read` does."""
+    load: Callable[[Any], Any] | None = None
+    """Makes of text, or what a job file gives, what `read` takes."""
+    parts: type | None = None
+    """A dataclass whose fields stand in the setting's place where there are no objects of Python."""
+    in_plan: Callable[[Plan], object] | None = None
+    """What a plan says of it; None: nothing, and there is nothing to agree on."""
+    normal: Callable[[Any, Plan], object] = lambda value, _plan: value
+    """Brings both sides to one form, so that what comes to the same is equal."""
+
+
+def _setting(doc: str, read: Read, metavar: str, *, default: Any = MISSING, first: bool = False, **how: Any) -> Any:
+    return field(default=default, kw_only=not first, metadata={"setting": Setting(doc, read, metavar, **how)})
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """All that a plan is compiled from, checked and brought to plain Python numbers; raises `UsageError`.
+
+    What only the schedule or the mesh can judge is judged by `compile`.
+    """
+
+    schedule: str | Schedule = _setting(
+        "a registered schedule (`quintsched schedules` lists them), one of your own as my_file.py:my_schedule, or "
+        "in Python a `Schedule`.",
+        reading.read_schedule,
+        "NAME",
+        first=True,
+        letter="s",
+        data=reading.read_text,
+        in_plan=lambda plan: plan.schedule.name,
+        normal=reading.name_in,
+    )
+    mesh: Mesh | str | Mapping[str, int] = _setting(
+        "the device mesh, axes and sizes from the outermost: dp=2,pp=2,tp=2.",
+        lambda _name, value: Mesh.parse(value),
+        "AXES",
+        data=reading.mesh_text,
+        in_plan=lambda plan: plan.mesh,
+        normal=lambda value, _plan: Mesh.parse(value).without_ones,
+    )
+    microbatches: int = _setting(
+        "how many microbatches each replica's share of the batch is cut into.",
+        reading.read_whole_number,
+        "M",
+        text=int,
+        letter="m",
+        in_plan=lambda plan: plan.schedule.microbatches,
+    )
+    chunks: int | None = _setting(
+        "stages per pipeline rank; by default the fewest that the schedule allows.",
+        reading.optional(reading.read_whole_number),
+        "V",
+        default=None,
+        text=int,
+        in_plan=lambda plan: plan.schedule.chunks,
+    )
+    buckets_per_stage: int = _setting(
+        "gradient buckets of a stage.",
+        reading.read_buckets,
+        "N",
+        default=1,
+        text=int,
+        in_plan=lambda plan: plan.buckets_per_stage,
+    )
+    stage_to_pp: Sequence[int] | None = _setting(
+        "which pipeline rank holds each stage, 0,1,1,0; by default the schedule's own placement.",
+        reading.optional(reading.read_wholes),
+        "RANKS",
+        default=None,
+        parse=reading.parse_stages,
+        in_plan=lambda plan: plan.stage_to_pp,
+    )
+    slices: int = _setting(
+        "slices of a microbatch's sequence, for schedules that take them.",
+        reading.read_whole_number,
+        "Q",
+        default=1,
+        text=int,
+        in_plan=lambda plan: plan.schedule.slices,
+    )
+    costs: Costs | None = _setting(
+        "the costs to plan with, for schedules that search; a JSON file, in Python a `Costs`.",
+        reading.optional(reading.read_costs),
+        "FILE",
+        default=None,
+        data=reading.optional(reading.read_text),
+        load=reading.load_costs,
+    )
+    memory_cap: float | None = _setting(
+        "the most activations that a rank may hold, in microbatches of a whole rank, for schedules that search.",
+        reading.optional(reading.read_number),
+        "X",
+        default=None,
+        text=float,
+        in_plan=lambda plan: plan.schedule.options.get("memory_cap"),
+    )
+    recompute: int | Sequence[int] = _setting(
+        "0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for every "
+        "k-th block of a stage; one number for all stages, or one for each: 0,1,1,0.",
+        reading.read_whole_or_wholes,
+        "K",
+        default=0,
+        parse=reading.parse_numbers,
+        in_plan=lambda plan: tuple(map(plan.layout.recompute_every, range(len(plan.stage_to_pp)))),
+        normal=reading.every_stage,
+    )
+    tied: Mapping[str, Sequence[int]] | None = _setting(
+        "named weights that several stages hold, and which: embedding=0,3, in Python {'embedding': (0, 3)}. Their "
+        "gradients are added up.",
+        reading.read_ties,
+        "NAME=STAGES",
+        default=None,
+        text=list,
+        parse=reading.parse_ties,
+        in_plan=lambda plan: dict(plan.tied),
+    )
+    communication: str = _setting(
+        f"how gradients are summed over replicas, one of {', '.join(MEANS)}: by the library's own collectives, spelled "
+        "out in messages, or by what is fastest for a message's size.",
+        reading.read_communication,
+        "MEANS",
+        default="native",
+        in_plan=lambda plan: plan.communication.means,
+        normal=reading.means_in,
+    )
+    wire: Wire | None = _setting(
+        "the latency and bandwidth that communication auto reckons with.",
+        reading.optional(reading.read_wire),
+        "WIRE",
+        default=None,
+        parts=Wire,
+        in_plan=reading.wire_in,
+    )
+    zero: int = _setting(
+        "what is sharded over replicas instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 "
+        "gradients too, 3 weights too.",
+        reading.read_whole_number,
+        "0-3",
+        default=0,
+        text=int,
+        in_plan=lambda plan: plan.zero.stage,
+    )
+    zero_every: int = _setting(
+        "with zero 2 and 3, after how many microbatches of a stage its gradients are reduced.",
+        reading.read_whole_number,
+        "K",
+        default=1,
+        text=int,
+        in_plan=lambda plan: plan.zero.every,
+    )
+    after: Watch | None = field(default=None, kw_only=True, compare=False)
+    """Who looks on: called with "order" and the bare order of computation, then with each pass's name and the plan
+    after it; each pass then has to keep the points that hold by then, not only the last one."""
+
+    def __post_init__(self) -> None:
+        for name, setting in settings():
+            object.__setattr__(self, name, setting.read(name, getattr(self, name)))
+
+    @classmethod
+    def of_data(cls, given: Mapping[str, Any], *, after: Watch | None = None) -> CompileRequest:
+        """Return the request for entries as a job file writes them, by name: see `entries`."""
+        values: dict[str, Any] = {}
+        for name, setting in settings():
+            if setting.parts:
+                parts = {
+                    part.name: given[part.name] for part in fields(setting.parts) if given.get(part.name) is not None
+                }
+                values |= {name: setting.parts(**parts)} if parts else {}
+            elif given.get(name) is not None:
+                values[name] = setting.load(given[name]) if setting.load else given[name]
+        return cls(**values, after=after)
+
+
+def settings() -> Iterator[tuple[str, Setting]]:
+    """Yield the name of each setting and how it is read."""
+    return ((one.name, one.metadata["setting"]) for one in fields(CompileRequest) if "setting" in one.metadata)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a command line and a job file write: a setting, or a part of one."""
+
+    name: str
+    setting: Setting
+    doc: str
+    metavar: str
+    default: Any
+    """`MISSING` where it must be given."""
+    part_of: str | None = None
+    """The setting that this is a part of."""
+
+    def check(self, value: Any) -> Any:
+        """Return what a job file gives, checked; raises `UsageError`."""
+        if not self.setting.parts:
+            return (self.setting.data or self.setting.read)(self.name, value)
+        number = reading.read_number(self.name, value)
+        self.setting.parts(**{self.name: number})
+        return number
+
+    def difference(self, value: Any, plan: Plan) -> tuple[object, object] | None:
+        """Return what a job gives and what a plan says, in one form, where they disagree."""
+        said = self.setting.in_plan(plan) if self.setting.in_plan else None
+        if value is None or (said is None and (self.part_of or not self.setting.in_plan)):
+            return None
+        sides = (value, getattr(said, self.name) if self.part_of else said)
+        normal = tuple(self.setting.normal(side, plan) for side in sides)
+        return (normal[0], normal[1]) if normal[0] != normal[1] else None
+
+
+def entries() -> Iterator[Entry]:
+    """Yield all entries, in the order of the settings."""
+    for one in fields(CompileRequest):
+        setting: Setting | None = one.metadata.get("setting")
+        if setting is None:
+            continue
+        if setting.parts:
+            yield from (_part(part, one.name, setting) for part in fields(setting.parts))
+        else:
+            yield Entry(one.name, setting, setting.doc, setting.metavar, one.default)
+
+
+def _part(part: Field[Any], whole: str, setting: Setting) -> Entry:
+    return Entry(
+        part.name,
+        setting,
+        part.metadata["doc"],
+        part.metadata["metavar"],
+        part.default,
+        part_of=whole,
+    )

@@ -1,0 +1,113 @@
+"""Numbers and files that are too large, and code that ends the wrong way: one clear error each."""
+
+import json
+
+import pytest
+
+import quintsched as qs
+from quintsched.formats import plan_json
+from tests.traces import write_trace
+
+COMPILE = ("compile", "--mesh", "pp=2", "-m", 4)
+
+
+@pytest.mark.parametrize("cap", ["inf", "nan", "-inf", "1e+308"])
+def test_a_memory_cap_is_finite(refused, cap):
+    assert f"memory_cap is {cap}; give a finite number" in refused(2, *COMPILE, "-s", "zb-auto", "--memory-cap", cap)
+
+
+def test_a_memory_cap_beyond_all_memory_is_no_limit(cli, tmp_path):
+    (tmp_path / "costs.json").write_text('{"activation": 5e-324}')
+    assert cli(*COMPILE, "-s", "zb-auto", "--memory-cap", "1e99", "--costs", "costs.json").code == 0
+
+
+@pytest.mark.parametrize("name", ["forward", "p2p", "activation", "clip", "weights"])
+def test_costs_stay_numbers_when_they_are_added_up(cli, refused, plan_file, tmp_path, name):
+    (tmp_path / "costs.json").write_text(json.dumps({name: 1e308}))
+    message = refused(1, "simulate", plan_file, "--costs", "costs.json")
+    assert f"costs.json: /{name}" in message
+    assert "Input should be at most 1e+100" in message
+    assert "costs.json" in refused(1, *COMPILE, "-s", "zb-auto", "--costs", "costs.json")
+    (tmp_path / "costs.json").write_text(json.dumps({name: 1e100}))
+    assert cli("simulate", plan_file, "--costs", "costs.json", "--json").data["makespan"] >= 0
+
+
+@pytest.mark.parametrize("command", [("simulate", "--costs", "from-trace"), ("render", "-o", "x.json", "--trace")])
+@pytest.mark.parametrize("at", ["end", "start"])
+def test_a_trace_that_ends_beyond_all_time(refused, plan_file, tmp_path, command, at):
+    write_trace(tmp_path / "traces", qs.Plan.load(plan_file).simulate(qs.Costs(unit="ms")))
+    path = tmp_path / "traces" / "rank0.json"
+    trace = json.loads(path.read_text())
+    trace["steps"][0][at][-1] = 1e308 if at == "end" else -1e308
+    path.write_text(json.dumps(trace))
+    name, *options = command
+    message = refused(1, name, plan_file, *options, "traces")
+    assert f"rank0.json: /steps/0/{at}/{len(trace['steps'][0][at]) - 1}: Input should be" in message
+
+
+@pytest.mark.parametrize("option", ["--bytes", "--latency", "--bandwidth"])
+@pytest.mark.parametrize("value", ["1e308", "1e-308", "inf", "nan", "-1"])
+def test_a_collective_that_takes_no_finite_time(cli, option, value):
+    done = cli("collective", "ring", "--ranks", 3, option, value, "--json")
+    assert done.code in (0, 2)
+    assert done.code or done.data["makespan_s"] >= 0
+
+
+def test_a_file_that_is_too_long_is_not_read(refused, tmp_path, monkeypatch):
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate(3 * 2**30)
+    message = f"it has {3 * 2**30} bytes, more than the"
+    for arguments in (
+        ("check", huge),
+        ("show", huge),
+        ("import", huge),
+        ("collective", huge),
+        ("export", huge, "--to", "promela"),
+        (*COMPILE, "-s", "zb-auto", "--costs", huge),
+    ):
+        assert message in refused(1, *arguments)
+    monkeypatch.setattr(plan_json, "MAX_BYTES", 100)
+    with pytest.raises(qs.InputError, match="it has more bytes than the 100 that are read"):
+        qs.Plan.load("/dev/zero")
+
+
+ENDS = """
+import sys
+import quintsched as qs
+from quintsched.instructions import Bwd, Fwd
+
+@qs.schedule("{name}", summary="", bubble="", memory="")
+def {name}(rank, shape):
+    {line}
+    yield Fwd(rank, 0)
+    yield Bwd(rank, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("exits", "sys.exit(7)", "SystemExit: 7"),
+        ("exits_well", "sys.exit(0)", "SystemExit: 0"),
+        ("closes", "raise GeneratorExit", "GeneratorExit"),
+        ("digs", "yield from digs.order(rank, shape)", "RecursionError"),
+        ("tosses", "import random; yield Fwd(rank, random.getrandbits(30))", "asked twice for rank 0"),
+    ],
+)
+def test_a_schedule_that_ends_otherwise_is_unsound(cli, tmp_path, name, line, words):
+    (tmp_path / "own.py").write_text(ENDS.format(name=name, line=line))
+    compiled = cli("compile", "-s", f"own.py:{name}", "--mesh", "pp=1", "-m", 1)
+    checked = cli("check", f"own.py:{name}", "--pp", "1", "--microbatches", "1")
+    assert (compiled.code, checked.code) == (1, 1)
+    assert compiled.out == ""
+    assert words in compiled.err
+    assert words in checked.out
+
+
+def test_auto_leaves_more_replicas_than_can_be_spelled_out_to_the_library(cli):
+    done = cli("compile", "-s", "1f1b", "--mesh", "dp=257,pp=2", "-m", 1, "--communication", "auto")
+    assert done.code == 0
+    assert qs.Plan.from_json(done.out).communication.means == "native"
+    done = cli("compile", "-s", "1f1b", "--mesh", "dp=256,pp=2", "-m", 1, "--communication", "auto")
+    assert qs.Plan.from_json(done.out).communication.means == "auto"

@@ -1,0 +1,89 @@
+"""Where commands write: into links, FIFOs and open files without replacing them, and never over their own input."""
+
+import json
+import os
+import stat
+import threading
+
+import pytest
+
+import quintsched as qs
+
+COMPILE = ("compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 2)
+
+
+def test_a_plan_goes_through_a_link_and_into_a_fifo(cli, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "plan.json").symlink_to("there/real.json")
+    assert cli(*COMPILE, "-o", "plan.json").code == 0
+    assert (tmp_path / "plan.json").is_symlink()
+    text = (tmp_path / "there" / "real.json").read_bytes()
+    fifo, read = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()))
+    reader.start()
+    assert cli(*COMPILE, "-o", "fifo").code == 0
+    reader.join(10)
+    assert read == [text]
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+def test_a_plan_goes_into_an_open_file(cli):
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as reader:
+        assert cli(*COMPILE, "-o", f"/dev/fd/{writes}").code == 0
+        os.close(writes)
+        assert json.load(reader)["format"] == "quintsched.plan"
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """A plan, costs, a CSV, a collective and a schedule, with a hard and a symbolic link to each."""
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    plan.save(tmp_path / "p.json")
+    (tmp_path / "c.json").write_text('{"forward": 2}')
+    (tmp_path / "s.csv").write_text("0F0,0B0\n")
+    (tmp_path / "s.py").write_text("")
+    for path in list(tmp_path.iterdir()):
+        (tmp_path / f"soft_{path.name}").symlink_to(path)
+        (tmp_path / f"hard_{path.name}").hardlink_to(path)
+    return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("link", ["", "soft_", "hard_"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("render", "p.json", "-o", "p.json"),
+        ("render", "p.json", "--costs", "c.json", "-o", "c.json"),
+        ("export", "p.json", "--to", "torch-csv", "-o", "p.json"),
+        ("import", "s.csv", "-o", "s.csv"),
+        ("simulate", "p.json", "-o", "p.json"),
+        ("simulate", "p.json", "--costs", "c.json", "-o", "c.json"),
+        (*COMPILE, "--costs", "c.json", "-o", "c.json"),
+        ("compile", "-s", "s.py:mine", "--mesh", "pp=2", "-m", 2, "-o", "s.py"),
+        ("collective", "c.json", "-o", "c.json"),
+    ],
+)
+def test_no_command_overwrites_what_it_reads(refused, inputs, tmp_path, link, arguments):
+    *others, output = arguments
+    message = refused(2, *others, f"{link}{output}")
+    assert f"{link}{output}: the command reads this file" in message
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == inputs
+
+
+def test_a_full_disk_leaves_no_half_file(refused, plan_file, tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(os, "write", full)
+    for arguments in (
+        ("export", plan_file, "--to", "torch-csv", "-o", "out.csv"),
+        ("collective", "ring", "--ranks", 3, "-o", "ring.json"),
+        ("simulate", plan_file, "-o", "costs.json"),
+        ("new", "mine.py"),
+        (*COMPILE, "-o", "new.json"),
+    ):
+        assert "No space left on device" in refused(2, *arguments)
+    assert sorted(tmp_path.iterdir()) == before

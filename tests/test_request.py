@@ -1,0 +1,329 @@
+"""One request, filled from Python, from the command line and from a job file; and what it refuses."""
+
+import inspect
+import json
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import quintsched as qs
+from quintsched.cli import COMMANDS
+from quintsched.cli.app import make_app
+from quintsched.cli.settings import option_of
+from quintsched.collectives import Wire
+from quintsched.compiler import compile_request
+from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.request import CompileRequest, entries
+from quintsched.request import settings as settings_of
+from quintsched.runtime.job.config import JobConfig, ParallelConfig
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.schedules import Order, Schedule, Shape, all_schedules
+
+BUILT_IN = tuple(schedule for schedule in all_schedules() if schedule.built_in)
+
+SAID: dict[str, tuple[Any, Any, list[str]]] = {
+    "schedule": ("zb-auto", "zb-auto", ["zb-auto"]),
+    "mesh": ("dp=2,pp=2", {"dp": 2, "pp": 2}, ["dp=2,pp=2"]),
+    "microbatches": (6, 6, ["6"]),
+    "chunks": (1, 1, ["1"]),
+    "buckets_per_stage": (2, 2, ["2"]),
+    "stage_to_pp": ((1, 0), [1, 0], ["1,0"]),
+    "slices": (1, 1, ["1"]),
+    "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
+    "memory_cap": (1.5, 1.5, ["1.5"]),
+    "recompute": ((0, 1), [0, 1], ["0,1"]),
+    "tied": ({"w": (0, 1)}, {"w": [0, 1]}, ["w=0,1"]),
+    "communication": ("auto", "auto", ["auto"]),
+    "latency_s": (1e-3, 1e-3, ["1e-3"]),
+    "bandwidth": (2e9, 2e9, ["2e9"]),
+    "zero": (2, 2, ["2"]),
+    "zero_every": (3, 3, ["3"]),
+}
+"""What all three can say of each entry: Python, a job file, the command line."""
+
+
+OTHER: dict[str, Any] = {
+    "schedule": "1f1b",
+    "mesh": "pp=2",
+    "communication": "ring",
+    "stage_to_pp": [0, 1],
+    "recompute": 1,
+    "tied": {"v": [0, 1]},
+}
+"""What is not the same, where twice as much is no answer."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "costs.json").write_text('{"forward": 2.0}')
+    return tmp_path
+
+
+def from_python(names: set[str]) -> qs.Plan:
+    given = {name: SAID[name][0] for name in names}
+    parts = {name: given.pop(name) for name in ("latency_s", "bandwidth") if name in given}
+    return qs.compile(**given, wire=Wire(**parts))
+
+
+def from_job(names: set[str]) -> qs.Plan:
+    section = {name: SAID[name][1] for name in names}
+    return plan_of(JobConfig.model_validate({"parallel": section, "train": {"batch_size": 12}}))
+
+
+def from_command(names: set[str], folder: Path) -> qs.Plan:
+    words = [word for name in sorted(names) for word in (option_of(name), *SAID[name][2])]
+    with pytest.raises(SystemExit) as end:
+        make_app(COMMANDS)(args=["compile", *words, "-o", str(folder / "out.json")])
+    assert not end.value.code
+    return qs.Plan.load(folder / "out.json")
+
+
+@settings(deadline=None, max_examples=25)
+@given(left_out=st.sets(st.sampled_from(sorted({*SAID} - {"schedule", "mesh", "microbatches"}))))
+def test_all_three_fill_the_same_request(tmp_path_factory: pytest.TempPathFactory, left_out: set[str]) -> None:
+    if "zero" in left_out:
+        left_out = {*left_out, "zero_every"}
+    names = {*SAID} - left_out
+    plans = [from_python(names), from_job(names), from_command(names, tmp_path_factory.mktemp("plan"))]
+    texts = [plan.to_json() for plan in plans]
+    assert texts[0] == texts[1] == texts[2]
+    assert "stage_to_pp" in left_out or plans[0].stage_to_pp == (1, 0)
+
+
+def test_every_setting_is_reachable_from_all_three_and_stated_once() -> None:
+    names = [entry.name for entry in entries()]
+    assert sorted(names) == sorted(SAID)
+    assert len({*names}) == len(names)
+    assert {entry.part_of for entry in entries()} == {None, "wire"}
+    assert {*inspect.signature(qs.compile).parameters} == {one.name for one in fields(CompileRequest)}
+    assert {name for name, _ in settings_of()} == {one.name for one in fields(CompileRequest)} - {"after"}
+    assert {*names} <= {*ParallelConfig.model_fields}
+    assert not {*names} & {*ParallelConfig.__annotations__}
+    options = {option.name: option for option in get_command(make_app(COMMANDS)).commands["compile"].params}
+    assert {*names} <= {*options}
+    for entry in entries():
+        assert options[entry.name].required == (entry.default is MISSING)
+        assert (
+            options[entry.name].help.lower()
+            == entry.doc.lower()
+            == ParallelConfig.model_fields[entry.name].description.lower()
+        )
+    words = " ".join((qs.compile.__doc__ or "").split())
+    assert all(f"{name}: {setting.doc}" in words for name, setting in settings_of())
+
+
+def test_every_default_is_that_of_the_request() -> None:
+    for name, parameter in inspect.signature(qs.compile).parameters.items():
+        of_field = next(one.default for one in fields(CompileRequest) if one.name == name)
+        assert parameter.default is (inspect.Parameter.empty if of_field is MISSING else of_field)
+    for entry in entries():
+        if entry.default is not MISSING:
+            assert getattr(ParallelConfig(), entry.name) == entry.default
+
+
+def test_every_setting_but_costs_is_compared_with_a_plan() -> None:
+    assert [name for name, setting in settings_of() if setting.in_plan is None] == ["costs"]
+
+
+@pytest.mark.parametrize("name", sorted({*SAID} - {"costs"}))
+def test_a_plan_beside_a_job_agrees_with_what_it_was_compiled_from_and_with_nothing_else(
+    folder: Path, name: str
+) -> None:
+    path = folder / "plan.json"
+    plan = from_python({*SAID})
+    plan.save(path)
+    section = {entry: said[1] for entry, said in SAID.items()}
+    assert plan_of(JobConfig.model_validate({"parallel": section, "train": {"batch_size": 12}}), path) == plan
+    other = OTHER[name] if name in OTHER else 2 * SAID[name][1]
+    job = JobConfig.model_validate({"parallel": {name: other}, "train": {"batch_size": 12}})
+    with pytest.raises(qs.MisfitError, match=f"{name} is .* in the job file but .* in the plan"):
+        plan_of(job, path)
+
+
+def test_the_command_documents_every_setting() -> None:
+    shown = CliRunner().invoke(make_app(COMMANDS), ["compile", "--help"], env={"COLUMNS": "200"}).output
+    for entry in entries():
+        assert option_of(entry.name) in shown
+
+
+NUMBERS = ("microbatches", "chunks", "slices", "buckets_per_stage", "recompute", "zero", "zero_every")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "value", [True, 1.0, 2.5, "2", None, [None], [True], np.float64(1), np.bool_(True), float("nan")]
+)
+def test_what_is_no_whole_number_is_refused(name: str, value: object) -> None:
+    if (name, value) == ("chunks", None):
+        return
+    with pytest.raises(qs.UsageError, match=f"{name} is "):
+        qs.compile("1f1b", **{"mesh": "dp=2,pp=2", "microbatches": 4, name: value})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int32])
+def test_whole_numbers_of_numpy_are_taken_and_written(kind: type) -> None:
+    mesh = {"dp": kind(2), "pp": kind(2)}
+    numbers = {"microbatches": kind(4), "chunks": kind(2), "slices": kind(1), "buckets_per_stage": kind(2)}
+    stages = {"stage_to_pp": np.array([0, 1, 0, 1], kind), "recompute": np.array([0, 1, 0, 1], kind)}
+    plan = qs.compile(
+        "interleaved-1f1b", mesh=mesh, **numbers, **stages, tied={"w": np.array([0, 3], kind)}, zero=kind(2)
+    )
+    plain = qs.compile(
+        "interleaved-1f1b", mesh="dp=2,pp=2", microbatches=4, chunks=2, buckets_per_stage=2, recompute=[0, 1, 0, 1],
+        tied={"w": [0, 3]}, zero=2,
+    )  # fmt: skip
+    assert plan.to_json() == plain.to_json()
+    assert qs.compile("1f1b", mesh=qs.Mesh(pp=kind(2)), microbatches=2).mesh.axes == (("pp", 2),)
+    assert type(qs.Mesh(pp=kind(2)).pp) is int
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"mesh": None}, "a mesh is text"),
+        ({"mesh": 3}, "a mesh is text"),
+        ({"mesh": {3: 2}}, "a mesh is text"),
+        ({"mesh": {"pp": "2"}}, "axis pp has size '2'"),
+        ({"mesh": {"pp": True}}, "axis pp has size True"),
+        ({"mesh": {"pp": 2.0}}, "axis pp has size 2.0"),
+        ({"schedule": None}, "schedule is None; give the name"),
+        ({"schedule": 3}, "schedule is 3"),
+        ({"costs": {"forward": 1}}, "costs is .*give a quintsched.Costs"),
+        ({"schedule": "zb-auto", "memory_cap": float("inf")}, "memory_cap is inf; give a finite number"),
+        ({"schedule": "zb-auto", "memory_cap": float("nan")}, "memory_cap is nan"),
+        ({"schedule": "zb-auto", "memory_cap": "4"}, "memory_cap is '4'"),
+        ({"schedule": "zb-auto", "memory_cap": True}, "memory_cap is True"),
+        ({"tied": ["w"]}, "tied is .*give the stages"),
+        ({"tied": {"w": "01"}}, "tied 'w' is '01'"),
+        ({"tied": {"w": (0, 1.0)}}, "tied 'w' is 1.0"),
+        ({"tied": {3: (0, 1)}}, "tied: 3 is not a name"),
+        ({"communication": None}, "unknown communication None"),
+        ({"communication": ["ring"]}, "unknown communication"),
+        ({"wire": 3}, "wire is 3"),
+        ({"recompute": "11"}, "recompute is '11'"),
+    ],
+)
+def test_what_is_no_setting_is_refused_in_words(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(qs.UsageError, match=words):
+        qs.compile(**{"schedule": "1f1b", "mesh": "pp=2", "microbatches": 4, **setting})
+
+
+def test_an_empty_mesh_is_one_rank() -> None:
+    assert qs.compile("1f1b", mesh={}, microbatches=2).mesh.size == 1
+
+
+@pytest.mark.parametrize("schedule", BUILT_IN, ids=lambda schedule: schedule.name)
+@settings(deadline=None, max_examples=60)
+@given(
+    where=st.lists(st.integers(-2, 4) | st.integers(0, 1).map(np.int64), max_size=6)
+    | st.permutations([0, 1, 1, 0])
+    | st.sampled_from([None, "01", (0, None), ("0", 1), (0.0, 1.0), (True, False), 5, {0: 1}, b"\0\1", (10**30, 0)])
+)
+def test_any_placement_is_refused_or_sound(schedule: Schedule, where: Any) -> None:
+    try:
+        plan = qs.compile(schedule, mesh="pp=2", microbatches=4, stage_to_pp=where)
+    except qs.UsageError as refusal:
+        message = str(refusal)
+    else:
+        message = ""
+        assert plan.check(profile="blocking").sound
+        assert qs.Plan.from_json(plan.to_json()) == plan
+    assert not message or message.startswith(("stage_to_pp is ", f"{schedule.name}: "))
+    assert "\n" not in message
+
+
+def test_a_placement_that_a_schedule_cannot_take_is_one_clear_error() -> None:
+    with pytest.raises(
+        qs.UsageError, match=r"1f1b: it cannot run with stage_to_pp=\[0, 1, 0\]; its own .* \[0, 1\]\. "
+    ):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 1, 0])
+    with pytest.raises(qs.UsageError, match=r"zbv: it cannot run with stage_to_pp=\[0, 1, 0\]; its own"):
+        qs.compile("zbv", mesh="pp=2", microbatches=2, stage_to_pp=[0, 1, 0])
+
+
+def own(order: Any, **fields: Any) -> Schedule:
+    return Schedule(name="own", order=order, summary="", bubble="", memory="", **fields)
+
+
+def good(rank: int, shape: Shape) -> Order:
+    for microbatch in range(shape.microbatches):
+        yield Fwd(rank, microbatch)
+        yield Bwd(rank, microbatch)
+
+
+@pytest.mark.parametrize(
+    "placed", [None, 3, "01", [0, None], [0, 1.0], [True, False], [0, 2], [-1, 0], [], {}, [10**30, 0]]
+)
+def test_a_placement_of_ones_own_that_gives_no_ranks_is_unsound(placed: object) -> None:
+    with pytest.raises(qs.UnsoundError, match="own: for pp=2 and 1 chunks its placement gives "):
+        qs.compile(own(good, placement=lambda pp, chunks: placed), mesh="pp=2", microbatches=2)
+
+
+def test_a_placement_of_numpys_is_taken() -> None:
+    plan = qs.compile(own(good, placement=lambda pp, chunks: np.arange(pp)), mesh="pp=2", microbatches=2)
+    assert json.loads(plan.to_json())["stage_to_pp"] == [0, 1]
+
+
+class Quits:
+    """Ways in which code of one's own ends other things than itself."""
+
+    @staticmethod
+    def exits(rank: int, shape: Shape) -> Order:
+        raise SystemExit(7)
+        yield
+
+    @staticmethod
+    def closes(rank: int, shape: Shape) -> Order:
+        raise GeneratorExit
+        yield
+
+    @staticmethod
+    def digs(rank: int, shape: Shape) -> Order:
+        return Quits.digs(rank, shape)
+
+
+@pytest.mark.parametrize("order", [Quits.exits, Quits.closes, Quits.digs])
+def test_a_schedule_that_quits_is_unsound(order: Any) -> None:
+    with pytest.raises(qs.UnsoundError, match=r"own at pp=2, .*: the schedule failed at .*test_request.py:"):
+        qs.compile(own(order), mesh="pp=2", microbatches=2)
+    with pytest.raises(qs.UnsoundError, match="the schedule failed at"):
+        qs.compile(own(good, constraint=lambda shape: order(0, shape).__next__()), mesh="pp=2", microbatches=2)
+
+
+def test_an_interrupt_is_an_interrupt() -> None:
+    def interrupted(rank: int, shape: Shape) -> Order:
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        qs.compile(own(interrupted), mesh="pp=2", microbatches=2)
+
+
+@pytest.mark.parametrize("second", [(Fwd, Fwd, Bwd, Bwd), (Fwd, Bwd), (Fwd, Bwd, Fwd, Bwd, Bwd)])
+def test_a_schedule_that_gives_another_order_each_time_is_unsound(second: tuple[type, ...]) -> None:
+    asked = []
+
+    def fickle(rank: int, shape: Shape) -> Order:
+        asked.append(rank)
+        kinds = second if len(asked) > 2 and rank else (Fwd, Bwd, Fwd, Bwd)
+        count = {Fwd: 0, Bwd: 0}
+        for kind in kinds:
+            yield kind(rank, count[kind])
+            count[kind] += 1
+
+    with pytest.raises(qs.UnsoundError, match=r"own: asked twice for rank 1, the schedule yields .* and then "):
+        qs.compile(own(fickle), mesh="pp=2", microbatches=2)
+
+
+def test_a_request_is_frozen_and_can_be_changed_in_a_copy() -> None:
+    request = CompileRequest("1f1b", mesh="pp=2", microbatches=4)
+    assert replace(request, microbatches=8) == CompileRequest("1f1b", mesh=qs.Mesh(pp=2), microbatches=np.int64(8))
+    assert compile_request(request) == qs.compile("1f1b", mesh="pp=2", microbatches=4)
