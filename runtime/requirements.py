@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
-from quintsched.verify.soundness import require_runnable as require_free
+from quintsched.verify.soundness import check
 
 from .blocks.blocks import Blocks, some_take
 from .comm import Transport
@@ -26,19 +26,7 @@ def require_runnable(plan: Plan, transport: Transport) -> None:
             f"mesh {plan.mesh} shares out each sequence over cp, and {plan.schedule.name} cuts it into "
             f"{plan.schedule.slices} slices; a run does one or the other"
         )
-    require_free(plan, transport.profile)
-    layout = plan.layout
-    for route in plan.routes:
-        parts = [layout.part_of(stage) for stage in route.stages]
-        if parts != list(range(1 + max(map(layout.part_of, range(len(plan.stage_to_pp)))))):
-            raise MisfitError(
-                f"a route visits the pieces of the model in the order {parts}; to be run, each route must visit all of "
-                "them in the model's order"
-            )
-    for stage in range(len(plan.stage_to_pp)):
-        twins = layout.twins(stage)
-        if len({plan.stage_to_pp[twin] for twin in twins}) < len(twins):
-            raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
+    check(plan, transport.profile).raise_if_unsound()
 
 
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_GROUP_QUEUE = range(-1, 4)
 NO_GROUP = -1
 
+ISSUED = (Send, Recv, ShareMetrics, SyncTied)
+"""What a host only issues: it waits in computations, and at everything else that ends a step."""
+
 MessageQueues = Callable[[Ints, Ints, int], Ints]
 """(sources, destinations, number of ranks) → a number per message, equal where messages share a queue."""
 
@@ -58,6 +61,11 @@ class Profile:
     one_queue: bool = False
     one_wire: bool = False
     message_queues: MessageQueues | None = None
+
+    @property
+    def matches_by_tag(self) -> bool:
+        """Whether messages find each other by name, so that no queue orders them."""
+        return not (self.one_queue or self.one_wire or self.message_queues)
 
     def queues(self, events: Events) -> Ints:
         """Return the number of each row's queue on its rank; `NO_QUEUE` where nothing orders it."""
@@ -310,14 +318,17 @@ def _run_in_time(first: list[int], following: list[int], waiting: list[int], dur
 def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
     """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
 
+    That is the graph of a proof. Without, it is the one that is timed: of queues and data alone. Under `blocking` a
+    rank's one queue is its program order already.
+
     A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
     without messages, as a schedule yields it, has the right edges too.
     """
     parts = [queue_edges(events, profile)]
     if not profile.one_queue:
         parts += [data_edges(events, flows), room_edges(events)]
-    if one_host:
-        parts.append(host_edges(events, profile))
+        if one_host:
+            parts.append(host_edges(events, profile))
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
     return EventGraph(events.num_events, sources, targets, ranks)
 
@@ -326,14 +337,14 @@ def host_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
     """Return (sources, targets, ranks): what a host adds that issues its program in order, and waits as it goes.
 
     It waits in computations and at what ends a step. Messages and other collectives it only issues, but not before it
-    has come to them; where tags match messages (no queues), those are issued ahead of their place and wait for nobody.
+    has come to them; where tags match messages, those are issued ahead of their place and wait for nobody.
     """
     columns = events.columns
-    issued = columns.are(Send, Recv, ShareMetrics, SyncTied)
+    issued = columns.are(*ISSUED)
     waits = np.flatnonzero(~issued)
     same = columns.rank[waits[:-1]] == columns.rank[waits[1:]]
     sources, targets = [waits[:-1][same]], [waits[1:][same]]
-    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & (profile.message_queues is None)))
+    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & profile.matches_by_tag))
     before = np.searchsorted(waits, later) - 1
     known = (before >= 0) & (columns.rank[waits[np.maximum(before, 0)]] == columns.rank[later])
     sources.append(waits[before[known]])

@@ -15,6 +15,7 @@ from quintsched.ir.layout import TWINS, Zero
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, Plan
 from quintsched.verify.collectives import communication_faults
+from quintsched.verify.meaning import piece_faults
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def _head_faults(plan: Plan) -> Iterator[str]:
     routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
     if routed != list(range(plan.schedule.num_units)):
         yield f"the routes must hold each of the {plan.schedule.num_units} microbatches once"
-    if plan.stage_to_part is not None and len(plan.stage_to_part) != len(plan.stage_to_pp):
-        yield f"stage_to_part names {len(plan.stage_to_part)} stages, but there are {len(plan.stage_to_pp)}"
+    yield from piece_faults(plan)
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)
