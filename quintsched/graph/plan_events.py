@@ -346,9 +346,10 @@ def host_edges(events: Events, profile: Profile) -> tuple[Ints, Ints, Ints]:
     sources, targets = [waits[:-1][same]], [waits[1:][same]]
     later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & profile.matches_by_tag))
     before = np.searchsorted(waits, later) - 1
-    known = (before >= 0) & (columns.rank[waits[np.maximum(before, 0)]] == columns.rank[later])
-    sources.append(waits[before[known]])
-    targets.append(later[known])
+    later, before = later[before >= 0], waits[before[before >= 0]]
+    same = columns.rank[before] == columns.rank[later]
+    sources.append(before[same])
+    targets.append(later[same])
     rows = np.concatenate(sources)
     return events.of[rows], events.of[np.concatenate(targets)], columns.rank[rows]
 

@@ -1,10 +1,11 @@
 """A plan as algebra: does it compute exactly the gradient of the sequential program, no more and no less?
 
-Each piece of the model is five random numbers modulo a prime, and stage s computes on each slice of a microbatch
+Each piece of the model is five random numbers modulo a prime, and computes on each slice of a microbatch
 
     y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
 
-with the gradients worked out by hand. Such maps do not commute, so an output knows every stage it came through, in
+with the gradients worked out by hand. The sequential program goes through the pieces in the model's order, the plan
+through stages along its routes. Such maps do not commute, so an output knows every stage it came through, in
 which order, and a sum of gradients knows every microbatch in it. A number is one entry per replica, each with data of
 its own, so that a sum over replicas that is missing, early, done twice or over other axes shows as well. Where replicas
 share out gradients (ZeRO), each keeps some entries of a sum and 0 for all others, until they are gathered.
@@ -104,6 +105,11 @@ def equivalence(plan: Plan, seed: int = 0) -> Equivalence:
     if malformed:
         where = () if malformed.rank is None or malformed.index is None else ((malformed.rank, malformed.index),)
         return Equivalence(plan, (malformed.message,), where)
+    return run_and_compare(plan, seed)
+
+
+def run_and_compare(plan: Plan, seed: int = 0) -> Equivalence:
+    """Judge a plan whose numbers all name something; whether its routes see the model in order shows in the run."""
     model = Model(plan, seed)
     run = _Run(plan, model)
     stopped = run.to_the_end()
@@ -135,7 +141,7 @@ def _wrong_shares(shares: list[tuple[int, Gradient]], stage: int, expected: Sequ
         if times[unit] != 1:
             yield f"stage {stage} adds up the gradient of microbatch {unit} {times[unit]} times instead of once"
     for unit, share in shares:
-        if not _same(share, expected.shares[stage, unit]):
+        if not _same(share, expected.share(stage, unit)):
             yield f"stage {stage} computes another gradient for microbatch {unit} than the sequential program"
 
 
