@@ -62,6 +62,10 @@ def _head_faults(plan: Plan) -> Iterator[str]:
     pp, stages = plan.mesh.pp, range(len(plan.stage_to_pp))
     if len(plan.programs) != pp:
         yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {pp} pipeline ranks"
+    sizes = {"microbatches": plan.schedule.microbatches, "slices": plan.schedule.slices}
+    for name, size in {**sizes, "buckets_per_stage": plan.buckets_per_stage}.items():
+        if size < 1:
+            yield f"{name} is {size}; there is at least one"
     for stage, rank in enumerate(plan.stage_to_pp):
         if not 0 <= rank < pp:
             yield f"stage {stage} is placed on pipeline rank {rank}, which is not among 0 to {pp - 1}"
