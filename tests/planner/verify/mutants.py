@@ -1,7 +1,8 @@
 """Plans with faults, and a judge of them that shares no code with the planner but the instructions.
 
-A mutant is a small plan with one or two changes: instructions swapped, moved, dropped or doubled, messages sent to
-another rank, microbatches, stages and buckets renumbered. Some do no harm.
+A mutant is a small plan with changes of its programs: instructions swapped, moved, dropped or doubled, messages sent to
+another rank, microbatches, stages and buckets renumbered. `any_mutant` changes its head and its spelled-out collectives
+as well (`head_edits`), in 1 to 4 places. Some do no harm.
 
 `Judge` runs a plan under rendezvous to where nothing moves: each rank has a program counter, a send and its receive
 advance together, a collective advances when all of its members have come to it. Values are tokens that have to be
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from random import Random
 
 import quintsched as qs
@@ -41,6 +43,8 @@ from quintsched.ir.instructions import (
 )
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule
+from tests.planner.collectives.mini_mutants import MiniJudge
+from tests.planner.verify.head_edits import edit_head
 
 SHAPES = (
     ("pp=1", 1),
@@ -92,14 +96,42 @@ def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict
     return [qs.compile(schedule, **shape, **kind) for kind in kinds]
 
 
+def spelled_plans() -> list[Plan]:
+    """Plans whose buckets are exchanged in messages: by rings, by trees, by whatever is fastest; with ZeRO 1 to 3."""
+    found = []
+    for name in ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b"):
+        for mesh in ("dp=2,pp=2", "dp=3,pp=2", "dp=2,ep=2,pp=2"):
+            kinds = [{"communication": means} for means in ("ring", "tree", "auto")]
+            kinds += [{"communication": "ring", "zero": zero} for zero in (1, 2, 3)]
+            kinds += [{"communication": "auto", "zero": 1}]
+            if name == "1f1b":
+                kinds.append({"communication": "ring", "zero": 1, "recompute": 1, "tied": {"embedding": (0, 1)}})
+            found += [
+                qs.compile(name, mesh=mesh, microbatches=2 if name != "dualpipe" else 4, **kind) for kind in kinds
+            ]
+    found += [qs.compile("1f1b", mesh="dp=4", microbatches=1, communication=means) for means in ("ring", "tree")]
+    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+
+
 def mutant(plan: Plan, random: Random) -> Plan:
-    """Return the plan with one or two changes."""
+    """Return the plan with one or two changes of its programs."""
     for _ in range(random.randint(1, 2)):
-        rank = random.randrange(len(plan.programs))
-        program = list(plan.programs[rank])
-        if program:
-            plan = with_program(plan, rank, _changed(program, plan, random))
+        plan = edit_program(plan, random)
     return plan
+
+
+def any_mutant(plan: Plan, random: Random) -> Plan:
+    """Return the plan with 1 to 4 changes of any kind."""
+    for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4))):
+        plan = (edit_head if random.random() < 0.3 else edit_program)(plan, random)
+    return plan
+
+
+def edit_program(plan: Plan, random: Random) -> Plan:
+    """Return the plan with one change of one program."""
+    rank = random.randrange(len(plan.programs))
+    program = list(plan.programs[rank])
+    return with_program(plan, rank, _changed(program, plan, random)) if program else plan
 
 
 def with_program(plan: Plan, rank: int, program: list[Instruction]) -> Plan:
@@ -161,6 +193,67 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     return program
 
 
+def head_faults(plan: Plan) -> list[str]:
+    """Say what of a plan's head names nothing, does not fit, or is another model than the one to be trained."""
+    found, sizes = [], dict(plan.mesh.axes)
+    pp, stages, trains = sizes.get("pp", 1), len(plan.stage_to_pp), plan.mode == "train"
+    units = plan.schedule.microbatches * plan.schedule.slices
+    if min(plan.schedule.microbatches, plan.schedule.slices, plan.buckets_per_stage) < 1:
+        found.append("there is less than one of something")
+    if len(plan.programs) != pp or not all(0 <= home < pp for home in plan.stage_to_pp):
+        found.append("programs and stages do not fit the ranks")
+    if sorted(unit for route in plan.routes for unit in route.microbatches) != list(range(units)):
+        found.append("not every microbatch has one route")
+    pieces = range(stages) if plan.stage_to_part is None else plan.stage_to_part
+    model = list(range(len(set(pieces))))
+    if len(pieces) != stages:
+        return ["the pieces of the model do not fit the stages"]
+    if any(not set(route.stages) <= set(range(stages)) for route in plan.routes):
+        return ["a route goes where no stage is"]
+    if any([pieces[stage] for stage in route.stages] != model for route in plan.routes):
+        found.append("a route does not see the model")
+    if {stage for route in plan.routes for stage in route.stages} != set(range(stages)):
+        found.append("a stage is on no route")
+    if len(set(zip(pieces, plan.stage_to_pp, strict=True))) < stages:
+        found.append("twins are on one rank")
+    if (plan.recompute and len(plan.recompute) != stages) or min(plan.recompute, default=0) < 0:
+        found.append("recompute does not fit the stages")
+    if any(plan.recompute) and not trains:
+        found.append("there is nothing to recompute for")
+    for held in plan.tied.values():
+        if plan.stage_to_part is not None or len(held) < 2 or list(held) != sorted(set(held)):
+            found.append("a weight is tied wrongly")
+        elif not any(set(held) <= set(route.stages) for route in plan.routes):
+            found.append("no microbatch sees all that is tied")
+    return found + _zero_faults(plan, sizes, trains) + _communication_faults(plan, sizes)
+
+
+def _zero_faults(plan: Plan, sizes: dict[str, int], trains: bool) -> list[str]:
+    stage, every = plan.zero.stage, plan.zero.every
+    replicas = any(sizes.get(axis, 1) > 1 for axis in ("dp", "cp", "ep"))
+    fine = 0 <= stage <= 3 and every >= 1 and (every == 1 or (stage >= 2 and trains))
+    fine = fine and (stage == 0 or replicas) and (trains or stage in (0, 3))
+    return [] if fine else ["nothing can be shared out like this"]
+
+
+def _communication_faults(plan: Plan, sizes: dict[str, int]) -> list[str]:
+    """Every sum over replicas has to have its own collective, in the plan's way."""
+    kinds = {AllReduceBucket: "all_reduce", ReduceScatterBucket: "reduce_scatter", AllGatherBucket: "all_gather"}
+    called = {
+        (kinds[type(i)], prod(sizes.get(axis, 1) for axis in i.axes))
+        for program in plan.programs
+        for i in program
+        if type(i) in kinds
+    }
+    means, plans = plan.communication.means, plan.communication.plans.values()
+    there = {(mini.kind, mini.size) for mini in plans}
+    found = ["calls and collectives are not the same"] if means != "native" and called != there else []
+    found += ["native is spelled out"] if means == "native" and plans else []
+    if means in ("ring", "tree") and any(mini.algorithm != means for mini in plans):
+        found.append("something is spelled out in another way")
+    return found
+
+
 Token = tuple[object, ...]
 LASTING = {("metrics",), ("norm",)}
 
@@ -170,6 +263,13 @@ class Judge:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.faults, self.finished = head_faults(plan), False
+        if not self.faults:
+            self._run(plan)
+            judges = map(MiniJudge, plan.communication.plans.values())
+            self.faults += [f"{j.plan.title} is broken" for j in judges if not (j.right and j.careful)]
+
+    def _run(self, plan: Plan) -> None:
         self.trains, self.slices = plan.mode == "train", plan.schedule.slices
         self.neighbours = {
             (stage, unit): (
@@ -184,7 +284,6 @@ class Judge:
         self.pc = [0] * len(plan.programs)
         self.here: list[set[Token]] = [set() for _ in plan.programs]
         self.ever: list[set[Token]] = [set() for _ in plan.programs]
-        self.faults: list[str] = []
         while any(self._advance(rank) for rank in range(len(self.pc))):
             pass
         self.finished = all(self._next(rank) is None for rank in range(len(self.pc)))

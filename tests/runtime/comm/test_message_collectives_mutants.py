@@ -1,4 +1,4 @@
-"""What the proof lets pass leaves what its kind promises when it is run: with garbage in the buffers, on strict wires."""
+"""What the proof lets pass keeps its promise when it is run: with garbage in the buffers, on strict wires."""
 
 from __future__ import annotations
 
