@@ -24,7 +24,7 @@ from ..planner.verify.mutants import any_mutant, small_plans, spelled_plans
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
-PLANS = [plan for plan in [*small_plans(), *spelled_plans()] if plan.mode == "train"]
+PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4] if plan.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
@@ -123,7 +123,7 @@ def accepted(seed: int, count: int) -> list[qs.Plan]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("plan", PLANS[::25], ids=lambda plan: plan.title)
+@pytest.mark.parametrize("plan", PLANS[::31], ids=lambda plan: plan.title)
 def test_what_is_compiled_trains_as_one_process_does(plan: qs.Plan) -> None:
     require_equality(plan)
 

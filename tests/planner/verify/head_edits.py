@@ -32,6 +32,8 @@ from tests.planner.collectives.mini_mutants import mini_mutant
 
 def edit_head(plan: Plan, random: Random) -> Plan:
     """Return the plan with one such change; the plan itself where it does not apply."""
+    if plan.communication.plans and random.random() < 0.5:
+        return _collective(plan, random)
     return random.choice(EDITS)(plan, random)
 
 
@@ -263,9 +265,6 @@ EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
     _tied,
     _tied,
     _sizes,
-    _collective,
-    _collective,
-    _collective,
     _collective,
     _rename_units,
     _halves,

@@ -19,7 +19,7 @@ from quintsched.verify.equivalence import equivalence
 from quintsched.verify.soundness import Point
 from tests.planner.verify.mutants import Judge, any_mutant, small_plans, spelled_plans, with_program
 
-PLANS = [*small_plans(), *spelled_plans()]
+PLANS = [*small_plans(), *spelled_plans() * 4]
 
 
 @st.composite
