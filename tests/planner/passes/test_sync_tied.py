@@ -15,7 +15,8 @@ from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdWeight, Instruct
 from quintsched.plan import MAX_TIED, Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
-from tests.planner.verify.mutants import Judge, with_program
+from tests.planner.verify.judge import Judge
+from tests.planner.verify.mutants import with_program
 
 
 @pytest.mark.parametrize(

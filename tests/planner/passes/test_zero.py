@@ -29,7 +29,8 @@ from quintsched.ir.layout import Zero
 from quintsched.plan import MAX_ZERO_EVERY, Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
-from tests.planner.verify.mutants import Judge, with_program
+from tests.planner.verify.judge import Judge
+from tests.planner.verify.mutants import with_program
 
 MESHES = {
     "dp=2": {"dp": 2},
