@@ -53,11 +53,11 @@ def test_checker_and_run_agree_on_mutants(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_checker_and_run_agree_on_a_hundred_thousand_mutants(seed):
-    """5,200 each, of all schedules there are: 104,000 in about five minutes of one core."""
+    """2,600 each, of all schedules there are: 104,000 in about five minutes of one core."""
     random = Random(seed)
-    for _ in range(5200):
+    for _ in range(2600):
         assert_agreement(any_mutant(random.choice(PLANS), random))
 
 
