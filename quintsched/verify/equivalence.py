@@ -25,7 +25,7 @@ from quintsched.ir.values import METRICS, NORM
 from quintsched.plan import Plan
 from quintsched.text.listing import excerpt
 from quintsched.verify.algebra import Gradient, Model, Sequential
-from quintsched.verify.collectives import broken_collectives
+from quintsched.verify.symbolic_collective import broken_promise
 from quintsched.verify.symbolic_run import SymbolicRank, SymbolicRun
 from quintsched.verify.wellformed import malformations
 
@@ -54,13 +54,14 @@ class Equivalence:
 def equivalence(plan: Plan, seed: int = 0) -> Equivalence:
     """Run a plan and the sequential program on the same random model, and compare all that the plan leaves behind.
 
-    A spelled-out collective is run as a symbol of what its kind promises, so it has to be proved to keep it.
+    A spelled-out collective is run on its own (`symbolic_collective`), and in the plan's run is what its kind promises.
     """
     malformed = next(malformations(plan), None)
     if malformed:
         where = () if malformed.rank is None or malformed.index is None else ((malformed.rank, malformed.index),)
         return Equivalence(plan, (malformed.message,), where)
-    broken = tuple(finding.message for finding in broken_collectives(plan))
+    judged = ((name, broken_promise(mini, seed)) for name, mini in plan.communication.plans.items())
+    broken = tuple(f"collective {name!r}: {fault}" for name, fault in judged if fault)
     return Equivalence(plan, broken) if broken else run_and_compare(plan, seed)
 
 

@@ -11,6 +11,8 @@ import quintsched as qs
 from quintsched.collectives import CollectivePlan, Communication
 from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv
 from quintsched.verify.diagnostics import Point
+from quintsched.verify.equivalence import equivalence
+from quintsched.verify.symbolic_collective import broken_promise
 from tests.planner.collectives.mini_mutants import (
     MiniJudge,
     doubling,
@@ -22,8 +24,13 @@ SEEDS = small_collectives()
 
 
 def assert_agreement(plan: CollectivePlan) -> bool:
-    """The proof and the run agree: on the result, and on whether what nobody knows is sent or added to."""
+    """The proof and the run agree: on the result, and on whether what nobody knows is sent or added to.
+
+    What is sound leaves what is promised in algebra too; what algebra refuses is not right in the run either.
+    """
     verdict, judge = plan.check(), MiniJudge(plan)
+    promise = broken_promise(plan)
+    assert promise is None or not (verdict.sound or judge.right), (promise, verdict.explain())
     assert verdict.sound == (judge.right and judge.careful), (verdict.explain(), judge.right, judge.careful)
     return verdict.sound
 
@@ -67,6 +74,8 @@ def test_an_all_gather_that_adds_to_what_stood_there_is_refused_in_words() -> No
     plans = {**plan.communication.plans, name: adding}
     changed = replace(plan, communication=Communication("ring", plans, plan.communication.wire))
     assert plan.check().sound
+    assert equivalence(plan).holds
+    assert f"collective {name!r}: rank 0 ends with something else in chunk 3 than" in equivalence(changed).explain()
     for profile in ("blocking", "channel", "tagged"):
         verdict = changed.check(profile=profile)
         assert {finding.point for finding in verdict.findings} == {Point.COMPLETE}
