@@ -10,7 +10,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
-from quintsched.verify.soundness import require_runnable as require_free_on_one_host
 
 from .blocks.blocks import Blocks, some_take
 from .comm import Transport
@@ -32,31 +31,7 @@ def require_runnable(plan: Plan, transport: Transport) -> Verdict:
         )
     verdict = plan.check(profile=transport.profile)
     verdict.raise_if_unsound()
-    if not verdict.profiles["blocking"]:
-        require_free_on_one_host(plan, transport.profile)
-    _require_models_order(plan)
-    _require_separate_twins(plan)
     return verdict
-
-
-def _require_models_order(plan: Plan) -> None:
-    """Raise `MisfitError` unless each route visits the whole model, in its order."""
-    layout = plan.layout
-    for route in plan.routes:
-        visited = [layout.part_of(stage) for stage in route.stages]
-        if visited != list(range(1 + max(map(layout.part_of, range(len(plan.stage_to_pp)))))):
-            raise MisfitError(
-                f"a route visits the pieces of the model in the order {visited}; to be run, each route must visit all "
-                "of them in the model's order"
-            )
-
-
-def _require_separate_twins(plan: Plan) -> None:
-    """Raise `MisfitError` where stages that hold the same weights, of different routes, are on one rank."""
-    for stage in range(len(plan.stage_to_pp)):
-        twins = plan.layout.twins(stage)
-        if len({plan.stage_to_pp[twin] for twin in twins}) < len(twins):
-            raise MisfitError(f"the twins {twins} hold the same piece of the model on one rank; they need a rank each")
 
 
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:

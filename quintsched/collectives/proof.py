@@ -4,8 +4,14 @@
 
 A message is one event: its send and its receive. It waits for all messages of the step before it, on both of its
 ranks: so runs a host that blocks in each step, the profile `blocking` of plans. What is free of deadlock there is free
-under every other profile. Then the events are run in order with symbols for data: a chunk is the set of ranks whose
-contributions are in it, and adding two sets that have a rank in common is a fault.
+under every other profile. Then the events are run in order with symbols for data:
+
+    brought by r     what rank r contributes: to every chunk, or (all-gather) to those of its own part
+    rest on r        what stood in the other chunks before, which nobody knows: to send it, or to add to it, is a fault
+    a sum            of two symbols that have no rank in common; what an all-reduce leaves must be added up in the same
+                     order on all ranks, or the replicas would drift apart by what is rounded
+
+What a reduce-scatter leaves in chunks of other ranks' parts is not said, and so is not looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +22,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from quintsched.collectives.program import ChunkMessage, CollectivePlan, Half, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.program import (
+    KINDS,
+    ChunkMessage,
+    CollectivePlan,
+    Half,
+    RecvChunk,
+    SendChunk,
+    SendRecv,
+    Step,
+)
 from quintsched.errors import UnsoundError
 from quintsched.graph.event_graph import EventGraph, stretches
 from quintsched.verify.diagnostics import Finding, Point
@@ -54,9 +69,9 @@ class CollectiveVerdict:
 
 
 _PROMISES = {
-    "all_reduce": "every rank ends with every chunk's sum, each contribution in it once",
+    "all_reduce": "every rank ends with every chunk's sum, each contribution in it once, added up in the same order",
     "reduce_scatter": "every rank ends with the sum of its part, each contribution in it once",
-    "all_gather": "every rank ends with every rank's part",
+    "all_gather": "every rank ends with every rank's part, whatever stood there before",
 }
 
 
@@ -88,6 +103,12 @@ def event_graph(plan: CollectivePlan) -> EventGraph:
 def _malformed(plan: CollectivePlan) -> Iterator[Finding]:
     if len(plan.programs) != plan.size:
         yield Finding(Point.WELL_FORMED, f"there are {len(plan.programs)} programs for {plan.size} ranks")
+        return
+    if plan.kind not in KINDS:
+        yield Finding(Point.WELL_FORMED, f"there is no collective {plan.kind!r}")
+    if plan.size < 2 or plan.chunks < 1:
+        message = f"{plan.size} ranks and {plan.chunks} chunks: it takes at least two ranks and a chunk"
+        yield Finding(Point.WELL_FORMED, message)
         return
     if plan.kind != "all_reduce" and plan.chunks % plan.size:
         message = f"{plan.chunks} chunks do not divide into a part for each of {plan.size} ranks"
@@ -154,29 +175,57 @@ def _end_on(message: ChunkMessage, rank: int) -> Half:
 
 
 def _incomplete(plan: CollectivePlan) -> Iterator[Finding]:
-    """Run the messages with sets of contributions (bit r: that of rank r) for data."""
+    """Run the messages with symbols for data."""
+    sums = Sums(plan.size)
     held = [[_at_first(plan, rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.size)]
     before: dict[tuple[int, int], int] = {}
     for sent, received in _in_order(plan):
         came = before.get((sent.rank, sent.step), held[sent.rank][sent.chunk])
         there = held[received.rank][received.chunk]
-        where = received.rank, received.step
-        if not came:
-            message = f"{plan.at(sent)} sends chunk {sent.chunk}, of which it has nothing yet"
-            yield Finding(Point.COMPLETE, message, sent.rank, sent.step)
-        if received.reduce and came & there:
-            twice = _names(came & there)
-            message = f"{plan.at(received)} adds what rank {twice} brought to chunk {received.chunk} a second time"
-            yield Finding(Point.COMPLETE, message, *where)
+        yield from _wrongly_moved(plan, sums, sent, received, came, there)
         if _sends_same(plan.programs[received.rank][received.step]):
-            before[where] = there  # the other half of the step goes out as it was
-        held[received.rank][received.chunk] = came | there if received.reduce else came
+            before[received.rank, received.step] = there  # the other half of the step goes out as it was
+        held[received.rank][received.chunk] = sums.add(came, there) if received.reduce else came
     for rank, chunks in enumerate(held):
         for chunk, found in enumerate(chunks):
-            wanted = _at_last(plan, rank, chunk)
-            if wanted is not None and found != wanted:
-                lacks = f"lacks what rank {_names(wanted & ~found)} brings" if wanted & ~found else "holds too much"
-                yield Finding(Point.COMPLETE, f"rank {rank} ends with a chunk {chunk} that {lacks}", rank)
+            if fault := _wrong_at_last(plan, sums, rank, chunk, found, held[0][chunk]):
+                yield Finding(Point.COMPLETE, f"rank {rank} ends with a chunk {chunk} that {fault}", rank)
+
+
+def _wrongly_moved(
+    plan: CollectivePlan, sums: Sums, sent: Half, received: Half, came: int, there: int
+) -> Iterator[Finding]:
+    """Yield what is wrong with a message that carries `came` to where `there` stands."""
+    if sums.holds_rest(came):
+        message = f"{plan.at(sent)} sends chunk {sent.chunk}, of which it has nothing yet"
+        yield Finding(Point.COMPLETE, message, sent.rank, sent.step)
+    if not received.reduce:
+        return
+    where = received.rank, received.step
+    if sums.holds_rest(there):
+        message = f"{plan.at(received)} adds to chunk {received.chunk}, of which it has nothing yet: what stood there"
+        yield Finding(Point.COMPLETE, f"{message} before would be in the sum", *where)
+    twice = sums.brought(came) & sums.brought(there)
+    if twice:
+        message = f"{plan.at(received)} adds what rank {_names(twice)} brought to chunk {received.chunk} a second time"
+        yield Finding(Point.COMPLETE, message, *where)
+
+
+def _wrong_at_last(
+    plan: CollectivePlan, sums: Sums, rank: int, chunk: int, found: int, on_the_first: int
+) -> str | None:
+    """Say what is wrong with a chunk at the end; `on_the_first` is what rank 0 has there."""
+    wanted = _at_last(plan, rank, chunk)
+    if wanted is None:
+        return None
+    brought = sums.brought(found)
+    if wanted & ~brought:
+        return f"lacks what rank {_names(wanted & ~brought)} brings"
+    if brought != wanted or sums.holds_rest(found):
+        return "holds too much"
+    if plan.kind == "all_reduce" and found != on_the_first:
+        return "was added up in another order than that of rank 0: rounded, the two sums differ"
+    return None
 
 
 def _in_order(plan: CollectivePlan) -> list[ChunkMessage]:
@@ -192,7 +241,9 @@ def _sends_same(step: Step) -> bool:
 
 
 def _at_first(plan: CollectivePlan, rank: int, chunk: int) -> int:
-    return 1 << rank if plan.kind != "all_gather" or plan.owner(chunk) == rank else 0
+    """Return the symbol that stands in a chunk before: what the rank brings, or what nobody knows."""
+    brings = plan.kind != "all_gather" or plan.owner(chunk) == rank
+    return rank if brings else plan.size + rank
 
 
 def _at_last(plan: CollectivePlan, rank: int, chunk: int) -> int | None:
@@ -202,6 +253,34 @@ def _at_last(plan: CollectivePlan, rank: int, chunk: int) -> int | None:
     if plan.kind == "reduce_scatter" and plan.owner(chunk) != rank:
         return None
     return (1 << plan.size) - 1
+
+
+class Sums:
+    """Symbols for what a chunk holds: 0 … size-1 is what each rank brings, then the rest that stood on each before.
+
+    Sums of the same two symbols are the same symbol, whichever was there first: for numbers that are rounded too.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._made: dict[tuple[int, int], int] = {}
+        self._held = [1 << symbol for symbol in range(2 * size)]
+
+    def add(self, one: int, other: int) -> int:
+        """Return the symbol of a sum."""
+        pair = min(one, other), max(one, other)
+        if pair not in self._made:
+            self._made[pair] = len(self._held)
+            self._held.append(self._held[one] | self._held[other])
+        return self._made[pair]
+
+    def brought(self, symbol: int) -> int:
+        """Return the ranks (bit r: rank r) that brought something to it."""
+        return self._held[symbol] & ((1 << self._size) - 1)
+
+    def holds_rest(self, symbol: int) -> bool:
+        """Whether something is in it that stood in a buffer before."""
+        return self._held[symbol] >> self._size > 0
 
 
 def _names(contributions: int) -> str:

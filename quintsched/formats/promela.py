@@ -3,7 +3,8 @@
     spin -search plan.pml      every interleaving: a deadlock is an invalid end state, all else a failed assertion
 
 Under `blocking` a rank is one process that does its program in order, and what is needed, made and left over is
-asserted. Under the other transport profiles it is one process per queue, each waiting for what it needs.
+asserted. Under the other transport profiles it is one process per queue, each waiting for what it needs, and for the
+rank's host, which comes to it in program order: `passed` counts the instructions that the host has waited for.
 
     proctype rank_0()                              proctype rank_1()
     SendAct  atomic { take(4); c0_1 ! 7 }   ───▶   RecvAct  atomic { c0_1 ? got; assert(got == 7); make(9) }
@@ -22,6 +23,7 @@ from functools import cached_property
 from string import Template
 
 from quintsched.errors import UnsoundError, UsageError
+from quintsched.graph.edges import ISSUED
 from quintsched.graph.profiles import find_profile
 from quintsched.ir.dataflow import Flow, flow, gatherings_of
 from quintsched.ir.instructions import (
@@ -49,6 +51,7 @@ HEAD = Template("""\
 byte ended;                         /* processes */
 bool here[$values], ever[$values];    /* values: stands now, was ever made */
 short arrived[$groups], current[$groups];    /* collectives: members that came, what they came for */
+short passed[$ranks];    /* what each rank's host has waited for */
 
 inline make(x) { $make }
 inline need(x) { $need }
@@ -110,6 +113,7 @@ class _Model:
             buffers=f"channels that hold {self.buffer} messages" if self.buffer else "every message a rendezvous",
             values=max(len(self._numbers), 1),
             groups=max(len(self.groups), 1),
+            ranks=max(len(self.plan.programs), 1),
         )
         channels = [f"chan c{a}_{b} = [{self.buffer}] of {{ int }};" for a, b in sorted(self.channels)]
         values = [f"/* value {number}: {value}, on rank {rank} */" for (rank, value), number in self._numbers.items()]
@@ -122,11 +126,13 @@ class _Model:
         """Return the steps of each process by its name, in the order of the program."""
         found: dict[str, list[str]] = {}
         for rank, program in enumerate(self.plan.programs):
+            waits = 0
             for index, i in enumerate(program):
                 queue = self._queue(rank, i)
                 if queue is not None:
-                    step = self._step(rank, index, i)
+                    step = self._hosted(rank, i, waits, self._step(rank, index, i))
                     found.setdefault(f"rank_{rank}{queue}", []).append(f"/* {index:3} {i} */ {step};")
+                waits += not isinstance(i, ISSUED)
         if self.profile == "tagged":
             found["network"] = self._network()
         return found
@@ -146,6 +152,14 @@ class _Model:
         if self.profile == "pair-stream":
             source, target = sorted((source, target))
         return None if self.profile == "tagged" else f"_wire_{source}_{target}"
+
+    def _hosted(self, rank: int, i: Instruction, waits: int, step: str) -> str:
+        """Return a step as the rank's host comes to it, which has waited for so many instructions before it."""
+        if self.profile == "blocking":
+            return step
+        if isinstance(i, ISSUED):
+            return f"passed[{rank}] >= {waits}; {step}"
+        return f"passed[{rank}] == {waits}; {step}; passed[{rank}]++"
 
     @staticmethod
     def _channel(rank: int, i: Message) -> tuple[int, int]:

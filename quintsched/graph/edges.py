@@ -22,9 +22,15 @@ from quintsched.ir.instructions import FreeParams, GatherParams, Recv, Send, Sha
 Edges = tuple[Ints, Ints, Ints]
 """(sources, targets, ranks): events, and the rank on which the target waits."""
 
+ISSUED = (Send, Recv, ShareMetrics, SyncTied)
+"""What a host only issues: it waits in computations, and at everything else that ends a step."""
+
 
 def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
     """Return the event graph of a plan under a transport profile; with `one_host`, as a rank's host adds to it.
+
+    That is the graph of a proof. Without, it is the one that is timed: of queues and data alone. Under `blocking` a
+    rank's one queue is its program order already.
 
     A value that no instruction of its own rank makes comes from the rank that makes it: so the graph of a plan
     without messages, as a schedule yields it, has the right edges too.
@@ -33,8 +39,8 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
     parts = [queue_edges(events, queues)]
     if not profile.one_queue:
         parts += [data_edges(events, flows, queues), room_edges(events)]
-    if one_host:
-        parts.append(host_edges(events, profile))
+        if one_host:
+            parts.append(host_edges(events, profile))
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
     return EventGraph(events.num_events, sources, targets, ranks)
 
@@ -43,18 +49,19 @@ def host_edges(events: Events, profile: Profile) -> Edges:
     """Return what a host adds that issues its program in order, and waits as it goes.
 
     It waits in computations and at what ends a step. Messages and other collectives it only issues, but not before it
-    has come to them; where tags match messages (no queues), those are issued ahead of their place and wait for nobody.
+    has come to them; where tags match messages, those are issued ahead of their place and wait for nobody.
     """
     columns = events.columns
-    issued = columns.are(Send, Recv, ShareMetrics, SyncTied)
+    issued = columns.are(*ISSUED)
     waits = np.flatnonzero(~issued)
     same = columns.rank[waits[:-1]] == columns.rank[waits[1:]]
     sources, targets = [waits[:-1][same]], [waits[1:][same]]
-    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & (profile.message_queues is None)))
+    later = np.flatnonzero(issued & ~(columns.are(Send, Recv) & profile.matches_by_tag))
     before = np.searchsorted(waits, later) - 1
-    known = (before >= 0) & (columns.rank[waits[np.maximum(before, 0)]] == columns.rank[later])
-    sources.append(waits[before[known]])
-    targets.append(later[known])
+    later, before = later[before >= 0], waits[before[before >= 0]]
+    same = columns.rank[before] == columns.rank[later]
+    sources.append(before[same])
+    targets.append(later[same])
     rows = np.concatenate(sources)
     return events.of[rows], events.of[np.concatenate(targets)], columns.rank[rows]
 

@@ -38,6 +38,11 @@ class Profile:
     one_wire: bool = False
     message_queues: Callable[[Channels], Ints] | None = None
 
+    @property
+    def matches_by_tag(self) -> bool:
+        """Whether messages find each other by name, so that no queue orders them."""
+        return not (self.one_queue or self.one_wire or self.message_queues)
+
     def queues(self, events: Events) -> Ints:
         """Return the number of each row's queue on its rank; `NO_QUEUE` where nothing orders it."""
         columns, channels, groups = events.columns, events.channels, events.groups

@@ -1,6 +1,7 @@
 """A model as five random numbers modulo a prime per piece, and the gradients of its sequential program.
 
-Stage s computes on each slice of a microbatch
+The model is its pieces 0, 1, 2, … in this order, and a stage has the weights of the piece that it holds. A piece
+computes on each slice of a microbatch
 
     y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
 
@@ -136,15 +137,28 @@ class Model:
 
 @dataclass(frozen=True)
 class Sequential:
-    """The same model in one process: each microbatch forward through its whole route, then back."""
+    """The same model in one process: each microbatch forward through its pieces in their order, then back.
+
+    It knows nothing of routes: a stage's gradient is that of the piece it holds, over all microbatches.
+    """
 
     plan: PlanData
     model: Model
 
     @cached_property
-    def shares(self) -> dict[tuple[int, int], Gradient]:
-        """What each (stage, unit) adds to the gradient of that stage."""
+    def _holders(self) -> dict[int, int]:
+        """The pieces of the model in its order, and a stage that holds each."""
+        stages = range(len(self.plan.stage_to_pp) - 1, -1, -1)
+        return dict(sorted({self.plan.layout.part_of(stage): stage for stage in stages}.items()))
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], Gradient]:
+        """What each (piece, unit) adds to the gradient of that piece."""
         return {place: share for place, share, _ in self._all()}
+
+    def share(self, stage: int, unit: int) -> Gradient:
+        """Return what a unit adds to the gradient of the piece that a stage holds."""
+        return self._shares[self.plan.layout.part_of(stage), unit]
 
     @cached_property
     def total_loss(self) -> Number:
@@ -154,9 +168,9 @@ class Sequential:
 
     def gradient(self, stage: int, bucket: int = 0) -> Gradient:
         """The gradient of a stage's weights: over all units, all stages that hold them and the bucket's replicas."""
-        found = list(self._of_stage[stage])
-        for tie in self.plan.layout.ties_of(stage):
-            parts = [self._of_stage[holder][self.model.held(tie, holder)] for holder in tie.stages]
+        found = list(self._of_stage(stage))
+        for tie in self.model.named[stage]:
+            parts = [self._of_stage(holder)[self.model.held(tie, holder)] for holder in tie.stages]
             found[self.model.held(tie, stage)] = added(*parts)
         return tuple(self.model.over(self.plan.layout.buckets[bucket], part) for part in found)
 
@@ -166,33 +180,27 @@ class Sequential:
         shared = layout.zero.shares_weights
         return self.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
 
-    @cached_property
-    def _of_stage(self) -> dict[int, Gradient]:
-        """The gradient of each stage over all units."""
-        stages = range(len(self.plan.stage_to_pp))
-        shares: dict[int, list[Gradient]] = {stage: [] for stage in stages}
-        for (stage, _), share in self.shares.items():
-            shares[stage].append(share)
-        return {stage: added(*shares[stage]) for stage in stages}
+    def _of_stage(self, stage: int) -> Gradient:
+        """Return the gradient of the piece that a stage holds, over all units."""
+        return added(*(self.share(stage, unit) for unit in range(self.plan.layout.num_microbatches)))
 
     def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
         slices = self.plan.schedule.slices
-        for route in self.plan.routes:
-            for microbatch in sorted({unit // slices for unit in route.microbatches}):
-                yield from self._microbatch(route.stages, range(microbatch * slices, (microbatch + 1) * slices))
+        for first in range(0, self.plan.layout.num_microbatches, slices):
+            yield from self._microbatch(range(first, first + slices))
 
-    def _microbatch(self, stages: tuple[int, ...], units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
-        model, saved = self.model, {}
+    def _microbatch(self, units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+        model, saved, last = self.model, {}, [*self._holders][-1]
         values = {unit: model.inputs[unit] for unit in units}
-        for stage in stages:
+        for piece, holder in self._holders.items():
             keys = model.zero
             for unit in units:
-                saved[stage, unit] = Saved(values[unit], keys)
-                values[unit], keys = forward(model.weights[stage], saved[stage, unit])
+                saved[piece, unit] = Saved(values[unit], keys)
+                values[unit], keys = forward(model.weights[holder], saved[piece, unit])
         losses = {unit: model.loss(unit, values[unit]) for unit in units}
         grads = {unit: model.loss_grad(unit, values[unit]) for unit in units}
-        for stage in reversed(stages):
+        for piece, holder in reversed(self._holders.items()):
             grad_k = model.zero
             for unit in reversed(units):
-                grads[unit], grad_k, share = backward(model.weights[stage], saved[stage, unit], grads[unit], grad_k)
-                yield (stage, unit), model.share(stage, share), losses[unit] if stage == stages[-1] else model.zero
+                grads[unit], grad_k, share = backward(model.weights[holder], saved[piece, unit], grads[unit], grad_k)
+                yield (piece, unit), model.share(holder, share), losses[unit] if piece == last else model.zero

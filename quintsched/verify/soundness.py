@@ -2,6 +2,9 @@
 
     well-formed → 1 complete → 2 data flow → 3 channels → 5 collectives → 4 deadlock → 6 memory
 
+A profile is what a run asks of a transport: its queues, and a host that issues each rank's program in order and waits
+where a computation takes a value. Messages with tags are issued ahead of their place, and wait for nobody.
+
 One pipeline proves all replicas: they run the same programs, and mapping a rank to its pp coordinate maps a cycle
 to a cycle. Each finding names a pipeline rank, an index in its program and what stands there.
 """
@@ -123,24 +126,6 @@ def _prove(plan: PlanData) -> Verdict:
     return Verdict(plan, tuple(findings), profiles, activations, receives, cycles)
 
 
-def require_runnable(plan: PlanData, profile: str) -> None:
-    """Raise `UnsoundError` unless a plan is sound, and free of deadlock where a host runs each rank's program.
-
-    A profile lets a message overtake computations that stand before it. A host cannot: it issues in program order, and
-    waits where a computation takes a value. What is free under `blocking` passes always.
-    """
-    verdict = check(plan, profile)
-    verdict.raise_if_unsound()
-    if verdict.profiles["blocking"]:
-        return
-    events = Events.merge(plan)
-    graph = build_graph(events, plan.flows, find_profile(profile), one_host=True)
-    run = graph.run()
-    if not run.finished:
-        waits = _describe_cycle(plan, events, graph.cycle(run.waiting), f"{profile}, issued in program order")
-        replace(verdict, findings=tuple(waits)).raise_if_unsound()
-
-
 def require_wellformed(plan: PlanData) -> None:
     """Raise `UnsoundError` for the first number of a plan that names nothing."""
     for malformation in malformations(plan):
@@ -246,7 +231,8 @@ def _deadlocks(
 ) -> tuple[dict[str, bool], dict[str, tuple[Finding, ...]]]:
     """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
 
-    Not so with a broken data flow: the later ones wait for a value that comes too late, `blocking` for nothing.
+    With a broken data flow it does not: the later ones wait for a value that comes too late, `blocking` for nothing.
+    Each is what a run asks of such a transport, its host included, which issues a rank's program in order.
     """
     free: dict[str, bool] = {}
     found: dict[str, tuple[Finding, ...]] = {}
@@ -255,7 +241,7 @@ def _deadlocks(
         if not flow_is_broken:
             return dict.fromkeys(PROFILES, True), found
     for name in (name for name in PROFILES if name not in free):
-        graph = build_graph(events, plan.flows, PROFILES[name])
+        graph = build_graph(events, plan.flows, PROFILES[name], one_host=True)
         run = graph.run()
         free[name] = run.finished
         if run.finished and not flow_is_broken:

@@ -16,6 +16,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData
 from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
+from quintsched.verify.meaning import piece_faults
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
     pp, stages = plan.mesh.pp, range(len(plan.stage_to_pp))
     if len(plan.programs) != pp:
         yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {pp} pipeline ranks"
+    sizes = {"microbatches": plan.schedule.microbatches, "slices": plan.schedule.slices}
+    for name, size in {**sizes, "buckets_per_stage": plan.buckets_per_stage}.items():
+        if size < 1:
+            yield f"{name} is {size}; there is at least one"
     for stage, rank in enumerate(plan.stage_to_pp):
         if not 0 <= rank < pp:
             yield f"stage {stage} is placed on pipeline rank {rank}, which is not among 0 to {pp - 1}"
@@ -85,8 +90,7 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
     routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
     if routed != list(range(plan.schedule.num_units)):
         yield f"the routes must hold each of the {plan.schedule.num_units} microbatches once"
-    if plan.stage_to_part is not None and len(plan.stage_to_part) != len(plan.stage_to_pp):
-        yield f"stage_to_part names {len(plan.stage_to_part)} stages, but there are {len(plan.stage_to_pp)}"
+    yield from piece_faults(plan)
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)

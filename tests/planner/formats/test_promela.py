@@ -15,6 +15,7 @@ from quintsched.plan import Plan
 from quintsched.verify.diagnostics import Point
 from quintsched.verify.soundness import Verdict
 from tests.planner.verify.mutants import mutant, small_plans, with_program
+from tests.planner.verify.test_host_order import held_back
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")
@@ -101,6 +102,13 @@ def test_buffers_free_what_rendezvous_blocks(careless, tmp_path):
     assert not errors(to_promela(plan, buffer=1), tmp_path)
     for profile in PROFILES:
         assert_spin_agrees(plan, profile, tmp_path)
+
+
+@needs_spin
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", PROFILES)
+def test_spin_and_checker_agree_where_a_host_closes_a_circle(profile, tmp_path):
+    assert assert_spin_agrees(held_back(), profile, tmp_path) == (profile != "tagged")
 
 
 @needs_spin

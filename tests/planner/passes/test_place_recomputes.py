@@ -17,7 +17,8 @@ from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.simulation.time_grid import time_grid
 from quintsched.testing import assert_plan_sound
-from tests.planner.verify.mutants import Judge, with_program
+from tests.planner.verify.judge import Judge
+from tests.planner.verify.mutants import with_program
 
 TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
 

@@ -1,17 +1,12 @@
-"""Plans with faults, and a judge of them that shares no code with the planner but the instructions.
+"""Plans with faults.
 
-A mutant is a small plan with one or two changes: instructions swapped, moved, dropped or doubled, messages sent to
-another rank, microbatches, stages and buckets renumbered. Some do no harm.
-
-`Judge` runs a plan under rendezvous to where nothing moves: each rank has a program counter, a send and its receive
-advance together, a collective advances when all of its members have come to it. Values are tokens that have to be
-there when they are taken. With no wildcard receive, the order in which ranks get their turn does not matter: one run
-decides.
+A mutant is a small plan with changes of its programs: instructions swapped, moved, dropped or doubled, messages sent to
+another rank, microbatches, stages and buckets renumbered. `any_mutant` changes its head and its spelled-out collectives
+as well (`head_edits`), in 1 to 4 places. Some do no harm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -22,25 +17,18 @@ from quintsched.ir.instructions import (
     Bwd,
     BwdInput,
     BwdWeight,
-    ClipGrad,
     Compute,
     FreeParams,
-    Fwd,
     GatherParams,
     Instruction,
     Message,
     OptStep,
-    Recompute,
-    RecvAct,
-    RecvGrad,
     ReduceScatterBucket,
-    SendAct,
-    SendGrad,
-    ShareMetrics,
     SyncTied,
 )
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule
+from tests.planner.verify.head_edits import edit_head
 
 SHAPES = (
     ("pp=1", 1),
@@ -92,14 +80,42 @@ def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict
     return [qs.compile(schedule, **shape, **kind) for kind in kinds]
 
 
+def spelled_plans() -> list[Plan]:
+    """Plans whose buckets are exchanged in messages: by rings, by trees, by whatever is fastest; with ZeRO 1 to 3."""
+    found = []
+    for name in ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b"):
+        for mesh in ("dp=2,pp=2", "dp=3,pp=2", "dp=2,ep=2,pp=2"):
+            kinds = [{"communication": means} for means in ("ring", "tree", "auto")]
+            kinds += [{"communication": "ring", "zero": zero} for zero in (1, 2, 3)]
+            kinds += [{"communication": "auto", "zero": 1}]
+            if name == "1f1b":
+                kinds.append({"communication": "ring", "zero": 1, "recompute": 1, "tied": {"embedding": (0, 1)}})
+            found += [
+                qs.compile(name, mesh=mesh, microbatches=2 if name != "dualpipe" else 4, **kind) for kind in kinds
+            ]
+    found += [qs.compile("1f1b", mesh="dp=4", microbatches=1, communication=means) for means in ("ring", "tree")]
+    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+
+
 def mutant(plan: Plan, random: Random) -> Plan:
-    """Return the plan with one or two changes."""
+    """Return the plan with one or two changes of its programs."""
     for _ in range(random.randint(1, 2)):
-        rank = random.randrange(len(plan.programs))
-        program = list(plan.programs[rank])
-        if program:
-            plan = with_program(plan, rank, _changed(program, plan, random))
+        plan = edit_program(plan, random)
     return plan
+
+
+def any_mutant(plan: Plan, random: Random) -> Plan:
+    """Return the plan with 1 to 4 changes of any kind."""
+    for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4))):
+        plan = (edit_head if random.random() < 0.3 else edit_program)(plan, random)
+    return plan
+
+
+def edit_program(plan: Plan, random: Random) -> Plan:
+    """Return the plan with one change of one program."""
+    rank = random.randrange(len(plan.programs))
+    program = list(plan.programs[rank])
+    return with_program(plan, rank, _changed(program, plan, random)) if program else plan
 
 
 def with_program(plan: Plan, rank: int, program: list[Instruction]) -> Plan:
@@ -159,295 +175,3 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             kind = random.choice([Bwd, BwdInput, BwdWeight])
             program[index] = kind(i.stage, i.microbatch)
     return program
-
-
-Token = tuple[object, ...]
-LASTING = {("metrics",), ("norm",)}
-
-
-class Judge:
-    """A maximal run of a plan; `finished` says whether every rank came to its end, `faults` what went wrong."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.trains, self.slices = plan.mode == "train", plan.schedule.slices
-        self.neighbours = {
-            (stage, unit): (
-                route.stages[place - 1] if place else None,
-                route.stages[place + 1] if place + 1 < len(route.stages) else None,
-            )
-            for route in plan.routes
-            for place, stage in enumerate(route.stages)
-            for unit in route.microbatches
-        }
-        self.order = self._order_of_backwards()
-        self.pc = [0] * len(plan.programs)
-        self.here: list[set[Token]] = [set() for _ in plan.programs]
-        self.ever: list[set[Token]] = [set() for _ in plan.programs]
-        self.faults: list[str] = []
-        while any(self._advance(rank) for rank in range(len(self.pc))):
-            pass
-        self.finished = all(self._next(rank) is None for rank in range(len(self.pc)))
-        for tokens in self.here:
-            self.faults += [f"{token} is left over" for token in tokens - LASTING]
-        for (stage, unit), (_, after) in self.neighbours.items():
-            owed = "weights" if self.trains else "loss" if after is None else "act"
-            if (owed, stage, unit) not in self.ever[plan.stage_to_pp[stage]]:
-                self.faults.append(f"stage {stage} never computes microbatch {unit}")
-
-    def _order_of_backwards(self) -> dict[int, list[int]]:
-        """The units of each stage in the order in which its rank completes their gradients."""
-        order: dict[int, list[int]] = {}
-        for program in self.plan.programs:
-            for i in program:
-                if isinstance(i, Bwd | BwdWeight):
-                    order.setdefault(i.stage, []).append(i.microbatch)
-        return order
-
-    @property
-    def good(self) -> bool:
-        return self.finished and not self.faults
-
-    def _next(self, rank: int) -> Instruction | None:
-        program = self.plan.programs[rank]
-        return program[self.pc[rank]] if self.pc[rank] < len(program) else None
-
-    def _advance(self, rank: int) -> bool:
-        """Let a rank do what it can do without waiting; return whether it did anything."""
-        begin = self.pc[rank]
-        while (i := self._next(rank)) is not None:
-            if isinstance(i, SendAct | SendGrad):
-                if not self._meet(rank, i):
-                    break
-            elif isinstance(i, RecvAct | RecvGrad):
-                break  # its sender takes it along
-            elif isinstance(i, ShareMetrics | ClipGrad | SyncTied):
-                members = range(len(self.pc))
-                if isinstance(i, SyncTied):
-                    members = sorted({self.plan.stage_to_pp[stage] for stage in i.stages})
-                if rank not in members or any(self._next(member) != i for member in members):
-                    break
-                for member in members:
-                    self._execute(member, i)
-            else:
-                self._execute(rank, i)
-        return self.pc[rank] > begin
-
-    def _meet(self, rank: int, i: SendAct | SendGrad) -> bool:
-        if not 0 <= i.peer < len(self.pc) or i.peer == rank:
-            return False
-        other = self._next(i.peer)
-        if not isinstance(other, RecvAct | RecvGrad) or other.peer != rank:
-            return False
-        token, expected = self._carried(i), self._carried(other)
-        self._execute(rank, i)
-        self._execute(i.peer, other)
-        if token is None or token != expected:
-            self.faults.append(f"{i} meets {other}")
-        return True
-
-    def _carried(self, i: Message) -> Token | None:
-        """What a message carries: a stage's output, or the gradient of it."""
-        before, after = self.neighbours.get((i.stage, i.microbatch), (None, None))
-        if isinstance(i, SendAct | RecvGrad):
-            return None if after is None else ("act" if isinstance(i, SendAct) else "grad", i.stage, i.microbatch)
-        return None if before is None else ("act" if isinstance(i, RecvAct) else "grad", before, i.microbatch)
-
-    def _execute(self, rank: int, i: Instruction) -> None:
-        self.pc[rank] += 1
-        if isinstance(i, Compute | Message):
-            here = (i.stage, i.microbatch) in self.neighbours and self.plan.stage_to_pp[i.stage] == rank
-            if not here:
-                self.faults.append(f"{i} is not for rank {rank}")
-            elif isinstance(i, Message):
-                self._pass_on(rank, i)
-            else:
-                self._compute(rank, i)
-        elif isinstance(i, ShareMetrics):
-            for stage, unit in self._owned(rank):
-                if self.neighbours[stage, unit][1] is None:
-                    self._take(rank, "loss", stage, unit)
-            self._give(rank, "metrics")
-        elif isinstance(i, ClipGrad):
-            for token in (("metrics",), *self._gradients(rank, self._stages(rank))):
-                self._need(rank, *token)
-            self._give(rank, "norm")
-        else:
-            self._of_stages(rank, i)
-
-    def _of_stages(self, rank: int, i: Instruction) -> None:
-        self._of_zero(i)
-        stages = i.stages if isinstance(i, OptStep | SyncTied) else (i.stage,)
-        mine = [stage for stage in stages if stage in self._stages(rank)]
-        if isinstance(i, SyncTied):
-            for stage in mine:
-                for token in self._weights(rank, stage):
-                    self._need(rank, *token)
-                self._give(rank, "tied", stage, i.params, i.stages)
-            if not all(("tied", stage, i.params, i.stages) in self._tied(stage) for stage in stages):
-                self.faults.append(f"{i} ties what is not tied")
-            return
-        if len(mine) < len(stages):
-            self.faults.append(f"{i} is not for rank {rank}")
-        elif isinstance(i, AllReduceBucket):
-            for token in (*self._weights(rank, i.stage), *self._tied(i.stage)):
-                self._need(rank, *token)
-            self._of_bucket(i)
-            self._give(rank, "reduced", i.stage, i.bucket, 0)
-        elif isinstance(i, ReduceScatterBucket):
-            self._of_bucket(i)
-            groups = self._groups(i.stage)
-            if i.part >= len(groups):
-                self.faults.append(f"there is no part {i.part}")
-                return
-            for unit in groups[i.part]:
-                self._need(rank, "weights", i.stage, unit)
-            for token in self._tied(i.stage):
-                self._need(rank, *token)
-            self._give(rank, "reduced", i.stage, i.bucket, i.part)
-        elif isinstance(i, AllGatherBucket):
-            self._of_bucket(i)
-            self._take(rank, "stepped", i.stage, i.bucket)
-        elif isinstance(i, GatherParams):
-            if ("full", i.stage) in self.here[rank]:
-                self.faults.append(f"{i} gathers what stands already")
-            self.here[rank].add(("full", i.stage))
-        elif isinstance(i, FreeParams):
-            self._take(rank, "full", i.stage)
-        elif isinstance(i, OptStep):
-            if self.plan.zero.stage in (1, 2):
-                for stage in stages:
-                    for bucket in self._buckets():
-                        self._give(rank, "stepped", stage, bucket)
-            for token in (("metrics",), ("norm",)):
-                self._need(rank, *token)
-            for token in self._gradients(rank, stages):
-                self._take(rank, *token)
-        else:
-            raise AssertionError(f"what is {i}?")
-
-    def _of_zero(self, i: Instruction) -> None:
-        """Each stage of ZeRO has instructions of its own."""
-        fits = {
-            AllReduceBucket: (0,),
-            ReduceScatterBucket: (1, 2, 3),
-            AllGatherBucket: (1, 2),
-            GatherParams: (3,),
-            FreeParams: (3,),
-        }
-        if self.plan.zero.stage not in fits.get(type(i), (0, 1, 2, 3)):
-            self.faults.append(f"{i} has no place here")
-
-    def _of_bucket(self, i: AllReduceBucket | ReduceScatterBucket | AllGatherBucket) -> None:
-        if i.bucket not in self._buckets():
-            self.faults.append(f"there is no bucket {i.bucket}")
-        elif i.axes != self._buckets()[i.bucket]:
-            self.faults.append(f"{i} is over other ranks than those that hold the same")
-
-    def _groups(self, stage: int) -> list[list[int]]:
-        """The units whose gradients are reduced together."""
-        units, every = self.order.get(stage, []), self.plan.zero.every
-        if self.plan.zero.stage < 2 or self._tied(stage):
-            return [[unit for owner, unit in self.neighbours if owner == stage]]
-        return [units[first : first + every] for first in range(0, len(units), every)]
-
-    def _pass_on(self, rank: int, i: Message) -> None:
-        token = self._carried(i)
-        if token is None:
-            self.faults.append(f"{i} has nobody to talk to")
-        elif isinstance(i, SendAct | SendGrad):
-            self._take(rank, *token)
-        else:
-            self._give(rank, *token)
-
-    def _compute(self, rank: int, i: Compute) -> None:
-        s, m = i.stage, i.microbatch
-        before, after = self.neighbours[s, m]
-        earlier, later = m % self.slices > 0, (m + 1) % self.slices > 0
-        if self.plan.zero.stage == 3 and not isinstance(i, BwdWeight):
-            self._need(rank, "full", s)
-        if isinstance(i, Fwd):
-            if before is not None:
-                self._take(rank, "act", before, m)
-            if earlier:
-                self._need(rank, "keys", s, m - 1)
-            if later:
-                self._give(rank, "keys", s, m)
-            self._give(rank, "loss" if after is None else "act", s, m)
-            if self.trains:
-                self._give(rank, "checkpoint" if self._recomputes(s) else "saved", s, m)
-            return
-        if isinstance(i, Recompute):
-            self._take(rank, "checkpoint", s, m)
-            if earlier:
-                self._need(rank, "keys", s, m - 1)
-            self._give(rank, "saved", s, m)
-            return
-        if isinstance(i, Bwd | BwdInput):
-            self._take(rank, "saved", s, m)
-            if after is not None:
-                self._take(rank, "grad", s, m)
-            if later:
-                self._take(rank, "keys", s, m)
-                self._take(rank, "keys grad", s, m)
-            if earlier:
-                self._give(rank, "keys grad", s, m - 1)
-            if before is not None:
-                self._give(rank, "grad", before, m)
-        if isinstance(i, BwdInput):
-            self._give(rank, "pending", s, m)
-        else:
-            if isinstance(i, BwdWeight):
-                self._take(rank, "pending", s, m)
-            self._give(rank, "weights", s, m)
-            groups = self._groups(s)
-            for part in [number - 1 for number, group in enumerate(groups) if number and m in group]:
-                for bucket in self._buckets():
-                    self._need(rank, "reduced", s, bucket, part)
-
-    def _recomputes(self, stage: int) -> bool:
-        return stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0
-
-    def _stages(self, rank: int) -> list[int]:
-        return [stage for stage, holder in enumerate(self.plan.stage_to_pp) if holder == rank]
-
-    def _owned(self, rank: int) -> list[tuple[int, int]]:
-        return [place for place in self.neighbours if self.plan.stage_to_pp[place[0]] == rank]
-
-    def _weights(self, rank: int, stage: int) -> list[Token]:
-        return [("weights", stage, unit) for owner, unit in self._owned(rank) if owner == stage]
-
-    def _tied(self, stage: int) -> list[Token]:
-        parts = self.plan.stage_to_part or ()
-        twins = tuple(other for other, part in enumerate(parts) if part == parts[stage])
-        found: list[Token] = [("tied", stage, "stage", twins)] if len(twins) > 1 else []
-        return found + [("tied", stage, name, held) for name, held in self.plan.tied.items() if stage in held]
-
-    def _gradients(self, rank: int, stages: list[int] | tuple[int, ...]) -> Iterator[Token]:
-        for stage in stages:
-            yield from self._weights(rank, stage)
-            yield from self._tied(stage)
-            parts = range(len(self._groups(stage)))
-            yield from (("reduced", stage, bucket, part) for bucket in self._buckets() for part in parts)
-
-    def _buckets(self) -> dict[int, tuple[str, ...]]:
-        """What is summed over replicas, and over which axes: dense weights, and where ep cuts them apart, experts."""
-        sizes, dense = dict(self.plan.mesh.axes), self.plan.buckets_per_stage
-        over = tuple(name for name, size in sizes.items() if name in ("dp", "cp", "ep") and size > 1)
-        without = tuple(name for name in over if name != "ep")
-        buckets = {bucket: over for bucket in range(dense) if over}
-        return buckets | {dense: without} if without and without != over else buckets
-
-    def _give(self, rank: int, *token: object) -> None:
-        if token in self.ever[rank]:
-            self.faults.append(f"{token} is made a second time on rank {rank}")
-        self.here[rank].add(token)
-        self.ever[rank].add(token)
-
-    def _need(self, rank: int, *token: object) -> None:
-        if token not in self.here[rank]:
-            self.faults.append(f"{token} is not on rank {rank}")
-
-    def _take(self, rank: int, *token: object) -> None:
-        self._need(rank, *token)
-        self.here[rank].discard(token)

@@ -15,26 +15,32 @@ from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import Bwd, Compute, Fwd, Instruction, Message, Recv, RecvAct, Send
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
+from quintsched.verify.equivalence import equivalence
 from quintsched.verify.soundness import Point
-from tests.planner.verify.mutants import Judge, mutant, small_plans, with_program
+from tests.planner.verify.judge import Judge
+from tests.planner.verify.mutants import any_mutant, small_plans, spelled_plans, with_program
 
-PLANS = small_plans()
+PLANS = [*small_plans(), *spelled_plans() * 4]
 
 
 @st.composite
 def mutants(draw: st.DrawFn) -> Plan:
-    """A plan with one or two faults, or with changes that do no harm."""
-    return mutant(draw(st.sampled_from(PLANS)), draw(st.randoms(use_true_random=False)))
+    """A plan with 1 to 4 faults, or with changes that do no harm."""
+    return any_mutant(draw(st.sampled_from(PLANS)), draw(st.randoms(use_true_random=False)))
 
 
 def assert_agreement(plan: Plan) -> None:
-    """The verdict and the run agree on soundness, and on deadlock wherever the checker says anything about it."""
+    """The verdict and the run agree on soundness, and on deadlock wherever the checker says anything about it.
+
+    What is sound computes the sequential gradient, as algebra has it.
+    """
     verdict, run = plan.check(profile="blocking"), Judge(plan)
     assert verdict.sound == run.good, (verdict.explain(), run.finished, run.faults)
     if verdict.profiles:
         assert verdict.profiles["blocking"] == run.finished, verdict.explain()
     if not run.finished:
         assert not verdict.sound
+    assert not verdict.sound or equivalence(plan).holds, equivalence(plan).explain()
     if not any(finding.point is Point.DATA_FLOW for finding in verdict.findings) and verdict.profiles:
         free = list(verdict.profiles.values())
         assert free == sorted(free), "a stricter transport is free where a laxer one is not"
@@ -47,17 +53,17 @@ def test_checker_and_run_agree_on_mutants(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_checker_and_run_agree_on_a_hundred_thousand_mutants(seed):
-    """5,200 each, of all schedules there are: 104,000 in about three minutes of one core."""
+    """2,600 each, of all schedules there are: 104,000 in about five minutes of one core."""
     random = Random(seed)
-    for _ in range(5200):
-        assert_agreement(mutant(random.choice(PLANS), random))
+    for _ in range(2600):
+        assert_agreement(any_mutant(random.choice(PLANS), random))
 
 
 def test_mutants_offend_against_every_point():
     random = Random(0)
-    verdicts = [mutant(random.choice(PLANS), random).check(profile="blocking") for _ in range(500)]
+    verdicts = [any_mutant(random.choice(PLANS), random).check(profile="blocking") for _ in range(500)]
     points = {finding.point for verdict in verdicts for finding in verdict.findings}
     assert points == {*Point} - {Point.MEMORY}
     assert sum(verdict.sound for verdict in verdicts) > 20, "some changes do no harm"

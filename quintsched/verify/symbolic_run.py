@@ -1,0 +1,331 @@
+"""A run of a plan on numbers that stand for everything: instruction by instruction, as a transport runs it.
+
+Program order on each rank, sends that never wait, channels that deliver what was sent first under whatever name the
+receiver expects. A value is taken from where it stands, or the run stops and says so. One small function per
+instruction; `quintsched.verify.algebra` has the model that they work on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from quintsched.ir import instructions as ins
+from quintsched.ir.instructions import Instruction
+from quintsched.ir.plan_data import PlanData
+from quintsched.ir.values import METRICS, NORM, Kind, Value
+from quintsched.verify.algebra import (
+    PRIME,
+    Gradient,
+    Model,
+    Number,
+    Saved,
+    Weights,
+    added,
+    backward,
+    forward,
+)
+
+
+@dataclass
+class SymbolicRank:
+    """One pipeline rank while it runs; `shares` are what was added to each stage's gradient, in order."""
+
+    number: int
+    index: int = 0
+    values: dict[Value, Any] = field(default_factory=dict)
+    grads: dict[tuple[int, int], Gradient] = field(default_factory=dict)
+    shares: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
+    reduced: dict[tuple[int, int], Gradient] = field(default_factory=dict)
+    applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
+
+    def take(self, kind: Kind, stage: int, unit: int) -> Any:
+        """Take a value away; raises `_Fault` where it does not stand here."""
+        value = Value(kind, stage, unit)
+        self.look_at(value)
+        return self.values.pop(value)
+
+    def look_at(self, value: Value) -> Any:
+        """Return a value; raises `_Fault` where it does not stand here."""
+        if value not in self.values:
+            raise _Fault(f"needs {value}, which does not stand on rank {self.number}")
+        return self.values[value]
+
+    def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
+        """Make a value; raises `_Fault` where it stands already."""
+        value = Value(kind, stage, unit)
+        if value in self.values:
+            raise _Fault(f"makes {value}, which stands on rank {self.number} already")
+        self.values[value] = number
+
+
+class _Fault(Exception):
+    """What an instruction cannot do."""
+
+
+class Stopped(NamedTuple):
+    """Where a run came to its end too early: why, and the (rank, index) of those that stand there."""
+
+    faults: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+class SymbolicRun:
+    """A run of all ranks, one instruction at a time."""
+
+    def __init__(self, plan: PlanData, model: Model) -> None:
+        self.plan, self.model = plan, model
+        self.ranks = [SymbolicRank(number) for number in range(len(plan.programs))]
+        self.channels: dict[tuple[int, int], deque[Number]] = {}
+
+    def to_the_end(self) -> Stopped | None:
+        """Run until nothing moves; return what is wrong where that is before the end."""
+        moving = True
+        while moving:
+            moving = False
+            for rank in self.ranks:
+                while (instruction := self.next(rank)) is not None and self.is_ready(rank, instruction):
+                    try:
+                        _HANDLERS[type(instruction)](self, rank, instruction)
+                    except _Fault as fault:
+                        where = f"rank {rank.number} instruction {rank.index}, {instruction}"
+                        return Stopped((f"{where}: {fault}",), ((rank.number, rank.index),))
+                    rank.index += 1
+                    moving = True
+        waiting = [(rank, i) for rank in self.ranks if (i := self.next(rank)) is not None]
+        if not waiting:
+            return None
+        faults = (f"rank {rank.number} waits for ever at instruction {rank.index}, {i}" for rank, i in waiting)
+        return Stopped(tuple(faults), tuple((rank.number, rank.index) for rank, _ in waiting))
+
+    def next(self, rank: SymbolicRank) -> Instruction | None:
+        """The instruction that `rank` has come to, or None at its end."""
+        program = self.plan.programs[rank.number]
+        return program[rank.index] if rank.index < len(program) else None
+
+    def is_ready(self, rank: SymbolicRank, instruction: Instruction) -> bool:
+        """Whether the message has come, and whether all members stand at the same collective."""
+        if isinstance(instruction, ins.Recv):
+            return bool(self.channels.get((instruction.peer, rank.number)))
+        members = self.members(instruction)
+        together = all(self.next(member) == instruction for member in members)
+        return rank in members and together if members else True
+
+    def members(self, instruction: Instruction) -> list[SymbolicRank]:
+        """The pipeline ranks that meet at a collective; none for everything else."""
+        if isinstance(instruction, ins.WHOLE_MESH):
+            return self.ranks
+        if isinstance(instruction, ins.SyncTied):
+            return [self.ranks[k] for k in self.plan.layout.ranks_of(instruction.stages)]
+        return []
+
+    def others(self, rank: SymbolicRank, instruction: Instruction) -> list[SymbolicRank]:
+        """The other members of a collective, who are done with it when this one is."""
+        return [member for member in self.members(instruction) if member is not rank]
+
+
+def _send(run: SymbolicRun, rank: SymbolicRank, i: ins.Send) -> None:
+    stage = i.stage if isinstance(i, ins.SendAct) else run.plan.layout.before(i.stage, i.microbatch)
+    number = rank.take(Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, stage, i.microbatch)
+    run.channels.setdefault((rank.number, i.peer), deque()).append(number)
+
+
+def _recv(run: SymbolicRun, rank: SymbolicRank, i: ins.Recv) -> None:
+    number = run.channels[i.peer, rank.number].popleft()
+    if isinstance(i, ins.RecvAct):
+        rank.put(Kind.OUTPUT, run.plan.layout.before(i.stage, i.microbatch), i.microbatch, number)
+    else:
+        rank.put(Kind.OUTPUT_GRAD, i.stage, i.microbatch, number)
+
+
+def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
+    layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
+    before = layout.before(s, u)
+    x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
+    saved = Saved(x, _keys_before(run, rank, i))
+    y, keys = forward(_weights(run, rank, s), saved)
+    if layout.after(s, u) >= 0:
+        rank.put(Kind.OUTPUT, s, u, y)
+    else:
+        rank.put(Kind.LOSS, s, u, model.loss(u, y))
+    if (u + 1) % layout.slices:
+        rank.put(Kind.KEYS, s, u, keys)
+    if layout.trains and layout.recomputes(s):
+        rank.put(Kind.CHECKPOINT, s, u, x)
+    elif layout.trains:
+        _save(run, rank, i, saved, y)
+
+
+def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
+    saved = Saved(rank.take(Kind.CHECKPOINT, i.stage, i.microbatch), _keys_before(run, rank, i))
+    _save(run, rank, i, saved, forward(_weights(run, rank, i.stage), saved)[0])
+
+
+def _weights(run: SymbolicRun, rank: SymbolicRank, stage: int) -> Weights:
+    """Return the full weights of a stage, which have to be gathered where its replicas hold shares."""
+    if not run.plan.layout.zero.shares_weights:
+        return run.model.weights[stage]
+    found: Weights = rank.look_at(Value(Kind.PARAMS, stage, 0))
+    return found
+
+
+def _gather_params(run: SymbolicRun, rank: SymbolicRank, i: ins.GatherParams) -> None:
+    rank.put(Kind.PARAMS, i.stage, 0, run.model.weights[i.stage])
+
+
+def _free_params(run: SymbolicRun, rank: SymbolicRank, i: ins.FreeParams) -> None:
+    rank.take(Kind.PARAMS, i.stage, 0)
+
+
+def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Number:
+    """Return the keys of the slice before."""
+    if i.microbatch % run.plan.layout.slices == 0:
+        return run.model.zero
+    found: Number = rank.look_at(Value(Kind.KEYS, i.stage, i.microbatch - 1))
+    return found
+
+
+def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y: Number) -> None:
+    """Keep what the backward needs; on the last stage the gradient of the loss too."""
+    is_last = run.plan.layout.after(i.stage, i.microbatch) < 0
+    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, run.model.loss_grad(i.microbatch, y) if is_last else None))
+
+
+def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
+    """Run the backward of a unit and hand its gradients on; return that of the weights."""
+    layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
+    saved, grad_y = rank.take(Kind.SAVED, s, u)
+    if grad_y is None:
+        grad_y = rank.take(Kind.OUTPUT_GRAD, s, u)
+    grad_k = model.zero
+    if (u + 1) % layout.slices:
+        rank.take(Kind.KEYS, s, u)
+        grad_k = rank.take(Kind.KEYS_GRAD, s, u)
+    of_input, of_keys, share = backward(_weights(run, rank, s), saved, grad_y, grad_k)
+    if layout.before(s, u) >= 0:
+        rank.put(Kind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
+    if u % layout.slices:
+        rank.put(Kind.KEYS_GRAD, s, u - 1, of_keys)
+    return model.share(s, share)
+
+
+def _bwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Bwd) -> None:
+    _add(run, rank, i, _backward_of(run, rank, i))
+
+
+def _bwd_input(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdInput) -> None:
+    rank.put(Kind.PENDING, i.stage, i.microbatch, _backward_of(run, rank, i))
+
+
+def _bwd_weight(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdWeight) -> None:
+    _add(run, rank, i, rank.take(Kind.PENDING, i.stage, i.microbatch))
+
+
+def _add(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, share: Gradient) -> None:
+    rank.shares.setdefault(i.stage, []).append((i.microbatch, share))
+    for bucket in run.plan.layout.buckets:
+        old = rank.grads.get((i.stage, bucket), (run.model.zero,) * len(share))
+        rank.grads[i.stage, bucket] = added(old, share)
+
+
+def _held(rank: SymbolicRank, stage: int, bucket: int) -> Gradient:
+    if (stage, bucket) not in rank.grads:
+        raise _Fault(f"finds no gradient of stage {stage}")
+    return rank.grads[stage, bucket]
+
+
+def _all_reduce_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllReduceBucket) -> None:
+    held = _held(rank, i.stage, i.bucket)
+    rank.grads[i.stage, i.bucket] = tuple(run.model.over(i.axes, part) for part in held)
+
+
+def _reduce_scatter_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.ReduceScatterBucket) -> None:
+    """Add the rank's share of the sum of what was accumulated since the last time, which then begins anew."""
+    place = (i.stage, i.bucket)
+    total = [run.model.over(i.axes, entry) for entry in _held(rank, *place)]
+    share = run.model.share_of(i.axes, tuple(total))
+    del rank.grads[place]
+    rank.reduced[place] = added(rank.reduced[place], share) if place in rank.reduced else share
+
+
+def _all_gather_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllGatherBucket) -> None:
+    steps = rank.applied.get((i.stage, i.bucket))
+    if not steps:
+        raise _Fault(f"finds no stepped shares of stage {i.stage}")
+    steps[-1] = tuple(run.model.over(i.axes, entry) for entry in steps[-1])
+
+
+def _stepped_with(run: SymbolicRun, rank: SymbolicRank) -> dict[tuple[int, int], Gradient]:
+    """The gradients as the optimizer wants them."""
+    return rank.reduced if run.plan.zero.shares_optimizer else rank.grads
+
+
+def _sync_tied(run: SymbolicRun, rank: SymbolicRank, i: ins.SyncTied) -> None:
+    tie = next(tie for tie in run.plan.layout.ties if (tie.params, tie.stages) == (i.params, i.stages))
+    holders = [(run.ranks[run.plan.stage_to_pp[stage]], stage, run.model.held(tie, stage)) for stage in i.stages]
+    for bucket in run.plan.layout.buckets:
+        total = added(*(_held(holder, stage, bucket)[part] for holder, stage, part in holders))
+        for holder, stage, part in holders:
+            gradient = list(_held(holder, stage, bucket))
+            gradient[part] = total
+            holder.grads[stage, bucket] = tuple(gradient)
+    _all_go_on(run, rank, i)
+
+
+def _share_metrics(run: SymbolicRun, rank: SymbolicRank, i: ins.ShareMetrics) -> None:
+    total = run.model.zero
+    for holder in run.ranks:
+        for value in [value for value in holder.values if value.kind is Kind.LOSS]:
+            total = (total + holder.values.pop(value)) % PRIME
+    for holder in run.ranks:
+        holder.values[METRICS] = run.model.over_replicas(total)
+    _all_go_on(run, rank, i)
+
+
+def _clip_grad(run: SymbolicRun, rank: SymbolicRank, i: ins.ClipGrad) -> None:
+    """Look at the gradients of all ranks, as they stand now."""
+    for holder in run.ranks:
+        holder.values[NORM] = dict(_stepped_with(run, holder))
+    _all_go_on(run, rank, i)
+
+
+def _opt_step(run: SymbolicRun, rank: SymbolicRank, i: ins.OptStep) -> None:
+    for value in (METRICS, NORM):
+        rank.look_at(value)
+    for stage in i.stages:
+        for bucket in run.plan.layout.buckets:
+            gradient = _stepped_with(run, rank).pop((stage, bucket), None)
+            if gradient is None:
+                raise _Fault(f"finds no gradient of stage {stage}")
+            if rank.values[NORM].get((stage, bucket)) is not gradient:
+                raise _Fault(f"uses another gradient of stage {stage} than the one in the norm")
+            rank.applied.setdefault((stage, bucket), []).append(gradient)
+
+
+def _all_go_on(run: SymbolicRun, rank: SymbolicRank, instruction: Instruction) -> None:
+    for other in run.others(rank, instruction):
+        other.index += 1
+
+
+_HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], None]] = {
+    ins.RecvAct: _recv,
+    ins.Fwd: _fwd,
+    ins.Recompute: _recompute,
+    ins.SendAct: _send,
+    ins.RecvGrad: _recv,
+    ins.Bwd: _bwd,
+    ins.BwdInput: _bwd_input,
+    ins.BwdWeight: _bwd_weight,
+    ins.SendGrad: _send,
+    ins.SyncTied: _sync_tied,
+    ins.AllReduceBucket: _all_reduce_bucket,
+    ins.ReduceScatterBucket: _reduce_scatter_bucket,
+    ins.AllGatherBucket: _all_gather_bucket,
+    ins.GatherParams: _gather_params,
+    ins.FreeParams: _free_params,
+    ins.ShareMetrics: _share_metrics,
+    ins.ClipGrad: _clip_grad,
+    ins.OptStep: _opt_step,
+}

@@ -1,0 +1,273 @@
+"""Changes of a plan that go beyond one program: of its head, of its spelled-out collectives, and in several places.
+
+Some are careless, so that head and programs no longer fit each other. Some change all that belongs together, and either
+do no harm (microbatches renamed everywhere, a backward cut into halves) or change what the plan means (other pieces of
+the model on the stages, with the sums over twins to match).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from random import Random
+
+from quintsched.collectives import Communication, spell
+from quintsched.ir.instructions import (
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    Compute,
+    FreeParams,
+    Fwd,
+    GatherParams,
+    Instruction,
+    Message,
+    Recompute,
+    SyncTied,
+)
+from quintsched.ir.layout import Route
+from quintsched.plan import Plan
+from tests.planner.collectives.mini_mutants import mini_mutant
+
+
+def edit_head(plan: Plan, random: Random) -> Plan:
+    """Return the plan with one such change; the plan itself where it does not apply."""
+    if plan.communication.plans and random.random() < 0.5:
+        return _collective(plan, random)
+    return random.choice(EDITS)(plan, random)
+
+
+def _with_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> Plan:
+    return replace(plan, programs=tuple(map(tuple, programs)))
+
+
+def _pieces(plan: Plan, random: Random) -> Plan:
+    """Other pieces of the model on the stages; half of the time with the sums over twins to match."""
+    stages = len(plan.stage_to_pp)
+    pieces = list(plan.stage_to_part or range(stages))
+    match random.randrange(4):
+        case 0:
+            random.shuffle(pieces)
+        case 1:
+            pieces[random.randrange(stages)] = random.randint(-1, stages)
+        case 2:
+            renamed = random.sample(range(stages), stages)
+            pieces = [renamed[piece] if 0 <= piece < stages else piece for piece in pieces]
+        case 3:
+            return replace(plan, stage_to_part=None)
+    changed = replace(plan, stage_to_part=tuple(pieces))
+    return _with_twins_added_up(changed) if random.random() < 0.5 else changed
+
+
+def _with_twins_added_up(plan: Plan) -> Plan:
+    pieces = plan.stage_to_part or ()
+    programs = []
+    for rank, program in enumerate(plan.programs):
+        rest = [i for i in program if not (isinstance(i, SyncTied) and i.params == "stage")]
+        at = next((k for k, i in enumerate(program) if isinstance(i, SyncTied)), len(rest))
+        mine = {pieces[stage] for stage, home in enumerate(plan.stage_to_pp) if home == rank}
+        twins = [tuple(stage for stage, piece in enumerate(pieces) if piece == held) for held in mine]
+        syncs = [SyncTied("stage", stages) for stages in sorted(twins) if len(stages) > 1]
+        programs.append([*rest[:at], *syncs, *rest[at:]])
+    return _with_programs(plan, programs)
+
+
+def _routes(plan: Plan, random: Random) -> Plan:
+    routes = list(plan.routes)
+    at = random.randrange(len(routes))
+    stages, microbatches = list(routes[at].stages), list(routes[at].microbatches)
+    match random.randrange(4):
+        case 0:
+            stages.reverse()
+        case 1 if stages:
+            del stages[random.randrange(len(stages))]
+        case 2 if microbatches:
+            moved = microbatches.pop(random.randrange(len(microbatches)))
+            other = random.choice([number for number in range(len(routes)) if number != at] or [at])
+            if other != at:
+                routes[other] = replace(routes[other], microbatches=(*routes[other].microbatches, moved))
+            else:
+                routes.append(Route(tuple(stages), (moved,)))
+        case _:
+            random.shuffle(stages)
+    routes[at] = Route(tuple(stages), tuple(microbatches))
+    return replace(plan, routes=tuple(routes))
+
+
+def _homes(plan: Plan, random: Random) -> Plan:
+    homes = list(plan.stage_to_pp)
+    homes[random.randrange(len(homes))] = random.randint(0, len(plan.programs))
+    return replace(plan, stage_to_pp=tuple(homes))
+
+
+def _zero(plan: Plan, random: Random) -> Plan:
+    if random.random() < 0.5:
+        return replace(plan, zero=replace(plan.zero, stage=random.randint(0, 4)))
+    return replace(plan, zero=replace(plan.zero, every=random.randint(0, 4)))
+
+
+def _recompute(plan: Plan, random: Random) -> Plan:
+    """Toggle the recomputation of a stage; half of the time with what its backwards then need."""
+    stages = len(plan.stage_to_pp)
+    recompute = list(plan.recompute or (0,) * stages)
+    stage = random.randrange(min(stages, len(recompute)))
+    recompute[stage] = 1 - min(recompute[stage], 1)
+    changed = replace(plan, recompute=tuple(recompute))
+    if random.random() < 0.5:
+        return changed
+
+    def fitting(i: Instruction) -> Iterable[Instruction]:
+        if isinstance(i, Compute) and i.stage == stage:
+            if isinstance(i, Recompute):
+                return
+            if isinstance(i, Bwd | BwdInput) and recompute[stage]:
+                yield Recompute(stage, i.microbatch)
+        yield i
+
+    return _with_programs(changed, ([made for i in program for made in fitting(i)] for program in plan.programs))
+
+
+def _tied(plan: Plan, random: Random) -> Plan:
+    """Tie a weight more, or one less; half of the time with its sum on all ranks that hold it."""
+    stages = len(plan.stage_to_pp)
+    if plan.tied and random.random() < 0.5:
+        gone = random.choice(sorted(plan.tied))
+        changed = replace(plan, tied={name: held for name, held in plan.tied.items() if name != gone})
+        kept = ([i for i in p if not (isinstance(i, SyncTied) and i.params == gone)] for p in plan.programs)
+        return _with_programs(changed, kept) if random.random() < 0.5 else changed
+    held = tuple(sorted(random.choices(range(stages + 1), k=2))) if random.random() < 0.3 else (0, stages - 1)
+    changed = replace(plan, tied={**plan.tied, "more": held})
+    if random.random() < 0.3 or not all(0 <= stage < stages for stage in held):
+        return changed
+    sync, programs = SyncTied("more", held), []
+    for rank, program in enumerate(plan.programs):
+        mine = any(plan.stage_to_pp[stage] == rank for stage in held)
+        ends = [k for k, i in enumerate(program) if isinstance(i, Compute | Message | SyncTied)]
+        at = max(ends, default=-1) + 1
+        programs.append([*program[:at], *([sync] if mine else []), *program[at:]])
+    return _with_programs(changed, programs)
+
+
+def _sizes(plan: Plan, random: Random) -> Plan:
+    if random.random() < 0.5:
+        return replace(plan, buckets_per_stage=random.randint(0, 3))
+    name = random.choice(["microbatches", "slices"])
+    changed = replace(plan.schedule, **{name: max(0, getattr(plan.schedule, name) + random.choice((-1, 1)))})
+    return replace(plan, schedule=changed)
+
+
+def _collective(plan: Plan, random: Random) -> Plan:
+    """Change a spelled-out collective, or which ones there are."""
+    communication, plans = plan.communication, dict(plan.communication.plans)
+    if not plans or random.random() < 0.1:
+        means = random.choice(("native", "ring", "tree", "auto"))
+        return replace(plan, communication=Communication(means, plans, communication.wire))
+    name = random.choice(sorted(plans))
+    match random.choices(("change", "drop", "more", "label"), (8, 1, 1, 1))[0]:
+        case "change":
+            plans[name] = mini_mutant(plans[name], random)
+        case "drop":
+            del plans[name]
+        case "more":
+            plans["more"] = spell(random.choice(("all_reduce", "all_gather")), "ring", random.randint(2, 4))
+        case "label":
+            plans[name] = replace(plans[name], algorithm=random.choice(("ring", "tree")))
+    return replace(plan, communication=Communication(communication.means, plans, communication.wire))
+
+
+def _rename_units(plan: Plan, random: Random) -> Plan:
+    """Two microbatches change places, everywhere, or (which is another plan) on one rank only."""
+    one, other = random.choices(range(1 + plan.schedule.num_units), k=2)
+    names = {one: other, other: one}
+    only = random.randrange(len(plan.programs)) if random.random() < 0.3 else None
+
+    def renamed(i: Instruction) -> Instruction:
+        if isinstance(i, Compute | Message):
+            return replace(i, microbatch=names.get(i.microbatch, i.microbatch))
+        return i
+
+    programs = (
+        map(renamed, program) if only in (None, rank) else program for rank, program in enumerate(plan.programs)
+    )
+    return _with_programs(plan, programs)
+
+
+def _halves(plan: Plan, random: Random) -> Plan:
+    """Cut some backwards into halves, or put halves together where the first one stands."""
+    chosen = {
+        (s, m) for s in range(len(plan.stage_to_pp)) for m in range(plan.schedule.num_units) if random.random() < 0.4
+    }
+    join = random.random() < 0.5
+
+    def changed(i: Instruction) -> Iterable[Instruction]:
+        if isinstance(i, Compute) and (i.stage, i.microbatch) in chosen:
+            if isinstance(i, Bwd) and not join:
+                yield from (BwdInput(i.stage, i.microbatch), BwdWeight(i.stage, i.microbatch))
+                return
+            if isinstance(i, BwdWeight) and join:
+                return
+            if isinstance(i, BwdInput) and join:
+                yield Bwd(i.stage, i.microbatch)
+                return
+        yield i
+
+    return _with_programs(plan, ([made for i in program for made in changed(i)] for program in plan.programs))
+
+
+def _messages(plan: Plan, random: Random) -> Plan:
+    """Swap two messages of a channel on both of its ends."""
+    sends = [i for program in plan.programs for i in program if isinstance(i, Message)]
+    if not sends:
+        return plan
+    one = random.choice(sends)
+    other = random.choice([i for i in sends if type(i) is type(one) and (i.stage, i.peer) == (one.stage, one.peer)])
+    places = {
+        (type(i), i.stage, i.peer, i.microbatch): (rank, at)
+        for rank, program in enumerate(plan.programs)
+        for at, i in enumerate(program)
+        if isinstance(i, Message)
+    }
+    programs = [list(program) for program in plan.programs]
+    for kind, stage, peer, unit in list(places):
+        rank, at = places[kind, stage, peer, unit]
+        if unit in (one.microbatch, other.microbatch):
+            i = programs[rank][at]
+            swapped = other.microbatch if unit == one.microbatch else one.microbatch
+            if (kind, stage, peer) == (type(one), one.stage, one.peer) or peer == _home(plan, one.stage):
+                programs[rank][at] = replace(i, microbatch=swapped)
+    return _with_programs(plan, programs)
+
+
+def _home(plan: Plan, stage: int) -> int:
+    return plan.stage_to_pp[stage] if 0 <= stage < len(plan.stage_to_pp) else -1
+
+
+def _weights(plan: Plan, random: Random) -> Plan:
+    """Drop weights in the middle of their use and gather them again, which only ZeRO-3 may."""
+    programs = [list(program) for program in plan.programs]
+    program = random.choice(programs)
+    places = [k for k, i in enumerate(program) if isinstance(i, Fwd | Bwd | BwdInput)]
+    if places:
+        at = random.choice(places)
+        stage = getattr(program[at], "stage")  # noqa: B009
+        program[at:at] = [FreeParams(stage), GatherParams(stage)]
+    return _with_programs(plan, programs)
+
+
+EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
+    _pieces,
+    _pieces,
+    _routes,
+    _homes,
+    _zero,
+    _recompute,
+    _recompute,
+    _tied,
+    _tied,
+    _sizes,
+    _collective,
+    _rename_units,
+    _halves,
+    _messages,
+    _weights,
+)

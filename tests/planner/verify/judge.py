@@ -1,0 +1,397 @@
+"""A judge of plans that shares no code with the planner but the instructions.
+
+`Judge` runs a plan under rendezvous to where nothing moves: each rank has a program counter, a send and its receive
+advance together, a collective advances when all of its members have come to it. Values are tokens that have to be
+there when they are taken. With no wildcard receive, the order in which ranks get their turn does not matter: one run
+decides. What a plan says of itself (its head) is judged before, its spelled-out collectives by `MiniJudge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from quintsched.ir.instructions import (
+    AllGatherBucket,
+    AllReduceBucket,
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    ClipGrad,
+    Compute,
+    FreeParams,
+    Fwd,
+    GatherParams,
+    Instruction,
+    Message,
+    OptStep,
+    Recompute,
+    RecvAct,
+    RecvGrad,
+    ReduceScatterBucket,
+    SendAct,
+    SendGrad,
+    ShareMetrics,
+    SyncTied,
+)
+from quintsched.plan import Plan
+from tests.planner.collectives.mini_mutants import MiniJudge
+
+
+def head_faults(plan: Plan) -> list[str]:
+    """Say what of a plan's head names nothing, does not fit, or is another model than the one to be trained."""
+    found, sizes = [], dict(plan.mesh.axes)
+    pp, stages, trains = sizes.get("pp", 1), len(plan.stage_to_pp), plan.mode == "train"
+    units = plan.schedule.microbatches * plan.schedule.slices
+    if min(plan.schedule.microbatches, plan.schedule.slices, plan.buckets_per_stage) < 1:
+        found.append("there is less than one of something")
+    if len(plan.programs) != pp or not all(0 <= home < pp for home in plan.stage_to_pp):
+        found.append("programs and stages do not fit the ranks")
+    if sorted(unit for route in plan.routes for unit in route.microbatches) != list(range(units)):
+        found.append("not every microbatch has one route")
+    pieces = range(stages) if plan.stage_to_part is None else plan.stage_to_part
+    model = list(range(len(set(pieces))))
+    if len(pieces) != stages:
+        return ["the pieces of the model do not fit the stages"]
+    if any(not set(route.stages) <= set(range(stages)) for route in plan.routes):
+        return ["a route goes where no stage is"]
+    if any([pieces[stage] for stage in route.stages] != model for route in plan.routes):
+        found.append("a route does not see the model")
+    if {stage for route in plan.routes for stage in route.stages} != set(range(stages)):
+        found.append("a stage is on no route")
+    if len(set(zip(pieces, plan.stage_to_pp, strict=True))) < stages:
+        found.append("twins are on one rank")
+    if (plan.recompute and len(plan.recompute) != stages) or min(plan.recompute, default=0) < 0:
+        found.append("recompute does not fit the stages")
+    if any(plan.recompute) and not trains:
+        found.append("there is nothing to recompute for")
+    for held in plan.tied.values():
+        if plan.stage_to_part is not None or len(held) < 2 or list(held) != sorted(set(held)):
+            found.append("a weight is tied wrongly")
+        elif not any(set(held) <= set(route.stages) for route in plan.routes):
+            found.append("no microbatch sees all that is tied")
+    return found + _zero_faults(plan, sizes, trains) + _communication_faults(plan, sizes)
+
+
+def _zero_faults(plan: Plan, sizes: dict[str, int], trains: bool) -> list[str]:
+    stage, every = plan.zero.stage, plan.zero.every
+    replicas = any(sizes.get(axis, 1) > 1 for axis in ("dp", "cp", "ep"))
+    fine = 0 <= stage <= 3 and every >= 1 and (every == 1 or (stage >= 2 and trains))
+    fine = fine and (stage == 0 or replicas) and (trains or stage in (0, 3))
+    return [] if fine else ["nothing can be shared out like this"]
+
+
+def _communication_faults(plan: Plan, sizes: dict[str, int]) -> list[str]:
+    """Every sum over replicas has to have its own collective, in the plan's way."""
+    kinds = {AllReduceBucket: "all_reduce", ReduceScatterBucket: "reduce_scatter", AllGatherBucket: "all_gather"}
+    called = {
+        (kinds[type(i)], prod(sizes.get(axis, 1) for axis in i.axes))
+        for program in plan.programs
+        for i in program
+        if type(i) in kinds
+    }
+    means, plans = plan.communication.means, plan.communication.plans.values()
+    there = {(mini.kind, mini.size) for mini in plans}
+    found = ["calls and collectives are not the same"] if means != "native" and called != there else []
+    found += ["native is spelled out"] if means == "native" and plans else []
+    if means in ("ring", "tree") and any(mini.algorithm != means for mini in plans):
+        found.append("something is spelled out in another way")
+    return found
+
+
+Token = tuple[object, ...]
+LASTING = {("metrics",), ("norm",)}
+
+
+class Judge:
+    """A maximal run of a plan; `finished` says whether every rank came to its end, `faults` what went wrong."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.faults, self.finished = head_faults(plan), False
+        if not self.faults:
+            self._run(plan)
+            judges = map(MiniJudge, plan.communication.plans.values())
+            self.faults += [f"{j.plan.title} is broken" for j in judges if not (j.right and j.careful)]
+
+    def _run(self, plan: Plan) -> None:
+        self.trains, self.slices = plan.mode == "train", plan.schedule.slices
+        self.neighbours = {
+            (stage, unit): (
+                route.stages[place - 1] if place else None,
+                route.stages[place + 1] if place + 1 < len(route.stages) else None,
+            )
+            for route in plan.routes
+            for place, stage in enumerate(route.stages)
+            for unit in route.microbatches
+        }
+        self.order = self._order_of_backwards()
+        self.pc = [0] * len(plan.programs)
+        self.here: list[set[Token]] = [set() for _ in plan.programs]
+        self.ever: list[set[Token]] = [set() for _ in plan.programs]
+        while any(self._advance(rank) for rank in range(len(self.pc))):
+            pass
+        self.finished = all(self._next(rank) is None for rank in range(len(self.pc)))
+        for tokens in self.here:
+            self.faults += [f"{token} is left over" for token in tokens - LASTING]
+        for (stage, unit), (_, after) in self.neighbours.items():
+            owed = "weights" if self.trains else "loss" if after is None else "act"
+            if (owed, stage, unit) not in self.ever[plan.stage_to_pp[stage]]:
+                self.faults.append(f"stage {stage} never computes microbatch {unit}")
+
+    def _order_of_backwards(self) -> dict[int, list[int]]:
+        """The units of each stage in the order in which its rank completes their gradients."""
+        order: dict[int, list[int]] = {}
+        for program in self.plan.programs:
+            for i in program:
+                if isinstance(i, Bwd | BwdWeight):
+                    order.setdefault(i.stage, []).append(i.microbatch)
+        return order
+
+    @property
+    def good(self) -> bool:
+        return self.finished and not self.faults
+
+    def _next(self, rank: int) -> Instruction | None:
+        program = self.plan.programs[rank]
+        return program[self.pc[rank]] if self.pc[rank] < len(program) else None
+
+    def _advance(self, rank: int) -> bool:
+        """Let a rank do what it can do without waiting; return whether it did anything."""
+        begin = self.pc[rank]
+        while (i := self._next(rank)) is not None:
+            if isinstance(i, SendAct | SendGrad):
+                if not self._meet(rank, i):
+                    break
+            elif isinstance(i, RecvAct | RecvGrad):
+                break  # its sender takes it along
+            elif isinstance(i, ShareMetrics | ClipGrad | SyncTied):
+                members = range(len(self.pc))
+                if isinstance(i, SyncTied):
+                    members = sorted({self.plan.stage_to_pp[stage] for stage in i.stages})
+                if rank not in members or any(self._next(member) != i for member in members):
+                    break
+                for member in members:
+                    self._execute(member, i)
+            else:
+                self._execute(rank, i)
+        return self.pc[rank] > begin
+
+    def _meet(self, rank: int, i: SendAct | SendGrad) -> bool:
+        if not 0 <= i.peer < len(self.pc) or i.peer == rank:
+            return False
+        other = self._next(i.peer)
+        if not isinstance(other, RecvAct | RecvGrad) or other.peer != rank:
+            return False
+        token, expected = self._carried(i), self._carried(other)
+        self._execute(rank, i)
+        self._execute(i.peer, other)
+        if token is None or token != expected:
+            self.faults.append(f"{i} meets {other}")
+        return True
+
+    def _carried(self, i: Message) -> Token | None:
+        """What a message carries: a stage's output, or the gradient of it."""
+        before, after = self.neighbours.get((i.stage, i.microbatch), (None, None))
+        if isinstance(i, SendAct | RecvGrad):
+            return None if after is None else ("act" if isinstance(i, SendAct) else "grad", i.stage, i.microbatch)
+        return None if before is None else ("act" if isinstance(i, RecvAct) else "grad", before, i.microbatch)
+
+    def _execute(self, rank: int, i: Instruction) -> None:
+        self.pc[rank] += 1
+        if isinstance(i, Compute | Message):
+            here = (i.stage, i.microbatch) in self.neighbours and self.plan.stage_to_pp[i.stage] == rank
+            if not here:
+                self.faults.append(f"{i} is not for rank {rank}")
+            elif isinstance(i, Message):
+                self._pass_on(rank, i)
+            else:
+                self._compute(rank, i)
+        elif isinstance(i, ShareMetrics):
+            for stage, unit in self._owned(rank):
+                if self.neighbours[stage, unit][1] is None:
+                    self._take(rank, "loss", stage, unit)
+            self._give(rank, "metrics")
+        elif isinstance(i, ClipGrad):
+            for token in (("metrics",), *self._gradients(rank, self._stages(rank))):
+                self._need(rank, *token)
+            self._give(rank, "norm")
+        else:
+            self._of_stages(rank, i)
+
+    def _of_stages(self, rank: int, i: Instruction) -> None:
+        self._of_zero(i)
+        stages = i.stages if isinstance(i, OptStep | SyncTied) else (i.stage,)
+        mine = [stage for stage in stages if stage in self._stages(rank)]
+        if isinstance(i, SyncTied):
+            for stage in mine:
+                for token in self._weights(rank, stage):
+                    self._need(rank, *token)
+                self._give(rank, "tied", stage, i.params, i.stages)
+            if not all(("tied", stage, i.params, i.stages) in self._tied(stage) for stage in stages):
+                self.faults.append(f"{i} ties what is not tied")
+            return
+        if len(mine) < len(stages):
+            self.faults.append(f"{i} is not for rank {rank}")
+        elif isinstance(i, AllReduceBucket):
+            for token in (*self._weights(rank, i.stage), *self._tied(i.stage)):
+                self._need(rank, *token)
+            self._of_bucket(i)
+            self._give(rank, "reduced", i.stage, i.bucket, 0)
+        elif isinstance(i, ReduceScatterBucket):
+            self._of_bucket(i)
+            groups = self._groups(i.stage)
+            if i.part >= len(groups):
+                self.faults.append(f"there is no part {i.part}")
+                return
+            for unit in groups[i.part]:
+                self._need(rank, "weights", i.stage, unit)
+            for token in self._tied(i.stage):
+                self._need(rank, *token)
+            self._give(rank, "reduced", i.stage, i.bucket, i.part)
+        elif isinstance(i, AllGatherBucket):
+            self._of_bucket(i)
+            self._take(rank, "stepped", i.stage, i.bucket)
+        elif isinstance(i, GatherParams):
+            if ("full", i.stage) in self.here[rank]:
+                self.faults.append(f"{i} gathers what stands already")
+            self.here[rank].add(("full", i.stage))
+        elif isinstance(i, FreeParams):
+            self._take(rank, "full", i.stage)
+        elif isinstance(i, OptStep):
+            if self.plan.zero.stage in (1, 2):
+                for stage in stages:
+                    for bucket in self._buckets():
+                        self._give(rank, "stepped", stage, bucket)
+            for token in (("metrics",), ("norm",)):
+                self._need(rank, *token)
+            for token in self._gradients(rank, stages):
+                self._take(rank, *token)
+        else:
+            raise AssertionError(f"what is {i}?")
+
+    def _of_zero(self, i: Instruction) -> None:
+        """Each stage of ZeRO has instructions of its own."""
+        fits = {
+            AllReduceBucket: (0,),
+            ReduceScatterBucket: (1, 2, 3),
+            AllGatherBucket: (1, 2),
+            GatherParams: (3,),
+            FreeParams: (3,),
+        }
+        if self.plan.zero.stage not in fits.get(type(i), (0, 1, 2, 3)):
+            self.faults.append(f"{i} has no place here")
+
+    def _of_bucket(self, i: AllReduceBucket | ReduceScatterBucket | AllGatherBucket) -> None:
+        if i.bucket not in self._buckets():
+            self.faults.append(f"there is no bucket {i.bucket}")
+        elif i.axes != self._buckets()[i.bucket]:
+            self.faults.append(f"{i} is over other ranks than those that hold the same")
+
+    def _groups(self, stage: int) -> list[list[int]]:
+        """The units whose gradients are reduced together."""
+        units, every = self.order.get(stage, []), self.plan.zero.every
+        if self.plan.zero.stage < 2 or self._tied(stage):
+            return [[unit for owner, unit in self.neighbours if owner == stage]]
+        return [units[first : first + every] for first in range(0, len(units), every)]
+
+    def _pass_on(self, rank: int, i: Message) -> None:
+        token = self._carried(i)
+        if token is None:
+            self.faults.append(f"{i} has nobody to talk to")
+        elif isinstance(i, SendAct | SendGrad):
+            self._take(rank, *token)
+        else:
+            self._give(rank, *token)
+
+    def _compute(self, rank: int, i: Compute) -> None:
+        s, m = i.stage, i.microbatch
+        before, after = self.neighbours[s, m]
+        earlier, later = m % self.slices > 0, (m + 1) % self.slices > 0
+        if self.plan.zero.stage == 3 and not isinstance(i, BwdWeight):
+            self._need(rank, "full", s)
+        if isinstance(i, Fwd):
+            if before is not None:
+                self._take(rank, "act", before, m)
+            if earlier:
+                self._need(rank, "keys", s, m - 1)
+            if later:
+                self._give(rank, "keys", s, m)
+            self._give(rank, "loss" if after is None else "act", s, m)
+            if self.trains:
+                self._give(rank, "checkpoint" if self._recomputes(s) else "saved", s, m)
+            return
+        if isinstance(i, Recompute):
+            self._take(rank, "checkpoint", s, m)
+            if earlier:
+                self._need(rank, "keys", s, m - 1)
+            self._give(rank, "saved", s, m)
+            return
+        if isinstance(i, Bwd | BwdInput):
+            self._take(rank, "saved", s, m)
+            if after is not None:
+                self._take(rank, "grad", s, m)
+            if later:
+                self._take(rank, "keys", s, m)
+                self._take(rank, "keys grad", s, m)
+            if earlier:
+                self._give(rank, "keys grad", s, m - 1)
+            if before is not None:
+                self._give(rank, "grad", before, m)
+        if isinstance(i, BwdInput):
+            self._give(rank, "pending", s, m)
+        else:
+            if isinstance(i, BwdWeight):
+                self._take(rank, "pending", s, m)
+            self._give(rank, "weights", s, m)
+            groups = self._groups(s)
+            for part in [number - 1 for number, group in enumerate(groups) if number and m in group]:
+                for bucket in self._buckets():
+                    self._need(rank, "reduced", s, bucket, part)
+
+    def _recomputes(self, stage: int) -> bool:
+        return stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0
+
+    def _stages(self, rank: int) -> list[int]:
+        return [stage for stage, holder in enumerate(self.plan.stage_to_pp) if holder == rank]
+
+    def _owned(self, rank: int) -> list[tuple[int, int]]:
+        return [place for place in self.neighbours if self.plan.stage_to_pp[place[0]] == rank]
+
+    def _weights(self, rank: int, stage: int) -> list[Token]:
+        return [("weights", stage, unit) for owner, unit in self._owned(rank) if owner == stage]
+
+    def _tied(self, stage: int) -> list[Token]:
+        parts = self.plan.stage_to_part or ()
+        twins = tuple(other for other, part in enumerate(parts) if part == parts[stage])
+        found: list[Token] = [("tied", stage, "stage", twins)] if len(twins) > 1 else []
+        return found + [("tied", stage, name, held) for name, held in self.plan.tied.items() if stage in held]
+
+    def _gradients(self, rank: int, stages: list[int] | tuple[int, ...]) -> Iterator[Token]:
+        for stage in stages:
+            yield from self._weights(rank, stage)
+            yield from self._tied(stage)
+            parts = range(len(self._groups(stage)))
+            yield from (("reduced", stage, bucket, part) for bucket in self._buckets() for part in parts)
+
+    def _buckets(self) -> dict[int, tuple[str, ...]]:
+        """What is summed over replicas, and over which axes: dense weights, and where ep cuts them apart, experts."""
+        sizes, dense = dict(self.plan.mesh.axes), self.plan.buckets_per_stage
+        over = tuple(name for name, size in sizes.items() if name in ("dp", "cp", "ep") and size > 1)
+        without = tuple(name for name in over if name != "ep")
+        buckets = {bucket: over for bucket in range(dense) if over}
+        return buckets | {dense: without} if without and without != over else buckets
+
+    def _give(self, rank: int, *token: object) -> None:
+        if token in self.ever[rank]:
+            self.faults.append(f"{token} is made a second time on rank {rank}")
+        self.here[rank].add(token)
+        self.ever[rank].add(token)
+
+    def _need(self, rank: int, *token: object) -> None:
+        if token not in self.here[rank]:
+            self.faults.append(f"{token} is not on rank {rank}")
+
+    def _take(self, rank: int, *token: object) -> None:
+        self._need(rank, *token)
+        self.here[rank].discard(token)
