@@ -44,8 +44,8 @@ from quintsched.runtime import Engine, Transport, connect, run_local
 from quintsched.runtime.autograd.deferred_weight_grads import defer
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.comm import Rules
-from quintsched.simulation.measured import MeasuredStep, Trace
 from quintsched.simulation.simulator import Simulation
+from quintsched.trace.measured import MeasuredStep, Trace
 
 MICROBATCHES = 8
 SLICES = 2

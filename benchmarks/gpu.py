@@ -46,7 +46,7 @@ from quintsched.runtime.comm import LocalTransport, LocalWorld
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.simulation.measured import Trace
+from quintsched.trace.measured import Trace
 
 PLAIN, AGAIN = "plain loop", "plain loop again"
 WARM_UP = 5

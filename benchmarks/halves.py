@@ -31,7 +31,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.simulation.measured import Trace
+from quintsched.trace.measured import Trace
 
 SEQUENCE, WORDS, SAMPLES, MICROBATCHES = 128, 256, 16, 4
 PLAIN, AGAIN, TRACED = "not traced", "not traced again", "traced"

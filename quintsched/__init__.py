@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quintsched.compiler import compile
     from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
+    from quintsched.ir.diagnostics import Finding
     from quintsched.ir.mesh import Mesh
     from quintsched.plan import Plan, simulate
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
-    from quintsched.verify.diagnostics import Finding
     from quintsched.verify.soundness import Verdict, check
 
 _HOMES = {

@@ -50,7 +50,28 @@ ORDER: dict[str, tuple[str, ...]] = {
         "files",
         "scene",
     ),
-    "quintsched": (),
+    "quintsched": (
+        "cli",
+        "testing",
+        "sweep",
+        "compiler",
+        "request",
+        "user_code",
+        "plan",
+        "trace",
+        "formats",
+        "passes",
+        "verify",
+        "text",
+        "schedules",
+        "simulation",
+        "collectives",
+        "graph",
+        "instructions",
+        "ir",
+        "files",
+        "errors",
+    ),
 }
 """The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
 
@@ -125,7 +146,8 @@ def test_a_room_imports_only_rooms_below_it(layer):
         home = room_of(module_of(path, layer), layer)
         for module, _ in imports(path, layer) if home in order else ():
             room = room_of(module, layer)
-            if room != home and within(module, layer):
+            drawing = path in DRAWING and within(module, "quintsched.viz")  # lazily: see above
+            if room != home and within(module, layer) and not drawing:
                 assert room in order, f"{path.relative_to(ROOT)} imports {module}; name the room that has it"
                 assert order.index(home) < order.index(room), f"{path.relative_to(ROOT)} looks up to {module}"
 
@@ -162,7 +184,7 @@ def test_rooms_and_files_are_small(layer):
     for path in sources(layer):
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines <= MOST_LINES, f"{path.relative_to(ROOT)} has {lines} lines"
-    for folder in {path.parent for path in sources(layer)}:
+    for folder in {path.parent for path in sources(layer)} - {ROOT / "quintsched" / "schedules"}:  # one file for each
         files = len(list(folder.glob("*.py")))
         assert files <= MOST_FILES, f"{folder.relative_to(ROOT)} has {files} files"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.formats.trace_json import RankTrace, digest_of
 from quintsched.ir.instructions import ClipGrad, Compute, OptStep, Recv
-from quintsched.simulation.measured import Trace
+from quintsched.trace.measured import Trace
+from quintsched.trace.trace_json import RankTrace, digest_of
 
 EPOCH_S = 1.7e9
 

@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
-from quintsched.formats.atomic import write_whole
+from quintsched.files.atomic import write_whole
 from quintsched.ir.instructions import Compute, Recv, Send, short
 from quintsched.ir.values import Kind, Value
-from quintsched.simulation.measured import UNITS, MeasuredSpan, MeasuredStep
 from quintsched.simulation.simulator import Simulation, Span
+from quintsched.trace.measured import UNITS, MeasuredSpan, MeasuredStep
 
 from .scene import flows_of_ranks
 

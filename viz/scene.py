@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from quintsched.ir.dataflow import Flow, Kind, Value
 from quintsched.ir.instructions import Compute, Instruction, Recv, Send
 from quintsched.simulation.activation_memory import HELD
-from quintsched.simulation.measured import MeasuredSpan, MeasuredStep
 from quintsched.simulation.simulator import Simulation
+from quintsched.trace.measured import MeasuredSpan, MeasuredStep
 
 ROUNDING = 1e-9
 """Times closer than this fraction of the makespan are the same, but for the rounding of sums."""

@@ -21,7 +21,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from quintsched.errors import UsageError
-from quintsched.formats.atomic import write_whole
+from quintsched.files.atomic import write_whole
 
 from .files import page_around
 from .style import INK, text_width

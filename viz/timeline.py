@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
-from quintsched.simulation.measured import MeasuredStep
 from quintsched.simulation.simulator import Simulation
+from quintsched.trace.measured import MeasuredStep
 
 from .activation_panel import draw_held, held_height, held_key
 from .collective_scene import chunk_scene

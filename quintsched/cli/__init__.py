@@ -1,6 +1,7 @@
 """The command line: the commands, in modules of a few each, and what they share in `app` and `output`.
 
-Planner modules are imported inside the commands, so that `quintsched --help` answers at once.
+Imports all of the planner, and `viz` where something is drawn: inside the commands, so that `quintsched --help` answers
+at once.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from quintsched.cli.output import AsJson, emit, read_plan, read_schedule, say
 from quintsched.errors import InputError, UsageError
 
 if TYPE_CHECKING:
+    from quintsched.sweep import Outcome
     from quintsched.verify.soundness import Verdict
-    from quintsched.verify.sweep import Outcome
 
 Span = Annotated[str | None, typer.Option(metavar="A..B", help="For a schedule: a number or a range, both ends in.")]
 
@@ -82,7 +82,7 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
 def _check_schedule(
     name: str, pp: str, microbatches: str, chunks: str | None, memory_cap: float | None, as_json: bool
 ) -> bool:
-    from quintsched.verify.sweep import Status, prove
+    from quintsched.sweep import Status, prove
 
     schedule = read_schedule(name)
     outcomes = list(
@@ -117,8 +117,8 @@ def read_span(text: str, option: str) -> range:
 
 
 def _describe(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+    from quintsched.sweep import Status
     from quintsched.text.listing import table
-    from quintsched.verify.sweep import Status
 
     count = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     head = f"{name}: of {len(outcomes)} shapes {', '.join(f'{count[status]} {status}' for status in Status)}"
@@ -134,7 +134,7 @@ def _describe(name: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    from quintsched.verify.sweep import Status
+    from quintsched.sweep import Status
 
     found: dict[tuple[int, int], dict[Status, list[int]]] = {}
     for outcome in sorted(outcomes, key=lambda o: (o.pp, o.chunks, o.microbatches)):

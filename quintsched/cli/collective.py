@@ -14,6 +14,7 @@ from quintsched.ir.communication import Wire
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectivePlan, CollectiveRun
+    from quintsched.collectives.program import CollectiveProgram
 
 
 def collective(
@@ -73,8 +74,7 @@ def collective(
 
 def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> CollectivePlan:
     """Return the plan that is asked for; raises `UsageError`."""
-    from quintsched.collectives import CollectivePlan
-    from quintsched.collectives.spelling import spell
+    from quintsched.collectives import CollectivePlan, spell
 
     if target.endswith(".json"):
         if ranks is not None or chunks is not None:
@@ -86,13 +86,15 @@ def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> Coll
 
 
 def _write(run: CollectiveRun, path: Path) -> None:
+    from quintsched.collectives.collective_json import save
+
     if path.suffix.lower() == ".json":
-        run.plan.save(path)
+        save(run.plan, path)
     else:
         draw_collective(run, path)
 
 
-def _closed_forms(plan: CollectivePlan, num_bytes: float, wire: Wire) -> dict[str, float]:
+def _closed_forms(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> dict[str, float]:
     """Return what the closed forms say of each means, in seconds."""
     from quintsched.collectives.timing import fastest_tree_seconds, native_seconds, spelled_seconds
 

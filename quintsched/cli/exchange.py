@@ -59,7 +59,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a plan in the format of another tool."""
-    from quintsched.formats.atomic import write_whole
+    from quintsched.files.atomic import write_whole
 
     if to not in FORMATS:
         raise UsageError(f"unknown format {to!r}{suggest(to, FORMATS)}")
@@ -130,7 +130,7 @@ def import_(
 
 def _read(file: str) -> tuple[str, str]:
     """Return a file's text and what its schedule is called."""
-    from quintsched.formats.atomic import read_whole
+    from quintsched.files.atomic import read_whole
     from quintsched.formats.torch_csv import MAX_CHARACTERS
 
     data = read_whole(None if file == "-" else Path(file), MAX_CHARACTERS, "the schedule")

@@ -78,7 +78,7 @@ def new(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to write, like my_schedule.py.")],
 ) -> None:
     """Write a schedule to start from, with its test."""
-    from quintsched.formats.atomic import write_whole
+    from quintsched.files.atomic import write_whole
 
     text = template(file)
     if os.path.lexists(file):

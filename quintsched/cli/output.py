@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
     from quintsched.simulation.costs import Costs
-    from quintsched.simulation.measured import Trace
     from quintsched.simulation.simulator import Simulation
+    from quintsched.trace.measured import Trace
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
@@ -52,7 +52,7 @@ def emit(data: object) -> None:
 
 def read_plan(file: str) -> Plan:
     """Read a plan file, or standard input for "-"."""
-    from quintsched.formats.atomic import read_whole
+    from quintsched.files.atomic import read_whole
     from quintsched.formats.plan_json import MAX_BYTES
     from quintsched.plan import Plan
 
@@ -68,14 +68,14 @@ def read_costs(file: Path | None) -> Costs | None:
 
 def read_trace(directory: Path, plan: Plan) -> Trace:
     """Read the trace that a run of a plan left in a directory."""
-    from quintsched.simulation.measured import Trace
+    from quintsched.trace.measured import Trace
 
     return Trace.load(directory, plan)
 
 
 def write_costs(costs: Costs, file: Path) -> None:
     """Write a costs file that holds what was set; raises `UsageError` where that cannot be done."""
-    from quintsched.formats.atomic import write_whole
+    from quintsched.files.atomic import write_whole
 
     text = json.dumps(costs.model_dump(mode="json", exclude_unset=True, exclude_none=True), indent=1)
     write_whole(file, text + "\n", "the costs")
@@ -86,7 +86,7 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
 
     An input may be "-", None, a directory (then it is the files in it) or "my_file.py:name".
     """
-    from quintsched.formats.atomic import same_file
+    from quintsched.files.atomic import same_file
     from quintsched.user_code import file_of
 
     for read in filter(None, inputs):

@@ -27,8 +27,8 @@ from quintsched.errors import UsageError
 if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
     from quintsched.plan import Plan
-    from quintsched.simulation.measured import MeasuredStep
     from quintsched.simulation.simulator import Simulation
+    from quintsched.trace.measured import MeasuredStep
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"
@@ -82,11 +82,13 @@ def render(
 
 def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
     """Return a collective of a plan, timed for 25 MB on the plan's wire; raises `UsageError` where it has none such."""
+    from quintsched.collectives.timing import simulate
+
     found = plan.communication.plans.get(name)
     if found is None:
         names = ", ".join(plan.communication.plans) or "none; compile it with --communication ring"
         raise UsageError(f"--collective {name}: the plan spells out {names}")
-    return found.simulate(BUCKET_BYTES, plan.communication.wire)
+    return simulate(found, BUCKET_BYTES, plan.communication.wire)
 
 
 def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None:

@@ -13,15 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from quintsched.ir.instructions import Instruction
-
-if TYPE_CHECKING:
-    from quintsched.collectives.proof import CollectiveVerdict
-    from quintsched.collectives.timing import CollectiveRun
-    from quintsched.ir.communication import Wire
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Algorithm = Literal["ring", "tree"]
@@ -86,10 +80,10 @@ class ChunkMessage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CollectivePlan:
+class CollectiveProgram:
     """What each rank of an axis does for one collective: `programs[r]` belongs to rank r.
 
-    One put together by hand is not checked before `check()` is asked.
+    One put together by hand is not checked before it is proved; `CollectivePlan` is the same with verbs.
     """
 
     kind: Kind
@@ -127,35 +121,6 @@ class CollectivePlan:
     def at(self, half: Half) -> str:
         """Say where one end of a message stands: "rank 0 step 3, SendRecv(…)"."""
         return f"rank {half.rank} step {half.step}, {self.programs[half.rank][half.step]}"
-
-    def check(self) -> CollectiveVerdict:
-        """Prove that it is free of deadlock and that every rank ends with what the collective promises."""
-        return self._verdict
-
-    @cached_property
-    def _verdict(self) -> CollectiveVerdict:
-        from quintsched.collectives.proof import prove
-
-        return prove(self)
-
-    def simulate(self, num_bytes: float, wire: Wire) -> CollectiveRun:
-        """Time it for so many bytes of data; raises `UnsoundError` where it cannot finish."""
-        from quintsched.collectives.timing import simulate
-
-        return simulate(self, num_bytes, wire)
-
-    def save(self, path: Path) -> None:
-        """Write it as a file of its own; raises `UsageError` where that cannot be done."""
-        from quintsched.formats.collective_json import save
-
-        save(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> CollectivePlan:
-        """Read a file; raises `UsageError` for a missing one, `InputError` for a broken one."""
-        from quintsched.formats.collective_json import load
-
-        return load(path)
 
 
 def _sends(places: list[tuple[int, int, Step]]) -> Iterator[Half]:

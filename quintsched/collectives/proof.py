@@ -25,7 +25,7 @@ import numpy as np
 from quintsched.collectives.program import (
     KINDS,
     ChunkMessage,
-    CollectivePlan,
+    CollectiveProgram,
     Half,
     RecvChunk,
     SendChunk,
@@ -34,7 +34,7 @@ from quintsched.collectives.program import (
 )
 from quintsched.errors import UnsoundError
 from quintsched.graph.event_graph import EventGraph, stretches
-from quintsched.verify.diagnostics import Finding, Point
+from quintsched.ir.diagnostics import Finding, Point
 
 MOST_FINDINGS = 10
 
@@ -43,7 +43,7 @@ MOST_FINDINGS = 10
 class CollectiveVerdict:
     """What `prove` found; the findings' ranks are those of the axis."""
 
-    plan: CollectivePlan
+    plan: CollectiveProgram
     findings: tuple[Finding, ...]
 
     @property
@@ -75,7 +75,7 @@ _PROMISES = {
 }
 
 
-def prove(plan: CollectivePlan) -> CollectiveVerdict:
+def prove(plan: CollectiveProgram) -> CollectiveVerdict:
     """Prove a collective; see the module."""
     for stage in (_malformed, _broken_channels, _deadlock, _incomplete):
         if findings := tuple(stage(plan)):
@@ -83,7 +83,7 @@ def prove(plan: CollectivePlan) -> CollectiveVerdict:
     return CollectiveVerdict(plan, ())
 
 
-def event_graph(plan: CollectivePlan) -> EventGraph:
+def event_graph(plan: CollectiveProgram) -> EventGraph:
     """Return the events, one per entry of `messages`, and what each waits for: all of the step before on its ranks."""
     at: list[list[list[int]]] = [[[] for _ in program] for program in plan.programs]
     for event, message in enumerate(plan.messages):
@@ -100,7 +100,7 @@ def event_graph(plan: CollectivePlan) -> EventGraph:
     return EventGraph(len(plan.messages), sources, targets, ranks)
 
 
-def _malformed(plan: CollectivePlan) -> Iterator[Finding]:
+def _malformed(plan: CollectiveProgram) -> Iterator[Finding]:
     if len(plan.programs) != plan.size:
         yield Finding(Point.WELL_FORMED, f"there are {len(plan.programs)} programs for {plan.size} ranks")
         return
@@ -120,7 +120,7 @@ def _malformed(plan: CollectivePlan) -> Iterator[Finding]:
                 yield Finding(Point.WELL_FORMED, message, rank, index)
 
 
-def _fault(plan: CollectivePlan, rank: int, step: Step) -> str | None:
+def _fault(plan: CollectiveProgram, rank: int, step: Step) -> str | None:
     peers: tuple[int, ...]
     chunks: tuple[int, ...]
     match step:
@@ -141,7 +141,7 @@ def _fault(plan: CollectivePlan, rank: int, step: Step) -> str | None:
     return None
 
 
-def _broken_channels(plan: CollectivePlan) -> Iterator[Finding]:
+def _broken_channels(plan: CollectiveProgram) -> Iterator[Finding]:
     """Order is identity: the k-th send of a channel is what its k-th receive expects."""
     matched: set[Half] = set()
     for sent, received in plan.messages:
@@ -157,7 +157,7 @@ def _broken_channels(plan: CollectivePlan) -> Iterator[Finding]:
             yield Finding(Point.CHANNELS, f"{plan.at(half)}: rank {half.peer} never {verb}", half.rank, half.step)
 
 
-def _deadlock(plan: CollectivePlan) -> Iterator[Finding]:
+def _deadlock(plan: CollectiveProgram) -> Iterator[Finding]:
     graph = event_graph(plan)
     run = graph.run()
     if run.finished:
@@ -174,7 +174,7 @@ def _end_on(message: ChunkMessage, rank: int) -> Half:
     return message.sent if message.sent.rank == rank else message.received
 
 
-def _incomplete(plan: CollectivePlan) -> Iterator[Finding]:
+def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
     """Run the messages with symbols for data."""
     sums = Sums(plan.size)
     held = [[_at_first(plan, rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.size)]
@@ -193,7 +193,7 @@ def _incomplete(plan: CollectivePlan) -> Iterator[Finding]:
 
 
 def _wrongly_moved(
-    plan: CollectivePlan, sums: Sums, sent: Half, received: Half, came: int, there: int
+    plan: CollectiveProgram, sums: Sums, sent: Half, received: Half, came: int, there: int
 ) -> Iterator[Finding]:
     """Yield what is wrong with a message that carries `came` to where `there` stands."""
     if sums.holds_rest(came):
@@ -212,7 +212,7 @@ def _wrongly_moved(
 
 
 def _wrong_at_last(
-    plan: CollectivePlan, sums: Sums, rank: int, chunk: int, found: int, on_the_first: int
+    plan: CollectiveProgram, sums: Sums, rank: int, chunk: int, found: int, on_the_first: int
 ) -> str | None:
     """Say what is wrong with a chunk at the end; `on_the_first` is what rank 0 has there."""
     wanted = _at_last(plan, rank, chunk)
@@ -228,7 +228,7 @@ def _wrong_at_last(
     return None
 
 
-def _in_order(plan: CollectivePlan) -> list[ChunkMessage]:
+def _in_order(plan: CollectiveProgram) -> list[ChunkMessage]:
     """Return the messages so that each comes after all that it waits for."""
     graph = event_graph(plan)
     starts = graph.starts(np.ones(len(plan.messages)), np.array(graph.run().order))
@@ -240,13 +240,13 @@ def _sends_same(step: Step) -> bool:
     return isinstance(step, SendRecv) and step.send_chunk == step.recv_chunk
 
 
-def _at_first(plan: CollectivePlan, rank: int, chunk: int) -> int:
+def _at_first(plan: CollectiveProgram, rank: int, chunk: int) -> int:
     """Return the symbol that stands in a chunk before: what the rank brings, or what nobody knows."""
     brings = plan.kind != "all_gather" or plan.owner(chunk) == rank
     return rank if brings else plan.size + rank
 
 
-def _at_last(plan: CollectivePlan, rank: int, chunk: int) -> int | None:
+def _at_last(plan: CollectiveProgram, rank: int, chunk: int) -> int | None:
     """Return what has to be in a chunk at the end; None where that does not matter."""
     if plan.kind == "all_gather":
         return 1 << plan.owner(chunk)

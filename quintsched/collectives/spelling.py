@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintsched.collectives.double_tree import tree_chain, tree_programs
-from quintsched.collectives.program import ALGORITHMS, KINDS, MAX_CHUNKS, MAX_SIZE, Algorithm, CollectivePlan, Kind
+from quintsched.collectives.program import ALGORITHMS, KINDS, MAX_CHUNKS, MAX_SIZE, Algorithm, CollectiveProgram, Kind
 from quintsched.collectives.ring import ring_programs, ring_steps
 from quintsched.errors import UsageError, suggest
 
@@ -11,8 +11,8 @@ TREE_CHUNKS = 8
 """Into how many chunks a tree cuts the data where nobody says."""
 
 
-def spell(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectivePlan:
-    """Return the plan of a collective over `size` ranks.
+def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectiveProgram:
+    """Return the programs of a collective over `size` ranks.
 
     `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
     Raises `UsageError` for an unknown kind or algorithm, and for what the algorithm cannot do.
@@ -20,7 +20,7 @@ def spell(kind: str, algorithm: str, size: int, chunks: int | None = None) -> Co
     what, how = find_kind(kind), find_algorithm(algorithm)
     cut = _require_spellable(what, how, size, chunks)
     programs = ring_programs(what, size, cut) if how == "ring" else tree_programs(size, cut)
-    return CollectivePlan(what, how, size, cut, programs)
+    return CollectiveProgram(what, how, size, cut, programs)
 
 
 def find_kind(name: str) -> Kind:
@@ -40,7 +40,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def num_steps(kind: Kind, algorithm: Algorithm, size: int, chunks: int) -> int:
-    """Return how many steps of `spell`'s plan follow each other; a rank sends and receives at most once in each."""
+    """Return how many steps of the programs follow each other; a rank sends and receives at most once in each."""
     return ring_steps(kind, size, chunks) if algorithm == "ring" else tree_chain(size, chunks)
 
 

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.collectives.program import Algorithm, CollectivePlan, Kind
-from quintsched.collectives.proof import event_graph
+from quintsched.collectives.program import Algorithm, CollectiveProgram, Kind
+from quintsched.collectives.proof import event_graph, prove
 from quintsched.collectives.spelling import num_steps
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.ir.communication import MOST, Wire
@@ -30,7 +30,7 @@ TREE_CHOICES = (2, 4, 8, 16, 32)
 class CollectiveRun:
     """A collective over time, in seconds: `start` and `end` have an entry per message of the plan."""
 
-    plan: CollectivePlan
+    plan: CollectiveProgram
     num_bytes: float
     wire: Wire
     start: tuple[float, ...]
@@ -65,11 +65,11 @@ class CollectiveRun:
         }
 
 
-def simulate(plan: CollectivePlan, num_bytes: float, wire: Wire) -> CollectiveRun:
+def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> CollectiveRun:
     """Run a collective of `num_bytes` (of the whole data); raises `UnsoundError` where it is not sound."""
     if not 0 <= num_bytes <= MOST:
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
-    plan.check().raise_if_unsound()
+    prove(plan).raise_if_unsound()
     seconds = wire.seconds(num_bytes / plan.chunks)
     graph = event_graph(plan)
     run = graph.run()

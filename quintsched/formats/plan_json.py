@@ -17,14 +17,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.collectives.choice import Communication
+from quintsched.collectives.collective_json import CollectiveEntry, entries
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.formats.atomic import read_whole, write_whole
-from quintsched.formats.collective_json import CollectiveEntry, entries
-from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
+from quintsched.files.atomic import read_whole, write_whole
+from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints, Programs
-from quintsched.ir.communication import MOST, Means, Wire
+from quintsched.ir.communication import MOST, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES, Mesh
 from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec

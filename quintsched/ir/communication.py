@@ -5,8 +5,9 @@ Imports next to nothing: a request names these, and `quintsched --help` reads th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from quintsched.errors import UsageError, suggest
 
@@ -50,3 +51,19 @@ class Wire:
     def seconds(self, num_bytes: float) -> float:
         """Return how long a message takes."""
         return self.latency_s + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The means by which buckets are exchanged, and the collectives (by name) that spell it out in messages.
+
+    `plans` holds each as a `quintsched.collectives.CollectivePlan`; what this room knows of one is its name.
+    """
+
+    means: Means = "native"
+    plans: Mapping[str, Any] = field(default_factory=dict)
+    wire: Wire = field(default_factory=Wire)
+    """What "auto" reckons with; the others do not look at it."""
+
+
+NATIVE = Communication()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from quintsched.collectives.choice import NATIVE, Communication
 from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
 from quintsched.ir.instructions import ENDS_BACKWARD
 from quintsched.ir.layout import Layout, Route

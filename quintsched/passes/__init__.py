@@ -4,7 +4,7 @@
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
 Each is a pure function from plan to plan. `Pass.establishes` names the points of a sound plan that hold from then on;
-`lower` applies them all, and names the one that breaks a point if asked to look.
+`lower` applies them all, and names the one that breaks a point if asked to look. Imports `verify` and below.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quintsched.errors import UnsoundError
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.plan_data import PlanData
 from quintsched.passes.gather_params import gather_params
 from quintsched.passes.place_messages import place_messages
@@ -22,7 +23,6 @@ from quintsched.passes.share_metrics import clip_gradients, share_metrics
 from quintsched.passes.step_optimizer import step_optimizer
 from quintsched.passes.sync_tied import sync_tied
 from quintsched.text.listing import excerpt
-from quintsched.verify.diagnostics import Point
 from quintsched.verify.soundness import check
 
 Watch = Callable[[str, PlanData], None]

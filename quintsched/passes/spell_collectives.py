@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintsched.collectives.choice import Communication
+from quintsched.collectives.choice import spelled_out
 from quintsched.errors import UsageError
 from quintsched.ir.communication import Wire, find_means
 from quintsched.ir.plan_data import PlanData
@@ -24,4 +24,4 @@ def spell_out(plan: PlanData, means: str, wire: Wire | None = None) -> PlanData:
             f"{found} over an axis of size 1: on mesh {plan.mesh} no gradient is summed over replicas; leave "
             "communication native"
         )
-    return replace(plan, communication=Communication.of(found, calls, wire or Wire()))
+    return replace(plan, communication=spelled_out(found, calls, wire or Wire()))

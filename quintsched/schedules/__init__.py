@@ -1,4 +1,7 @@
-"""The schedules, each a short generator of compute order in a file of its own."""
+"""The schedules, each a short generator of compute order in a file of its own; `kit` is what they are written with.
+
+Imports `ir` and `simulation.costs`, for those that search. Passes add everything that is not an order of computation.
+"""
 
 from quintsched.schedules.bfs import bfs
 from quintsched.schedules.dualpipe import dualpipe

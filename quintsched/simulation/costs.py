@@ -21,8 +21,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError
-from quintsched.formats.atomic import read_whole
-from quintsched.formats.strictjson import describe_faults, parse_strict
+from quintsched.files.atomic import read_whole
+from quintsched.files.strictjson import describe_faults, parse_strict
 
 MAX_BYTES = 2**24
 """Of a costs file."""

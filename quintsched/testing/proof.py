@@ -24,9 +24,9 @@ from quintsched.schedules import Schedule, Shape, find_schedule
 from quintsched.schedules.kit.order import order_of_computation
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.time_grid import time_grid
+from quintsched.sweep import MAX_SHAPES
 from quintsched.testing.strategies import costs as any_costs
 from quintsched.verify.equivalence import equivalence
-from quintsched.verify.sweep import MAX_SHAPES
 
 Sizes = int | Sequence[int]
 Memory = Callable[[int, Shape], float]

@@ -6,16 +6,17 @@ rank 1  2+ 1+ 0  2        2:  chunk 2 arrives and is stored        a dot: the ra
 
 from __future__ import annotations
 
-from quintsched.collectives.program import CollectivePlan
+from quintsched.collectives.program import CollectiveProgram
+from quintsched.collectives.timing import simulate
 from quintsched.ir.communication import Wire
 
 
-def time_grid(plan: CollectivePlan, width: int | None = None) -> list[str]:
+def time_grid(plan: CollectiveProgram, width: int | None = None) -> list[str]:
     """Return the grid of a sound collective, a message being one step long.
 
     `width` wraps it into blocks of at most that many characters.
     """
-    at = [round(start) for start in plan.simulate(0.0, Wire(latency_s=1.0)).start]
+    at = [round(start) for start in simulate(plan, 0.0, Wire(latency_s=1.0)).start]
     columns = max(at, default=-1) + 1
     rows = [["."] * columns for _ in range(plan.size)]
     for column, (_, received) in zip(at, plan.messages, strict=True):

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quintsched.collectives.choice import Call
+from quintsched.collectives.choice import Call, candidates
 from quintsched.collectives.program import MAX_SIZE
+from quintsched.collectives.proof import prove
+from quintsched.ir.diagnostics import Finding
 from quintsched.ir.instructions import ALL
 from quintsched.ir.plan_data import PlanData
-from quintsched.verify.diagnostics import Finding
 
 
 def calls_of(plan: PlanData) -> set[Call]:
@@ -41,7 +42,7 @@ def communication_faults(plan: PlanData) -> Iterator[str]:
         yield "collectives are spelled out, but communication is native; leave them out, or say ring, tree or auto"
     if communication.means != "native":
         for kind, size in sorted(calls):
-            if not communication.candidates(kind, size):
+            if not candidates(communication, kind, size):
                 yield f"communication is {communication.means}, but no collective spells out {kind} over {size} ranks"
     for name, mini in communication.plans.items():
         if (mini.kind, mini.size) not in calls:
@@ -53,5 +54,5 @@ def communication_faults(plan: PlanData) -> Iterator[str]:
 def broken_collectives(plan: PlanData) -> Iterator[Finding]:
     """Yield what is not sound about the mini-plans; the findings name their ranks, those of an axis, in words only."""
     for name, mini in plan.communication.plans.items():
-        for finding in mini.check().findings:
+        for finding in prove(mini).findings:
             yield Finding(finding.point, f"collective {name!r}: {finding.message}")

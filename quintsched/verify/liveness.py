@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from quintsched.ir.columns import ABSENT
+from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import AMBIENT
-from quintsched.verify.diagnostics import Finding, Point
 
 
 def broken_flow(plan: PlanData) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from quintsched.graph.plan_events import Channels, Events, carried, pipeline_col
 from quintsched.graph.profiles import PROFILES, find_profile
 from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.columns import Flags, Ints
+from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import Value
@@ -30,7 +31,6 @@ from quintsched.simulation.activation_memory import peak_activations, peak_recei
 from quintsched.simulation.costs import Costs
 from quintsched.text.listing import excerpt
 from quintsched.verify.collectives import broken_collectives
-from quintsched.verify.diagnostics import Finding, Point
 from quintsched.verify.liveness import broken_flow
 from quintsched.verify.wellformed import malformations
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from quintsched.collectives.program import CollectivePlan, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.program import CollectiveProgram, RecvChunk, SendChunk, SendRecv, Step
 from quintsched.verify.algebra import PRIME
 
 Numbers = list[list[int]]
 
 
-def broken_promise(plan: CollectivePlan, seed: int = 0) -> str | None:
+def broken_promise(plan: CollectiveProgram, seed: int = 0) -> str | None:
     """Run a collective and say what is wrong with what it leaves; None where that is what its kind promises."""
     draw = random.Random(seed)
     before = [[draw.randrange(PRIME) for _ in range(plan.chunks)] for _ in range(plan.size)]
@@ -38,12 +38,12 @@ def broken_promise(plan: CollectivePlan, seed: int = 0) -> str | None:
     return None
 
 
-def _names_what_is_there(plan: CollectivePlan) -> bool:
+def _names_what_is_there(plan: CollectiveProgram) -> bool:
     halves = (half for halves in plan.halves for half in halves)
     return all(0 <= half.peer < plan.size and 0 <= half.chunk < plan.chunks for half in halves)
 
 
-def _run(plan: CollectivePlan, held: Numbers) -> Numbers | None:
+def _run(plan: CollectiveProgram, held: Numbers) -> Numbers | None:
     """Take all steps, each rank's send of a step before its receive; None where some are never taken."""
     wires: dict[tuple[int, int], deque[int]] = {}
     programs = [iter([end for step in program for end in _halves(step)]) for program in plan.programs]

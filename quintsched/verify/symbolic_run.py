@@ -16,17 +16,7 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import METRICS, NORM, Kind, Value
-from quintsched.verify.algebra import (
-    PRIME,
-    Gradient,
-    Model,
-    Number,
-    Saved,
-    Weights,
-    added,
-    backward,
-    forward,
-)
+from quintsched.verify.algebra import PRIME, Gradient, Model, Number, Saved, Weights, added, backward, forward
 
 
 @dataclass

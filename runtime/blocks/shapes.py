@@ -17,7 +17,16 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from ..comm import Group, ReduceOp
-from .blocks import BlockResult, Blocks, Carry, Parcel, TensorSpec, accepted_extras, on_meta, split_result
+from .blocks import (
+    BlockResult,
+    Blocks,
+    Carry,
+    Parcel,
+    TensorSpec,
+    accepted_extras,
+    on_meta,
+    split_result,
+)
 from .dtensor import before_fully_shard
 
 _DTYPES = (

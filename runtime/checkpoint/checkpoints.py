@@ -23,8 +23,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.formats.atomic import write_whole
-from quintsched.formats.strictjson import parse_strict
+from quintsched.files.atomic import write_whole
+from quintsched.files.strictjson import parse_strict
 
 from ..engine import Engine
 from .manifest import MANIFEST, file_name, make_manifest, read_manifest

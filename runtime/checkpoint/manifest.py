@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, UsageError
-from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
+from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
 
 MANIFEST = "manifest.json"

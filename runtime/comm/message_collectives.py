@@ -22,8 +22,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quintsched.collectives import CollectivePlan, Communication
-from quintsched.collectives.program import Kind, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.choice import choose
+from quintsched.collectives.program import CollectiveProgram, Kind, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.ir.communication import Communication
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 
@@ -74,8 +75,8 @@ class SpelledGroup(Group):
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._native._broadcast(tensor, source)
 
-    def _choose(self, kind: Kind, whole: Tensor) -> CollectivePlan | None:
-        return self._communication.choose(kind, self.size, whole.nbytes)
+    def _choose(self, kind: Kind, whole: Tensor) -> CollectiveProgram | None:
+        return choose(self._communication, kind, self.size, whole.nbytes)
 
     def _issue(self, steps: Callable[[], None], *tensors: Tensor) -> Work:
         work = SpelledWork(self, steps, tensors)
@@ -92,18 +93,18 @@ class SpelledGroup(Group):
             with on_stream(self._stream):
                 work.carry_out()
 
-    def _gather(self, plan: CollectivePlan, whole: Tensor, shard: Tensor) -> None:
+    def _gather(self, plan: CollectiveProgram, whole: Tensor, shard: Tensor) -> None:
         whole.view(self.size, -1)[self.index].copy_(shard)
         self._carry_out(plan, whole)
 
-    def _scatter(self, plan: CollectivePlan, shard: Tensor, whole: Tensor) -> None:
+    def _scatter(self, plan: CollectiveProgram, shard: Tensor, whole: Tensor) -> None:
         in_place = self.is_shard_in_place(shard, whole)
         sums = whole if in_place else whole.clone()
         self._carry_out(plan, sums)
         if not in_place:
             shard.copy_(sums.view(self.size, -1)[self.index])
 
-    def _carry_out(self, plan: CollectivePlan, flat: Tensor) -> None:
+    def _carry_out(self, plan: CollectiveProgram, flat: Tensor) -> None:
         """Take this rank's steps on the chunks of a flat tensor."""
         chunks = cut_chunks(flat, plan.chunks)
         scratch = torch.empty_like(max(chunks, key=Tensor.numel))
@@ -200,5 +201,5 @@ def spelled_channels(plan: Plan) -> list[tuple[int, int]]:
     )
 
 
-def _channels(mini: CollectivePlan) -> Iterable[tuple[int, int]]:
+def _channels(mini: CollectiveProgram) -> Iterable[tuple[int, int]]:
     return {(message.sent.rank, message.received.rank) for message in mini.messages}

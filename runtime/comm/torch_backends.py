@@ -32,7 +32,14 @@ from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
 from ..job.choices import Rules
 from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
-from .device import LIBRARIES, claim_device, current_device, library_of, require_queues, synchronize
+from .device import (
+    LIBRARIES,
+    claim_device,
+    current_device,
+    library_of,
+    require_queues,
+    synchronize,
+)
 from .failures import Blame, raise_stall, run_bounded, stall_errors
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}

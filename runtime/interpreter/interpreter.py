@@ -22,7 +22,13 @@ from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_r
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
 from .recorder import Recorder
-from .step_end import bind_clip_grad, bind_opt_step, bind_reduce_bucket, bind_share_metrics, bind_sync_tied
+from .step_end import (
+    bind_clip_grad,
+    bind_opt_step,
+    bind_reduce_bucket,
+    bind_share_metrics,
+    bind_sync_tied,
+)
 from .zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
 
 Call = Callable[[], None]

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quintsched.formats.trace_json import RankTrace, digest_of
 from quintsched.graph.event_graph import Times
 from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
+from quintsched.trace.trace_json import RankTrace, digest_of
 
 from ..comm.device import is_accelerator
 from .clock import EventClock, HostClock, Stamp, TraceClock

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quintsched.errors import InputError, MisfitError, UsageError, nearest
-from quintsched.formats.strictjson import describe_faults, parse_strict
+from quintsched.files.strictjson import describe_faults, parse_strict
 
 from ..parallel.tensor.shard import Shard, shard_of
 from ..stage.build import Stage

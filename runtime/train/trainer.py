@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
-from quintsched.formats.strictjson import describe_faults
+from quintsched.files.strictjson import describe_faults
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Blocks, undecayed_weights

@@ -5,8 +5,8 @@ import textwrap
 import pytest
 
 import quintsched as qs
+from quintsched.sweep import Status, prove
 from quintsched.user_code import load_object, load_schedule
-from quintsched.verify.sweep import Status, prove
 
 EXAMPLE = "examples/custom_schedule.py"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.verify.diagnostics import Point
+from quintsched.ir.diagnostics import Point
 
 from .sharing import torchrun, wants_ranks
 

@@ -12,7 +12,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.instructions import Compute, OptStep, Recv, Send
-from quintsched.simulation.measured import MeasuredStep, Trace
+from quintsched.trace.measured import MeasuredStep, Trace
 from quintsched.viz import render, render_measured, save_events
 from quintsched.viz.scene import stage_scene
 from quintsched.viz.style import house_style

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from quintsched.errors import InputError
-from quintsched.formats.strictjson import shorten
+from quintsched.files.strictjson import shorten
 from quintsched.formats.torch_csv.words import COMPUTATIONS, ENDS_BACKWARD, MESSAGES, NEEDS, OVERLAP, SHARDING, Word
 
 MAX_CHARACTERS = 2**28

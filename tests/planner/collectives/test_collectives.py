@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.collectives import NATIVE, CollectivePlan, Communication, Wire, spell
+from quintsched.collectives.choice import choose, spelled_out
+from quintsched.collectives.collective_json import dumps, loads
 from quintsched.collectives.double_tree import double_tree
 from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv, Step
 from quintsched.collectives.spelling import num_steps
@@ -20,9 +22,8 @@ from quintsched.collectives.timing import (
     native_seconds,
     spelled_seconds,
 )
-from quintsched.formats.collective_json import dumps, loads
+from quintsched.ir.diagnostics import Point
 from quintsched.text.collective_grid import time_grid
-from quintsched.verify.diagnostics import Point
 
 HALVES = ("reduce_scatter", "all_gather")
 FREE = Wire(latency_s=0.0, bandwidth=1.0)
@@ -100,7 +101,7 @@ def test_auto_changes_over_where_the_simulator_does(size: int) -> None:
     wire = Wire(latency_s=30e-6, bandwidth=2e9)
     ring = spell("all_reduce", "ring", size)
     trees = [spell("all_reduce", "tree", size, chunks) for chunks in TREE_CHOICES]
-    communication = Communication.of("auto", [("all_reduce", size)], wire)
+    communication = spelled_out("auto", [("all_reduce", size)], wire)
 
     def ring_wins(num_bytes: float) -> bool:
         return ring.simulate(num_bytes, wire).makespan < min(t.simulate(num_bytes, wire).makespan for t in trees)
@@ -113,7 +114,7 @@ def test_auto_changes_over_where_the_simulator_does(size: int) -> None:
     assert not ring_wins(0.9 * crossover - 8 if crossover > 16 else 0)
     for num_bytes, algorithm in ((1.01 * crossover + 1, "ring"), (0.99 * crossover - 1, "tree")):
         if num_bytes >= 0 and (size > 4 or algorithm == "ring"):
-            chosen = communication.choose("all_reduce", size, num_bytes)
+            chosen = choose(communication, "all_reduce", size, num_bytes)
             assert chosen is not None
             assert chosen.algorithm == algorithm
 
@@ -275,11 +276,11 @@ def test_auto_keeps_its_wire_in_the_plan_and_needs_no_replicas() -> None:
     again = qs.Plan.from_json(plan.to_json())
     assert again == plan
     assert again.communication.wire == wire
-    small, large = (again.communication.choose("all_reduce", 8, size) for size in (100.0, 1e9))
+    small, large = (choose(again.communication, "all_reduce", 8, size) for size in (100.0, 1e9))
     assert small is not None
     assert large is not None
     assert (small.algorithm, large.algorithm) == ("tree", "ring")
-    assert again.communication.choose("all_gather", 8, 100.0) is None
+    assert choose(again.communication, "all_gather", 8, 100.0) is None
     assert qs.compile("1f1b", mesh="pp=2", microbatches=2, communication="auto").communication is NATIVE
 
 

@@ -10,15 +10,10 @@ import pytest
 import quintsched as qs
 from quintsched.collectives import CollectivePlan, Communication
 from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv
-from quintsched.verify.diagnostics import Point
+from quintsched.ir.diagnostics import Point
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.symbolic_collective import broken_promise
-from tests.planner.collectives.mini_mutants import (
-    MiniJudge,
-    doubling,
-    mini_mutant,
-    small_collectives,
-)
+from tests.planner.collectives.mini_mutants import MiniJudge, doubling, mini_mutant, small_collectives
 
 SEEDS = small_collectives()
 

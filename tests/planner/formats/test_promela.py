@@ -10,9 +10,9 @@ import pytest
 import quintsched as qs
 from quintsched.formats.promela import to_promela
 from quintsched.graph.profiles import PROFILES
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import SendAct
 from quintsched.plan import Plan
-from quintsched.verify.diagnostics import Point
 from quintsched.verify.soundness import Verdict
 from tests.planner.verify.mutants import mutant, small_plans, with_program
 from tests.planner.verify.test_host_order import held_back

@@ -18,6 +18,7 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import find_profile
 from quintsched.ir.dataflow import Value, flow
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import (
     AllReduceBucket,
     Bwd,
@@ -35,7 +36,6 @@ from quintsched.ir.instructions import (
     SyncTied,
 )
 from quintsched.plan import Plan
-from quintsched.verify.diagnostics import Point
 
 PROFILES = ("channel", "tagged")
 PLANS = [

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import SyncTied
 from quintsched.ir.layout import Route
 from quintsched.plan import Plan
-from quintsched.verify.diagnostics import Point
 from quintsched.verify.equivalence import run_and_compare
 
 DUALPIPE = qs.compile("dualpipe", mesh="pp=2", microbatches=4)

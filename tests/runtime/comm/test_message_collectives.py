@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.collectives import Communication, Wire
-from quintsched.collectives.choice import Call, Means
+from quintsched.collectives import Wire
+from quintsched.collectives.choice import Call, spelled_out
+from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup, cut_chunks
 
@@ -32,7 +33,7 @@ SIZES = range(2, 9)
 
 def spelled(transport: Transport, means: Means, calls: list[Call], wire: Wire | None = None) -> tuple[Group, Group]:
     """Return a group of all ranks whose collectives are spelled out, and one of the same ranks whose are not."""
-    communication = Communication.of(means, calls, wire or Wire())
+    communication = spelled_out(means, calls, wire or Wire())
     native = transport.make_group([tuple(range(transport.world_size))])
     transport.open_channels(
         sorted({(m.sent.rank, m.received.rank) for plan in communication.plans.values() for m in plan.messages})

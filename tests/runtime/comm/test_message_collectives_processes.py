@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.collectives import Communication, Wire
-from quintsched.collectives.choice import Call, Means
+from quintsched.collectives import Wire
+from quintsched.collectives.choice import Call, spelled_out
+from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Transport, Work, connect
 from quintsched.runtime.comm.message_collectives import SPELLED_TAG, SpelledGroup
 
@@ -28,7 +29,7 @@ CALLS: list[tuple[Means, list[Call]]] = [
 def check_spelled(transport: Transport) -> None:
     """Compare a ring and a tree of all ranks with the library's collectives."""
     native = transport.make_group([tuple(range(WORLD))])
-    found = [Communication.of(means, calls, Wire()) for means, calls in CALLS]
+    found = [spelled_out(means, calls, Wire()) for means, calls in CALLS]
     messages = [message for c in found for plan in c.plans.values() for message in plan.messages]
     transport.open_channels(sorted({(m.sent.rank, m.received.rank) for m in messages}))
     ring, tree = (SpelledGroup(native, communication, transport) for communication in found)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import quintsched as qs
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import WHOLE_MESH, Message, Send
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.verify.diagnostics import Point
 
 PLANS = [
     qs.compile("1f1b", mesh="pp=2", microbatches=4),

@@ -19,7 +19,7 @@ import quintsched as qs
 from quintsched.ir.dataflow import Flow, flow
 from quintsched.ir.instructions import Compute, Recv, Send
 from quintsched.runtime.comm import run_local
-from quintsched.simulation.measured import MeasuredSpan, Trace
+from quintsched.trace.measured import MeasuredSpan, Trace
 
 SCHEDULES = {schedule.name: schedule for schedule in qs.all_schedules()}
 TRIES = 6

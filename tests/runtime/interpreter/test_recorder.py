@@ -10,7 +10,7 @@ import quintsched as qs
 from quintsched.ir.instructions import RecvGrad
 from quintsched.runtime.interpreter.clock import EventClock
 from quintsched.runtime.interpreter.recorder import STEPS, Recorder
-from quintsched.simulation.measured import Trace
+from quintsched.trace.measured import Trace
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 CPU = torch.device("cpu")

@@ -21,6 +21,7 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import find_profile
 from quintsched.ir import instructions as ins
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import ScheduleSpec
@@ -29,7 +30,6 @@ from quintsched.runtime import Engine
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.verify.diagnostics import Point
 
 from ..toys import Outcome, sgd, worst_difference
 from .test_counterexamples import mutant

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.collectives.program import MAX_CHUNKS, MAX_SIZE, STEPS, Algorithm, CollectivePlan, Kind, Step
-from quintsched.collectives.spelling import spell
+from quintsched.collectives.program import MAX_CHUNKS, MAX_SIZE, STEPS, Algorithm, CollectiveProgram, Kind, Step
+from quintsched.collectives.spelling import spelled
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.formats.atomic import read_whole, write_whole
-from quintsched.formats.strictjson import describe_faults, parse_strict, pointer, shorten
+from quintsched.files.atomic import read_whole, write_whole
+from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 
 FORMAT = "quintsched.collective"
 MAX_BYTES = 2**31
@@ -35,17 +35,17 @@ class CollectiveEntry(BaseModel):
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
     programs: list[list[Any]] | None = None
 
-    def collective(self, *where: object) -> CollectivePlan:
+    def collective(self, *where: object) -> CollectiveProgram:
         """Return the collective, proved by nobody yet; raises `InputError` with a pointer that begins with `where`."""
         try:
             if self.programs is None:
-                return spell(self.kind, self.algorithm, self.size, self.chunks)
+                return spelled(self.kind, self.algorithm, self.size, self.chunks)
         except UsageError as error:
             raise InputError(f"{pointer(*where) or '/'}: {error}") from error
         programs = tuple(
             tuple(_decode_all(program, *where, "programs", rank)) for rank, program in enumerate(self.programs)
         )
-        return CollectivePlan(self.kind, self.algorithm, self.size, self.chunks, programs)
+        return CollectiveProgram(self.kind, self.algorithm, self.size, self.chunks, programs)
 
 
 class _CollectiveFile(CollectiveEntry):
@@ -53,22 +53,22 @@ class _CollectiveFile(CollectiveEntry):
     version: Literal[1]
 
 
-def entries(plans: Mapping[str, CollectivePlan]) -> dict[str, dict[str, object]]:
+def entries(plans: Mapping[str, CollectiveProgram]) -> dict[str, dict[str, object]]:
     """Return the collectives of a plan as plain data."""
     return {name: _head(plan) | ({} if _is_spelled(plan) else _body(plan)) for name, plan in sorted(plans.items())}
 
 
-def _head(plan: CollectivePlan) -> dict[str, object]:
+def _head(plan: CollectiveProgram) -> dict[str, object]:
     return {"kind": plan.kind, "algorithm": plan.algorithm, "size": plan.size, "chunks": plan.chunks}
 
 
-def _body(plan: CollectivePlan) -> dict[str, object]:
+def _body(plan: CollectiveProgram) -> dict[str, object]:
     return {"programs": [[encode(step) for step in program] for program in plan.programs]}
 
 
-def _is_spelled(plan: CollectivePlan) -> bool:
+def _is_spelled(plan: CollectiveProgram) -> bool:
     try:
-        return spell(plan.kind, plan.algorithm, plan.size, plan.chunks) == plan
+        return spelled(plan.kind, plan.algorithm, plan.size, plan.chunks) == plan
     except UsageError:
         return False
 
@@ -78,7 +78,7 @@ def encode(step: Step) -> dict[str, object]:
     return {"op": step.op} | {field.name: getattr(step, field.name) for field in fields(step)}
 
 
-def dumps(plan: CollectivePlan) -> str:
+def dumps(plan: CollectiveProgram) -> str:
     """Return the text of a file: one step per line, keys in a fixed order."""
     head = {"format": FORMAT, "version": 1, **_head(plan)}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -87,7 +87,7 @@ def dumps(plan: CollectivePlan) -> str:
     return "{" + "\n".join(lines)[1:] + f'\n "programs": [\n{body}]}}\n'
 
 
-def loads(text: str | bytes) -> CollectivePlan:
+def loads(text: str | bytes) -> CollectiveProgram:
     """Read a file's text; raises `InputError` with a JSON pointer to the first fault."""
     data = parse_strict(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -119,12 +119,12 @@ def _decode(entry: object, where: str) -> Step:
     return known[op](**{name: entry[name] for name in wanted})
 
 
-def save(plan: CollectivePlan, path: Path) -> None:
+def save(plan: CollectiveProgram, path: Path) -> None:
     """Write a file; raises `UsageError` where that cannot be done."""
     write_whole(path, dumps(plan), "the collective")
 
 
-def load(path: Path) -> CollectivePlan:
+def load(path: Path) -> CollectiveProgram:
     """Read a file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
     data = read_whole(path, MAX_BYTES, "the collective")
     try:

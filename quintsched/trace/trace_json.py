@@ -22,9 +22,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.formats.atomic import read_whole, write_whole
+from quintsched.files.atomic import read_whole, write_whole
+from quintsched.files.strictjson import describe_faults, parse_strict, pointer
 from quintsched.formats.plan_json import dumps
-from quintsched.formats.strictjson import describe_faults, parse_strict, pointer
 from quintsched.graph.event_graph import Times
 from quintsched.ir.plan_data import PlanData
 

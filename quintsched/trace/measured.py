@@ -23,7 +23,6 @@ from typing import TypeVar
 import numpy as np
 
 from quintsched.errors import UsageError, suggest
-from quintsched.formats.trace_json import DIGITS, RankTrace, load_ranks
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Channels
 from quintsched.ir.columns import Flags, Ints
@@ -43,6 +42,7 @@ from quintsched.ir.instructions import (
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Span
+from quintsched.trace.trace_json import DIGITS, RankTrace, load_ranks
 
 Kind = TypeVar("Kind", bound=Instruction)
 

@@ -8,7 +8,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules import all_schedules
-from quintsched.simulation.measured import Trace
+from quintsched.trace.measured import Trace
 from tests.traces import rank_traces, write_trace
 
 PER_STAGE = qs.Costs(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import InputError, UsageError
-from quintsched.formats.atomic import read_whole, same_file, write_whole
+from quintsched.files.atomic import read_whole, same_file, write_whole
 
 
 def everything_in(folder: Path) -> list[str]:

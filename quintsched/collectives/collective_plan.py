@@ -1,0 +1,57 @@
+"""A spelled-out collective as people hold it: its programs, plus verbs, each of which calls a module of its own.
+
+plan = spell("all_reduce", "ring", 4)        plan.check().raise_if_unsound()        plan.save("ring.json")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from quintsched.collectives import collective_json, timing
+from quintsched.collectives.program import CollectiveProgram
+from quintsched.collectives.proof import CollectiveVerdict, prove
+from quintsched.collectives.spelling import spelled
+from quintsched.collectives.timing import CollectiveRun
+from quintsched.ir.communication import Wire
+
+
+@dataclass(frozen=True)
+class CollectivePlan(CollectiveProgram):
+    """A spelled-out collective: see `CollectiveProgram` for what it holds."""
+
+    @classmethod
+    def of(cls, program: CollectiveProgram) -> CollectivePlan:
+        """Return the plan with these programs."""
+        return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
+
+    def check(self) -> CollectiveVerdict:
+        """Prove that it is free of deadlock and that every rank ends with what the collective promises."""
+        return self._verdict
+
+    @cached_property
+    def _verdict(self) -> CollectiveVerdict:
+        return prove(self)
+
+    def simulate(self, num_bytes: float, wire: Wire) -> CollectiveRun:
+        """Time it for so many bytes of data; raises `UnsoundError` where it cannot finish."""
+        return timing.simulate(self, num_bytes, wire)
+
+    def save(self, path: Path) -> None:
+        """Write it as a file of its own; raises `UsageError` where that cannot be done."""
+        collective_json.save(self, path)
+
+    @classmethod
+    def load(cls, path: Path) -> CollectivePlan:
+        """Read a file; raises `UsageError` for a missing one, `InputError` for a broken one."""
+        return cls.of(collective_json.load(path))
+
+
+def spell(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectivePlan:
+    """Return the plan of a collective over `size` ranks.
+
+    `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
+    Raises `UsageError` for an unknown kind or algorithm, and for what the algorithm cannot do.
+    """
+    return CollectivePlan.of(spelled(kind, algorithm, size, chunks))
