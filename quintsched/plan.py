@@ -34,7 +34,11 @@ class Plan(PlanData):
     @classmethod
     def of(cls, data: PlanData) -> Plan:
         """Return the plan with this data; what is known of the data is known of the plan."""
-        plan = cls(**{field.name: getattr(data, field.name) for field in fields(data)})
+        from quintsched.collectives import CollectivePlan
+
+        values = {field.name: getattr(data, field.name) for field in fields(data)}
+        spelled = {name: CollectivePlan.of(mini) for name, mini in data.communication.plans.items()}
+        plan = cls(**values | {"communication": replace(data.communication, plans=spelled)})
         plan._remembered.update(data._remembered)
         plan.__dict__.update({name: data.__dict__[name] for name in ("layout", "flows") if name in data.__dict__})
         return plan

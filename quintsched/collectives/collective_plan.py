@@ -17,7 +17,7 @@ from quintsched.collectives.timing import CollectiveRun
 from quintsched.ir.communication import Wire
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CollectivePlan(CollectiveProgram):
     """A spelled-out collective: see `CollectiveProgram` for what it holds."""
 

@@ -79,7 +79,7 @@ class ChunkMessage(NamedTuple):
     received: Half
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CollectiveProgram:
     """What each rank of an axis does for one collective: `programs[r]` belongs to rank r.
 
@@ -91,6 +91,16 @@ class CollectiveProgram:
     size: int
     chunks: int
     programs: tuple[tuple[Step, ...], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CollectiveProgram) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        return self.kind, self.algorithm, self.size, self.chunks, self.programs
 
     @property
     def title(self) -> str:
