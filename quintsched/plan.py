@@ -37,8 +37,9 @@ class Plan(PlanData):
         from quintsched.collectives import CollectivePlan
 
         values = {field.name: getattr(data, field.name) for field in fields(data)}
-        spelled = {name: CollectivePlan.of(mini) for name, mini in data.communication.plans.items()}
-        plan = cls(**values | {"communication": replace(data.communication, plans=spelled)})
+        if spelled := {name: CollectivePlan.of(mini) for name, mini in data.communication.plans.items()}:
+            values["communication"] = replace(data.communication, plans=spelled)
+        plan = cls(**values)
         plan._remembered.update(data._remembered)
         plan.__dict__.update({name: data.__dict__[name] for name in ("layout", "flows") if name in data.__dict__})
         return plan
