@@ -31,7 +31,7 @@ _HOMES = {
     "compiler": ("compile",),
     "simulation.costs": ("Costs",),
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
-    "verify.diagnostics": ("Finding",),
+    "ir.diagnostics": ("Finding",),
     "ir.mesh": ("Mesh",),
     "plan": ("Plan", "simulate"),
     "schedules": ("Schedule", "Shape", "all_schedules", "schedule"),

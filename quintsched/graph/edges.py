@@ -110,11 +110,12 @@ def data_edges(events: Events, flows: Flows, queues: Ints) -> Edges:
 def _handovers(flows: Flows) -> tuple[Ints, Ints]:
     """Return (makers, takers): the rows that make a value, and those that consume or read it."""
     rows = np.concatenate([flows.consumes.rows, flows.reads.rows])
-    keys = np.concatenate([flows.consumes.keys, flows.reads.keys])
     places = np.concatenate([flows.consumes.places, flows.reads.places])
     makers = flows.first_makers[places]
-    absent = np.flatnonzero((makers == ABSENT) & (keys < flows.numbering.num_travelling))
-    makers[absent] = flows.first_senders[keys[absent]]
+    absent = np.flatnonzero(makers == ABSENT)
+    keys = flows.keys(places[absent])
+    travels = keys < flows.numbering.num_travelling
+    makers[absent[travels]] = flows.first_senders[keys[travels]]
     known = makers != ABSENT
     return makers[known], rows[known]
 

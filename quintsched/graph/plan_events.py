@@ -174,5 +174,5 @@ def carried(plan: PlanData, rows: Ints) -> Ints:
     """Return the key of the value that each message carries: what a send takes and its receive makes."""
     key_of = np.full(len(plan.columns), ABSENT)
     for uses in (plan.flows.produces, plan.flows.consumes):
-        key_of[uses.rows] = uses.keys
-    return key_of[rows]
+        key_of[uses.rows] = uses.places
+    return plan.flows.keys(key_of[rows])

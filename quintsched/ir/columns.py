@@ -337,12 +337,16 @@ def _numbers(values: list[Any]) -> Ints:
 
 def _interned(values: list[Any], table: dict[Any, int]) -> list[int]:
     """Return the places of names, axes or stages in the table; raises `_WrongValue`."""
-    found = []
+    found, known = [], dict[int, int]()
     for at, value in enumerate(values):
+        if id(value) in known:
+            found.append(known[id(value)])
+            continue
         entries = value if isinstance(value, tuple) else (value,)
         if not all(type(entry) is str or (type(entry) is int and isinstance(value, tuple)) for entry in entries):
             raise _WrongValue(at, f"is {value!r}; give a name, or a tuple of names or whole numbers")
-        found.append(table.setdefault(value, len(table)))
+        known[id(value)] = table.setdefault(value, len(table))
+        found.append(known[id(value)])
     return found
 
 

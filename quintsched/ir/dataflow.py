@@ -43,15 +43,14 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Values that instructions take, read or make: the instruction in `rows[i]` uses the value `keys[i]`.
+    """Values that instructions take, read or make: the instruction in `rows[i]` uses the value at `places[i]`.
 
-    `places[i]` is that value on the instruction's rank. A value that travels is resident on the rank that makes it and
-    on the rank that takes it: on the rank that holds its stage its place is its key, on the other one a number of its
-    own. So two uses are of the same value on the same rank if their places are equal.
+    A place is a value on a rank. A value that travels is resident on the rank that makes it and on the rank that takes
+    it: on the rank that holds its stage its place is its key, on the other one a number of its own. So two uses are of
+    the same value on the same rank if their places are equal.
     """
 
     rows: Ints
-    keys: Ints
     places: Ints
 
     @cached_property
@@ -60,10 +59,10 @@ class Uses:
         return np.argsort(self.rows, kind="stable")
 
     def of_rows(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (row, key) of all uses of some rows, in order."""
+        """Yield (row, place) of all uses of some rows, in order."""
         rows = self.rows[self.by_row]
         mine = self.by_row[np.searchsorted(rows, first) : np.searchsorted(rows, end)]
-        return zip(self.rows[mine].tolist(), self.keys[mine].tolist(), strict=True)
+        return zip(self.rows[mine].tolist(), self.places[mine].tolist(), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +88,18 @@ class Flows:
     @cached_property
     def first_senders(self) -> Ints:
         """For each value that travels the first row of any rank that makes it; `ABSENT` where none does."""
-        travels = self.produces.keys < self.numbering.num_travelling
-        return _first_rows(self.produces.rows[travels], self.produces.keys[travels], self.numbering.num_travelling)
+        keys = self.keys(self.produces.places)
+        travels = keys < self.numbering.num_travelling
+        return _first_rows(self.produces.rows[travels], keys[travels], self.numbering.num_travelling)
 
     @property
     def num_places(self) -> int:
         """How many places there are for values on their ranks."""
         return self.numbering.size + self.numbering.num_travelling
+
+    def keys(self, places: Ints) -> Ints:
+        """Return the keys of the values at some places."""
+        return places - (places >= self.numbering.size) * self.numbering.size
 
     def value_at(self, place: int) -> Value:
         """Return the value at a place."""
@@ -105,8 +109,8 @@ class Flows:
         """Return the flow of each of some rows."""
         found: list[tuple[list[Value], ...]] = [([], [], [], []) for _ in rows]
         for number, uses in enumerate((self.consumes, self.reads, self.produces, self.follows)):
-            for row, key in uses.of_rows(rows.start, rows.stop):
-                found[row - rows.start][number].append(self.numbering.value(key))
+            for row, place in uses.of_rows(rows.start, rows.stop):
+                found[row - rows.start][number].append(self.value_at(place))
         return [Flow(*map(tuple, used)) for used in found]
 
 
@@ -126,7 +130,7 @@ def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -
     `gatherings` says of each row which gathering of its stage's weights it makes, uses or ends, where that is known.
     """
     reader = _Reader.of(columns, layout, gatherings)
-    found: dict[Role, list[tuple[Ints, Ints, Ints]]] = {role: [] for role in Role}
+    found: dict[Role, list[tuple[Ints, Ints]]] = {role: [] for role in Role}
     for kind, terms in RULES.items():
         rows = columns.rows_where(kind)
         for term in terms if len(rows) else ():
@@ -136,9 +140,9 @@ def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -
     return Flows(reader.numbering, *(_joined(found[role]) for role in (CONSUMES, READS, PRODUCES, FOLLOWS)))
 
 
-def _joined(parts: list[tuple[Ints, Ints, Ints]]) -> Uses:
+def _joined(parts: list[tuple[Ints, Ints]]) -> Uses:
     nothing = np.zeros(0, np.int64)
-    return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else Uses(*[nothing] * 3)
+    return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else Uses(nothing, nothing)
 
 
 def _first_rows(rows: Ints, at: Ints, size: int) -> Ints:
@@ -174,15 +178,15 @@ class _Reader:
             gatherings = gatherings_of(columns) if layout.zero.shares_weights else np.zeros(len(columns), np.int64)
         counts = dict.fromkeys(Kind, layout.num_microbatches)
         counts[Kind.METRICS] = counts[Kind.NORM] = columns.num_ranks
-        counts[Kind.REDUCED] = len(layout.buckets) * int(layout.num_reductions.max(initial=1))
+        counts[Kind.REDUCED] = len(layout.buckets) * layout.most_reductions
         counts[Kind.TIED] = max((tie.number for tie in layout.ties), default=0) + 1
         counts[Kind.PARAMS] = int(gatherings.max(initial=0)) + 1
         counts[Kind.STEPPED] = len(layout.buckets)
         numbering = Numbering(len(layout.stage_to_pp), counts, len(layout.buckets))
         return cls(columns, layout, numbering, gatherings, np.array(layout.stage_to_pp, np.int64))
 
-    def read(self, term: Term, rows: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return (rows, keys, places) of the uses that a term means for rows of one class of instruction."""
+    def read(self, term: Term, rows: Ints) -> tuple[Ints, Ints]:
+        """Return (rows, places) of the uses that a term means for rows of one class of instruction."""
         cells = self._whose(term.whose, rows)
         if term.when in _OF_PLAN and not _OF_PLAN[term.when](self.layout):
             cells = _kept(cells, np.zeros(len(cells.rows), np.bool_))
@@ -193,9 +197,9 @@ class _Reader:
             cells = _kept(cells, _OF_CELL[term.when](cells.stages, cells.numbers, self.layout))
         keys = self.numbering.keys(term.kind, cells.stages, cells.numbers)
         if term.kind not in TRAVELS:
-            return cells.rows, keys, keys
+            return cells.rows, keys
         away = self.holders[cells.stages] != self.columns.rank[cells.rows]
-        return cells.rows, keys, keys + away * self.numbering.size
+        return cells.rows, keys + away * self.numbering.size
 
     def _whose(self, whose: Whose, rows: Ints) -> _Cells:
         """Return the rows with the stages that are meant."""
@@ -247,10 +251,10 @@ class _Reader:
             ties = Ragged.of([tie.number for tie in layout.ties_of(s)] for s in range(len(self.holders)))
             at, numbers = ties.expand(stages)
             return _Cells(rows[at], stages[at], numbers)
-        at, units = layout.units.expand(stages)
         if which is Which.REDUCED_UNITS:
-            mine = layout.reduction_of[stages[at], units] == columns.column("part")[rows[at]]
-            at, units = at[mine], units[mine]
+            at, units = layout.reduced_units.expand(stages * layout.most_reductions + columns.column("part")[rows])
+        else:
+            at, units = layout.units.expand(stages)
         return _Cells(rows[at], stages[at], units)
 
 

@@ -167,6 +167,18 @@ class Layout:
         found: Ints = visited.max(axis=1, initial=0) + 1
         return found
 
+    @property
+    def most_reductions(self) -> int:
+        """How often the buckets of a stage are reduced at most."""
+        return int(self.num_reductions.max(initial=1))
+
+    @cached_property
+    def reduced_units(self) -> Ragged:
+        """The microbatches that a reduction sums; reduction r of stage s is list s x `most_reductions` + r."""
+        stage, unit = np.nonzero(self.visits_all)
+        lists = stage * self.most_reductions + self.reduction_of[stage, unit]
+        return Ragged.group(lists, unit, len(self.stage_to_pp) * self.most_reductions)
+
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:
         return _grouped(self.stage_to_part)

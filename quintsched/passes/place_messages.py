@@ -85,9 +85,10 @@ class _Messages:
     def of(cls, plan: PlanData) -> _Messages:
         """Find every value that is made on one rank and taken on another."""
         flows, rank = plan.flows, plan.columns.rank
-        travels = flows.consumes.keys < flows.numbering.num_travelling
+        keys = flows.keys(flows.consumes.places)
+        travels = keys < flows.numbering.num_travelling
         taken = flows.consumes.rows[travels]
-        made = flows.first_senders[flows.consumes.keys[travels]]
+        made = flows.first_senders[keys[travels]]
         crosses = (made != ABSENT) & (rank[made] != rank[taken])
         made, taken = made[crosses], taken[crosses]
         order = np.argsort((rank[made] * plan.columns.num_ranks + rank[taken]) * len(rank) + taken)
@@ -139,11 +140,12 @@ def _explain_order(plan: PlanData, waiting: Ints) -> str:
         if row is None:
             continue
         stuck.append(columns.place(row))
-        for _, key in flows.consumes.of_rows(row, row + 1):
-            makers = flows.produces.rows[flows.produces.keys == key]
+        for _, place in flows.consumes.of_rows(row, row + 1):
+            value = flows.value_at(place)
+            key = int(flows.keys(np.array([place]))[0])
+            makers = flows.produces.rows[flows.keys(flows.produces.places) == key]
             late = [int(maker) for maker in makers if waiting[maker]]
             if late:
-                value = flows.numbering.value(key)
                 lines.append(f"rank {rank} is stuck at {_at(plan, row)}: it needs {value}; {_maker(plan, late[0])}")
                 break
     head = f"not sound: {plan.title}\ndeadlock: the order of computation itself cannot run"

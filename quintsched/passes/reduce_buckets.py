@@ -59,7 +59,7 @@ def _completions(plan: PlanData) -> tuple[Ints, Ints, Ints]:
     In the order of the rows, then of stages and reductions.
     """
     layout, columns = plan.layout, plan.columns
-    most = int(layout.num_reductions.max(initial=1))
+    most = layout.most_reductions
     last = np.full(len(plan.stage_to_pp) * most, ABSENT)
     rows = columns.rows_where(*ENDS_BACKWARD)
     stage = columns.stage[rows]

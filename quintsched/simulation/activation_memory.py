@@ -48,10 +48,10 @@ def _add(change: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every
     """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one."""
     numbering = flows.numbering
     for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
-        counts = np.flatnonzero(numbering.of_kind(uses.keys, kind))
+        counts = np.flatnonzero(numbering.of_kind(uses.places, kind))
         if every > 1:
-            counts = counts[numbering.numbers(uses.keys[counts], kind) % every == 0]
-        stages = numbering.stages(uses.keys[counts], kind)
+            counts = counts[numbering.numbers(uses.places[counts], kind) % every == 0]
+        stages = numbering.stages(uses.places[counts], kind)
         np.add.at(change, uses.rows[counts], sign * np.array(held)[stages])
 
 

@@ -59,7 +59,7 @@ class _Lives:
         made, numbering = self._flows.produces, self._flows.numbering
         left = self._taking[made.places] == ABSENT
         for kind in AMBIENT:
-            left &= ~numbering.of_kind(made.keys, kind)
+            left &= ~numbering.of_kind(made.places, kind)
         for i in np.flatnonzero(left).tolist():
             row = made.rows[i]
             rank = self._plan.columns.place(int(row))[0]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from quintsched.ir import instructions as ins
-from quintsched.ir.columns import ABSENT, Flags
+from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import peer_of
-from quintsched.ir.layout import TWINS
+from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData
 from quintsched.ir.zero import Zero
@@ -48,24 +48,57 @@ def _malformations(plan: PlanData) -> Iterator[Malformation]:
 
 
 def _plainly_right(plan: PlanData) -> Flags:
-    """Which rows need no closer look: those that only name a stage of their rank, a microbatch and a peer that fit."""
+    """Which rows need no closer look: those whose numbers plainly name what there is on their rank."""
     columns, layout = plan.columns, plan.layout
-    units = columns.are(ins.Compute, ins.Message)
-    weights = columns.are(ins.GatherParams, ins.FreeParams) & layout.zero.shares_weights
-    fine = (units | weights) & (columns.stage >= 0) & (columns.stage < len(plan.stage_to_pp))
-    fine &= ~units | ((columns.unit >= 0) & (columns.unit < plan.schedule.num_units))
+    fine = np.zeros(len(columns), np.bool_)
     holders = np.array(plan.stage_to_pp)
-    rows = np.flatnonzero(fine)
-    fine[rows] = holders[columns.stage[rows]] == columns.rank[rows]
-    rows = np.flatnonzero(fine & units)
-    stage, unit = columns.stage[rows], columns.unit[rows]
-    right = layout.visits_all[stage, unit]
-    forward, messages = columns.are(ins.SendAct, ins.RecvGrad)[rows], columns.are(ins.Message)[rows]
-    other = np.where(forward, layout.all_after(stage, unit), layout.all_before(stage, unit))
-    expected = np.where(other >= 0, holders[other], ABSENT)
-    peer = columns.peer[rows]
-    fine[rows] = right & (~messages | ((other >= 0) & (peer == expected) & (peer != columns.rank[rows])))
+    for kind in ins.ALL:
+        rows = columns.rows_where(kind)
+        looked_at = issubclass(kind, ins.Compute | ins.Message | ins.OnBucket | ins.GatherParams | ins.FreeParams)
+        if not len(rows) or not looked_at or plan.zero.stage not in _ZERO_STAGES.get(kind, (plan.zero.stage,)):
+            continue
+        stage = columns.stage[rows]
+        known = (stage >= 0) & (stage < len(holders))
+        rows = rows[known]
+        rows = rows[holders[columns.stage[rows]] == columns.rank[rows]]
+        if issubclass(kind, ins.Compute | ins.Message):
+            rows = _visited(rows, layout, columns)
+        if issubclass(kind, ins.Message):
+            rows = rows[_names_its_peer(rows, kind, layout, columns)]
+        if issubclass(kind, ins.OnBucket):
+            rows = rows[_names_a_bucket(rows, kind, layout, columns)]
+        fine[rows] = True
     return fine
+
+
+def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
+    """Return those rows whose microbatch visits their stage."""
+    unit = columns.unit[rows]
+    rows = rows[(unit >= 0) & (unit < layout.num_microbatches)]
+    found: Ints = rows[layout.visits_all[columns.stage[rows], columns.unit[rows]]]
+    return found
+
+
+def _names_its_peer(rows: Ints, kind: type[ins.Message], layout: Layout, columns: Columns) -> Flags:
+    """Which messages name the rank of the neighbouring stage, which is another one."""
+    other_stage = layout.all_after if issubclass(kind, ins.SendAct | ins.RecvGrad) else layout.all_before
+    other, peer = other_stage(columns.stage[rows], columns.unit[rows]), columns.peer[rows]
+    found: Flags = (other >= 0) & (peer == np.array(layout.stage_to_pp)[other]) & (peer != columns.rank[rows])
+    return found
+
+
+def _names_a_bucket(rows: Ints, kind: type[ins.OnBucket], layout: Layout, columns: Columns) -> Flags:
+    """Which collectives name a bucket of their stage, the axes of its replicas and one of its reductions."""
+    bucket = columns.column("bucket")[rows]
+    place = {axes: number for number, axes in enumerate(columns.table)}
+    wanted = np.array([place.get(axes, ABSENT) if axes else ABSENT for axes in layout.buckets.values()])
+    known = (bucket >= 0) & (bucket < len(wanted))
+    right = wanted[np.where(known, bucket, 0)] == columns.column("axes")[rows]
+    found: Flags = known & right
+    if issubclass(kind, ins.ReduceScatterBucket):
+        part = columns.column("part")[rows]
+        found &= (part >= 0) & (part < layout.num_reductions[columns.stage[rows]])
+    return found
 
 
 def _head_faults(plan: PlanData) -> Iterator[str]:
