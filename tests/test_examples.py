@@ -1,4 +1,4 @@
-"""The examples, and the commands of the README, do what they say."""
+"""The examples, and the commands of the README and of docs/, do what they say."""
 
 import json
 import math
@@ -158,15 +158,15 @@ def test_logs_that_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def sessions() -> list[str]:
-    """Return what the README shows of a terminal: "$ command" lines, each followed by what it prints."""
-    blocks = re.findall(
-        r"^```\n(\$ .*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    """Return what README and docs show of a terminal: "$ command" lines, each followed by what it prints."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = re.findall(r"^```\n(\$ .*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [block for block in blocks if "torchrun" not in block]
 
 
 @pytest.mark.processes
-def test_the_readme_shows_what_its_commands_print(tmp_path: Path) -> None:
+def test_readme_and_docs_show_what_their_commands_print(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     environment = os.environ | {"PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
     assert len(sessions()) >= 5

@@ -7,6 +7,7 @@
 
 `assert_sound` explores shapes and fails with the smallest one that is not sound. For properties of your own, `meshes`,
 `microbatch_counts`, `placements` and `costs` are hypothesis strategies, and `assert_plan_sound` judges one plan.
+Imports `sweep` and below.
 """
 
 try:

@@ -3,5 +3,5 @@
 `soundness` is the whole proof: well-formed (`wellformed`, and `meaning`: does every route see the model?), complete,
 data flow (`liveness`), channels and deadlock, `collectives`, memory. `equivalence` judges a plan by algebra instead:
 does a `symbolic_run` of it, and of its collectives (`symbolic_collective`), compute the sequential gradient of
-`algebra`? `sweep` proves a schedule over many shapes. Imports `ir`, `graph`, `collectives`, `simulation` and `text`.
+`algebra`? Imports `text`, `simulation`, `collectives`, `graph` and `ir`.
 """

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence of which each rank of cp holds a slice (ring, gather, ulysses).
+"""Context parallelism: attention over a sequence of which each rank of cp holds shards (ring, gather, ulysses).
 
 Imports `blocks`, `comm`, `job`.
 """
