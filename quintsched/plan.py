@@ -52,7 +52,7 @@ class Plan(PlanData):
         return tuple(replace(i, peer=peers[i.peer]) if isinstance(i, Message) else i for i in program)
 
     def check(self, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
-        """Prove the plan sound (DESIGN: complete, data flow, channels, deadlock, collectives, memory).
+        """Prove the plan sound (complete, data flow, channels, deadlock, collectives, memory).
 
         `profile` is the transport profile under which it has to be free of deadlock; `memory_cap` the most
         activations that a rank may hold, in microbatches of a whole rank.

@@ -57,6 +57,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "compiler",
         "request",
         "user_code",
+        "torch_csv",
         "plan",
         "trace",
         "formats",

@@ -25,7 +25,7 @@ class Format:
 
 
 def _torch_csv(plan: Plan, **options: Any) -> str:
-    from quintsched.formats import torch_csv
+    from quintsched import torch_csv
 
     return torch_csv.dumps(plan, **options)
 
@@ -101,9 +101,8 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Read PyTorch's schedule CSV, prove it, write the plan."""
+    from quintsched import torch_csv
     from quintsched.cli.check import report
-    from quintsched.formats import torch_csv
-    from quintsched.plan import Plan
 
     refuse_input(output, file)
     text, name = _read(file)
@@ -114,7 +113,7 @@ def import_(
             point = "unsound" if isinstance(error, UnsoundError) else "well-formed"
             emit({"sound": False, "findings": [{"point": point, "message": str(error)}]})
         raise type(error)(f"{file}: {error}") from error
-    plan, verdict = Plan.of(imported.plan), imported.verdict
+    plan, verdict = imported.plan, imported.verdict
     for line in imported.notes:
         note(f"{file}: {line}")
     if output is None:
@@ -131,7 +130,7 @@ def import_(
 def _read(file: str) -> tuple[str, str]:
     """Return a file's text and what its schedule is called."""
     from quintsched.files.atomic import read_whole
-    from quintsched.formats.torch_csv import MAX_CHARACTERS
+    from quintsched.torch_csv import MAX_CHARACTERS
 
     data = read_whole(None if file == "-" else Path(file), MAX_CHARACTERS, "the schedule")
     try:

@@ -1,5 +1,5 @@
 """Files and foreign formats, each in a module: read strictly, written whole or not at all.
 
-`plan_json` is our own, `torch_csv` is PyTorch's, `promela` is SPIN's input, `networkx_graph` the dependency graph as an
+`plan_json` is our own, `promela` is SPIN's input, `networkx_graph` the dependency graph as an
 object. The files of collectives and traces are in their own rooms. Imports `passes`, `verify` and below.
 """

@@ -107,12 +107,14 @@ class EventGraph:
         found[order] = starts
         return found
 
-    def latest(self, event: int, ends: Times) -> int:
-        """Return what an event waited for last, given when events end; `NONE` where it waits for nothing."""
+    def latest(self, event: int, ends: Times, places: Ints) -> int:
+        """Return what an event waited for last, given when events end; `NONE` where it waits for nothing.
+
+        Of several that ended together, that of the last place.
+        """
         waited = [int(column[event]) for column in self._predecessors.columns]
         waited = [other for other in (*waited, *self._predecessors.more.get(event, ())) if other != NONE]
-        latest = max((ends[other] for other in waited), default=0.0)
-        return next((other for other in reversed(waited) if ends[other] == latest), NONE)
+        return max(waited, key=lambda other: (ends[other], places[other]), default=NONE)
 
     @cached_property
     def _predecessors(self) -> _Neighbours:

@@ -22,7 +22,7 @@ import numpy as np
 
 from quintsched.errors import UnsoundError
 from quintsched.graph.edges import build_graph
-from quintsched.graph.event_graph import NONE, EventGraph, Times
+from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
@@ -63,7 +63,6 @@ class Simulation:
     busy: tuple[float, ...]
     spans: tuple[float, ...]
     peak_activations: tuple[float, ...]
-    critical_path: tuple[Place, ...]
 
     @cached_property
     def timeline(self) -> tuple[tuple[Span, ...], ...]:
@@ -73,6 +72,26 @@ class Simulation:
             tuple(map(Span, program, start[rows.start : rows.stop], end[rows.start : rows.stop]))
             for rows, program in zip(map(columns.rows_of, range(columns.num_ranks)), self.plan.programs, strict=True)
         )
+
+    @cached_property
+    def critical_path(self) -> tuple[Place, ...]:
+        """What decides the makespan: from the event that ends last back to what each waited for last.
+
+        Of several that ended together, the one that runs last in the order of the event graph; only events that take
+        time are kept.
+        """
+        events = Events.merge(self.plan)
+        graph = build_graph(events, self.plan.flows, PROFILES["channel"])
+        ends, order = self.end[events.first_rows], graph.run().order
+        event, path = (int(ends.argmax()) if len(ends) else NONE), []
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        while event != NONE:
+            before = graph.latest(event, ends, place)
+            if ends[event] > (ends[before] if before != NONE else 0.0):
+                path.append(Place(*events.columns.place(int(events.first_rows[event]))))
+            event = before
+        return tuple(reversed(path))
 
     @property
     def peak_state(self) -> tuple[float, ...]:
@@ -157,7 +176,6 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
         busy=tuple(_busy(plan, durations[events.of])),
         spans=tuple(_spans(plan, begins, ends)),
         peak_activations=peak_activations(plan, costs),
-        critical_path=_critical_path(events, graph, starts + durations),
     )
 
 
@@ -212,15 +230,3 @@ def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
     bounds = np.searchsorted(rows, plan.columns.first).tolist()
     for first, end in pairwise(bounds):
         yield float(ends[rows[end - 1]] - begins[rows[first]]) / plan.schedule.parts if end > first else 0.0
-
-
-def _critical_path(events: Events, graph: EventGraph, ends: Times) -> tuple[Place, ...]:
-    """Walk back from the event that ends last to what it waited for; only events that take time are kept."""
-    event = int(ends.argmax()) if len(ends) else NONE
-    path = []
-    while event != NONE:
-        before = graph.latest(event, ends)
-        if ends[event] > (ends[before] if before != NONE else 0.0):
-            path.append(Place(*events.columns.place(int(events.first_rows[event]))))
-        event = before
-    return tuple(reversed(path))

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 import quintsched as qs
-from quintsched.formats import torch_csv
+from quintsched import torch_csv
 from quintsched.ir.instructions import Bwd, BwdWeight, Fwd
 from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.blocks.costs import estimate_costs

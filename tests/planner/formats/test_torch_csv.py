@@ -9,11 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.formats import torch_csv
+from quintsched import torch_csv
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import AllReduceBucket, Bwd, FreeParams, Fwd, GatherParams, Message, OptStep
 from quintsched.ir.layout import Route
-from quintsched.plan import Plan
 from quintsched.schedules import all_schedules
 from quintsched.verify.equivalence import equivalence
 
@@ -95,7 +94,7 @@ def test_any_placement_will_do():
     order = ["0F0,1F0,3F0,3B0,1B0,0B0", "2F0,2B0"]
     plan = torch_csv.loads("\n".join(order)).plan
     assert plan.stage_to_pp == (0, 0, 1, 0)
-    assert Plan.of(plan).check(profile="blocking").sound
+    assert plan.check(profile="blocking").sound
 
 
 def test_the_order_of_messages_in_a_file_with_communication_is_kept():

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
+from quintsched import torch_csv
 from quintsched.compiler import ORDER
-from quintsched.formats import torch_csv
 from quintsched.ir.instructions import Bwd, Fwd, Instruction, Recompute, short
 from quintsched.ir.plan_data import MAX_RECOMPUTE
 from quintsched.plan import Plan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.formats import torch_csv
+from quintsched import torch_csv
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdWeight, Instruction, OptStep, SyncTied

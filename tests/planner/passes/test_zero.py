@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.formats import torch_csv
+from quintsched import torch_csv
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.instructions import (
     ENDS_BACKWARD,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import quintsched as qs
-from quintsched.formats import torch_csv
+from quintsched import torch_csv
 from quintsched.schedules import all_schedules
 
 WORLD, WIDTH, SAMPLES = 4, 8, 24

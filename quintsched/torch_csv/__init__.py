@@ -7,8 +7,8 @@
 way. Imports `passes`, `verify` and below.
 """
 
-from quintsched.formats.torch_csv.cells import MAX_CHARACTERS
-from quintsched.formats.torch_csv.reader import Imported, loads
-from quintsched.formats.torch_csv.writer import dumps
+from quintsched.torch_csv.cells import MAX_CHARACTERS
+from quintsched.torch_csv.reader import Imported, loads
+from quintsched.torch_csv.writer import dumps
 
 __all__ = ["MAX_CHARACTERS", "Imported", "dumps", "loads"]

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.formats.torch_csv.cells import Cell, Cells, read_cells
-from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.graph.profiles import find_profile
 from quintsched.ir.columns import Programs
 from quintsched.ir.instructions import (
@@ -30,6 +29,9 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.ir.zero import Zero
 from quintsched.passes import TRAIN_PASSES, lower
+from quintsched.plan import Plan
+from quintsched.torch_csv.cells import Cell, Cells, read_cells
+from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.verify.soundness import Verdict, check, check_order
 from quintsched.verify.wellformed import zero_faults
 
@@ -44,10 +46,10 @@ class Imported:
     verdict: Verdict
     notes: tuple[str, ...]
 
-    @property
-    def plan(self) -> PlanData:
+    @cached_property
+    def plan(self) -> Plan:
         """The plan."""
-        return self.verdict.plan
+        return Plan.of(self.verdict.plan)
 
 
 def loads(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quintsched.errors import UsageError
-from quintsched.formats.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.ir.instructions import (
     AllReduceBucket,
     Bwd,
@@ -26,6 +25,7 @@ from quintsched.ir.instructions import (
     ShareMetrics,
 )
 from quintsched.ir.plan_data import PlanData
+from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.verify.soundness import check
 
 _WORDS: dict[type[Instruction], Word] = {

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from quintsched.errors import InputError
 from quintsched.files.strictjson import shorten
-from quintsched.formats.torch_csv.words import COMPUTATIONS, ENDS_BACKWARD, MESSAGES, NEEDS, OVERLAP, SHARDING, Word
+from quintsched.torch_csv.words import COMPUTATIONS, ENDS_BACKWARD, MESSAGES, NEEDS, OVERLAP, SHARDING, Word
 
 MAX_CHARACTERS = 2**28
 
