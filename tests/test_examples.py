@@ -94,6 +94,7 @@ def figures(printed: str) -> list[list[float]]:
     return [[float(number) for number in re.findall(r"[\d.]+", line)] for line in printed.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_own_loop_learns_the_same_in_one_process_and_in_four() -> None:
     alone = figures(run("own_loop.py"))

@@ -130,6 +130,7 @@ def test_help_takes_less_than_half_a_second(clean: Path, tmp_path: Path) -> None
     assert min(taken) < 0.5
 
 
+@pytest.mark.slow
 def test_an_installation_from_the_archives_runs_a_plan(clean: Path, tmp_path: Path) -> None:
     """torch is lent by the environment of the tests, at the end of the path: quintsched is the wheel's."""
     lend_packages(clean)

@@ -32,6 +32,7 @@ def test_a_thousand_steps_in_process() -> None:
         require_no_growth(before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_thousand_steps_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
