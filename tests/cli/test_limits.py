@@ -6,6 +6,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats import plan_json
+from quintsched.verify.collectives import stays_native
 from tests.traces import write_trace
 
 COMPILE = ("compile", "--mesh", "pp=2", "-m", 4)
@@ -109,3 +110,5 @@ def test_auto_leaves_more_replicas_than_can_be_spelled_out_to_the_library(cli):
     done = cli("compile", "-s", "1f1b", "--mesh", "dp=257,pp=2", "-m", 1, "--communication", "auto")
     assert done.code == 0
     assert qs.Plan.from_json(done.out).communication.means == "native"
+    assert stays_native({("all_reduce", 257)})
+    assert not stays_native({("all_reduce", 256)})
