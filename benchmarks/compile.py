@@ -1,6 +1,7 @@
 """How long compiling, proving and simulating large plans takes, beside torch.distributed.pipelining in the same run.
 
     python benchmarks/compile.py            about two minutes on one core; torch is left out where it is missing
+    python benchmarks/compile.py --large    ten million instructions as well
 
 "compile" builds the plan and proves it in full; torch's "build" makes the schedule and lowers it to sends and
 receives, without a proof. Its simulator gets the order without UNSHARD and RESHARD, at which it fails.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, BwdWeight
+import quintsched.compiler
+import quintsched.simulation.simulator
+from quintsched.instructions import Bwd, BwdWeight
 
 CASES = [("interleaved-1f1b", "ScheduleInterleaved1F1B", 4), ("interleaved-zb", "ScheduleInterleavedZeroBubble", 2)]
 PP, MICROBATCHES = 64, 512
@@ -83,10 +87,30 @@ def compare() -> None:
             print(f"  torch takes {ratio:.1f} times as long together ({building + torch_simulating:.1f} s)")
 
 
+def sharded() -> None:
+    print("seconds per million instructions, by what replicas shard (pp=64, 4 chunks, 512 microbatches, dp=2)")
+    rates = []
+    for zero in range(4):
+        began = time.process_time()
+        plan = qs.compile("interleaved-1f1b", mesh=qs.Mesh(dp=2, pp=PP), microbatches=MICROBATCHES, chunks=4, zero=zero)
+        plan.simulate()
+        rates.append((time.process_time() - began) / plan.num_instructions * 1e6)
+        print(
+            f"  ZeRO-{zero}{plan.num_instructions:>9} instructions {rates[-1]:8.2f} s, {rates[-1] / rates[0]:.2f} times"
+        )
+
+
+def wide() -> None:
+    print("as many pipeline ranks as there are")
+    for pp in (1000, 12_000):
+        timed(f"1f1b, pp={pp}, 24 microbatches", lambda pp=pp: compiled("1f1b", pp, 24, 1).simulate())  # type: ignore[misc]
+
+
 def scale() -> None:
     print("seconds per million instructions of compiling, proving and simulating")
     rates = []
-    for pp, microbatches in [(8, 64), (16, 128), (32, 256), (64, 512), (64, 656)]:
+    sizes = [(8, 64), (16, 128), (32, 256), (64, 512), (64, 656)]
+    for pp, microbatches in [*sizes, (64, 6592)] if "--large" in sys.argv else sizes:
         rounds = 3 if pp < 64 else 1
         began = time.process_time()
         for _ in range(rounds):
@@ -125,9 +149,21 @@ def files_and_faults() -> None:
     verdict, _ = timed("check of the plan with 40 reversed", lambda: broken.check().explain())
 
 
+def peak_of_one() -> None:
+    """What one process needs for the first plan alone, all that it imports included."""
+    code = "import quintsched as qs, resource\n"
+    code += "qs.compile('interleaved-1f1b', mesh='pp=64', microbatches=512, chunks=4).simulate()\n"
+    code += "print(round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    print(f"peak memory of a process that compiles, proves and simulates the first plan: {done.stdout.strip()} MiB")
+
+
 if __name__ == "__main__":
     compare()
+    peak_of_one()
     scale()
+    sharded()
+    wide()
     replicas()
     files_and_faults()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

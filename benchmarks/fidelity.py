@@ -38,8 +38,8 @@ from paired import run_processes
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.instructions import Compute
 from quintsched.ir.dataflow import Value, flow
-from quintsched.ir.instructions import Compute
 from quintsched.runtime import Engine, Transport, connect, run_local
 from quintsched.runtime.autograd.deferred_weight_grads import defer
 from quintsched.runtime.autograd.kv_store import Past

@@ -34,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.instructions import Bwd, Fwd
 
 AHEAD = 2
 LEARNING_RATE = 1e-3

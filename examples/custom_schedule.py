@@ -8,7 +8,7 @@ activations of 1F1B. Prove it for many shapes, then use it like any other:
 """
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.instructions import Bwd, Fwd
 from quintsched.schedules import Order, Shape
 from quintsched.simulation.time_grid import time_grid
 
