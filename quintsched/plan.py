@@ -47,7 +47,7 @@ class Plan(PlanData):
     def program(self, rank: int) -> tuple[Instruction, ...]:
         """One global rank's list, with global peer ranks; raises `UsageError` for a rank outside the mesh."""
         coordinates = self.mesh.coordinates(rank)
-        program = self.programs[coordinates.get("pp", 0)]
+        program = self.programs[self.mesh.pp_rank(rank)]
         peers = {k: self.mesh.rank(coordinates | {"pp": k}) for k in range(self.mesh.pp)}
         return tuple(replace(i, peer=peers[i.peer]) if isinstance(i, Message) else i for i in program)
 

@@ -52,7 +52,7 @@ def rank_traces(
     """One trace per global rank; step k (from 2 on) is slower by `scales[k]`, ends vary by `jitter` of their spans."""
     plan, random = simulation.plan, np.random.default_rng(seed)
     for rank in range(plan.mesh.size):
-        pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+        pp_rank = plan.mesh.pp_rank(rank)
         start, end, wait = np.array(spans_of(simulation, pp_rank, gap)).reshape(-1, 3).T / 1000
         steps = []
         for number, scale in enumerate(scales):

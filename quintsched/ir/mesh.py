@@ -119,6 +119,10 @@ class Mesh:
             rank, where[name] = divmod(rank, size)
         return {name: where[name] for name, _ in self.axes}
 
+    def pp_rank(self, rank: int) -> int:
+        """The pipeline rank of `rank`; raises `UsageError` outside 0..size-1."""
+        return self.coordinates(rank).get("pp", 0)
+
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates; an axis that is left out counts as 0."""
         rank = 0

@@ -47,7 +47,7 @@ from quintsched.trace.trace_json import DIGITS, RankTrace, load_ranks
 Kind = TypeVar("Kind", bound=Instruction)
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
-"""The units in which a trace can be told, and how many of each make a second."""
+"""The units of a trace's times, and how many of each make a second."""
 
 REALLY_WAITED = 0.1
 """The share of a message's way for which its taker has to wait, or else it had most likely arrived before."""

@@ -150,7 +150,7 @@ def _read(text: bytes) -> _RankFile:
 
 
 def _rank_trace(file: _RankFile, plan: PlanData, rank: int) -> RankTrace:
-    pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+    pp_rank = plan.mesh.pp_rank(rank)
     if (file.rank, file.pp_rank) != (rank, pp_rank):
         raise InputError(f"/rank: it is of rank {file.rank}, pp rank {file.pp_rank}, not of rank {rank}, {pp_rank}")
     steps = tuple(entry.step for entry in file.steps)

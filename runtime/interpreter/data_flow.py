@@ -22,7 +22,7 @@ class ProgramFlow:
         self.trains = plan.mode == "train"
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
-        self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+        self._pp_rank = plan.mesh.pp_rank(rank)
         last = {i.stage: i for i in self.program if isinstance(i, ENDS_BACKWARD)}
         self._last_backwards = frozenset(last.values())
         self._flows = plan.flows.of_rows(plan.columns.rows_of(self._pp_rank))

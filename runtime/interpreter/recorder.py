@@ -48,7 +48,7 @@ class Recorder:
     def __init__(self, plan: Plan, rank: int, device: torch.device, steps: Collection[int] = STEPS) -> None:
         self.active = False
         self._plan, self._rank = plan, rank
-        self._pp_rank = plan.mesh.coordinates(rank).get("pp", 0)
+        self._pp_rank = plan.mesh.pp_rank(rank)
         self._program = plan.programs[self._pp_rank]
         self._steps = frozenset(steps)
         self._clock: TraceClock = EventClock(device) if is_accelerator(device) else HostClock()

@@ -38,7 +38,7 @@ class MoEGPTOptions(GPTOptions):
     shared_experts: int = Field(default=0, ge=0)
     """Experts that every token passes."""
     every: int = Field(default=1, ge=1)
-    """Every how manieth block has experts."""
+    """k, where every k-th block has experts."""
     balance: float = Field(default=0.01, ge=0)
     """Coefficient of the loss that is least where all experts are chosen equally often."""
     z: float = Field(default=0.001, ge=0)

@@ -319,7 +319,7 @@ class Trainer:
 
 def _needs_data(plan: Plan, rank: int) -> bool:
     """Whether a rank holds a first or last stage, and so reads the data."""
-    held = plan.layout.stages_of(plan.mesh.coordinates(rank).get("pp", 0))
+    held = plan.layout.stages_of(plan.mesh.pp_rank(rank))
     return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
 
 

@@ -15,6 +15,7 @@ from quintsched.ir.layout import Layout, Route
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
+from quintsched.verify import symbolic_run
 
 LAYOUT = Layout((0, 1, 0), (Route((0, 1, 2), (0, 1)),), trains=True, mesh=qs.Mesh(dp=2), buckets_per_stage=1)
 VALUES = {"int": 1, "str": "stage", "tuple[int, ...]": (0,), "tuple[str, ...]": ("dp",)}
@@ -47,6 +48,23 @@ class TestEveryInstruction:
     def test_it_has_a_codec(self, kind):
         example = self.example(kind)
         assert planfile._decode(json.loads(json.dumps(planfile.encode(example)))) == example
+
+    def test_it_has_a_step_of_the_symbolic_proof(self, kind):
+        assert kind in symbolic_run._HANDLERS
+
+    def test_its_time_is_made_of_costs(self, kind):
+        assert set(kind.costs) <= set(qs.Costs.model_fields)
+        assert kind.costs or not issubclass(kind, instructions.Compute)
+
+    def test_it_has_a_colour_unless_it_is_an_arrow(self, kind):
+        style = pytest.importorskip("quintsched.viz.style")
+        assert (kind in style.LOOKS) != issubclass(kind, instructions.Message)
+
+    def test_a_transport_knows_who_takes_part(self, kind):
+        """A computation runs alone; all else is a message, a collective, or said to be of the rank alone."""
+        with_others = issubclass(kind, instructions.Message) or kind.whole_mesh or kind.among_replicas
+        alone = issubclass(kind, instructions.Compute) or kind in (instructions.FreeParams, instructions.OptStep)
+        assert with_others + alone + (kind is instructions.SyncTied) == 1
 
     def test_it_is_a_small_frozen_class_with_its_meaning(self, kind):
         assert is_dataclass(kind)

@@ -323,7 +323,7 @@ def test_memory_is_that_of_the_formula_and_of_the_simulator(schedule: str, mesh:
             assert found.weights == pytest.approx(weights, rel=0.01), (zero, rank)
             assert found.gradients == pytest.approx(gradients, rel=0.01), (zero, rank)
             assert found.optimizer == pytest.approx(optimizer, rel=0.01), (zero, rank)
-            simulated = plan.simulate(costs).peak_state[plan.mesh.coordinates(rank).get("pp", 0)]
+            simulated = plan.simulate(costs).peak_state[plan.mesh.pp_rank(rank)]
             assert found.total == pytest.approx(simulated, rel=0.01), (zero, rank)
 
 
