@@ -8,6 +8,7 @@ from quintsched.graph.edges import Edges, all_data_edges, queue_edges
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.plan_data import PlanData
+from quintsched.verify.soundness import require_wellformed
 
 
 def to_networkx(plan: PlanData) -> networkx.DiGraph[int]:
@@ -15,8 +16,10 @@ def to_networkx(plan: PlanData) -> networkx.DiGraph[int]:
 
     Nodes carry `rank` (pp coordinate), `index` (in its program) and `instruction`. An edge says "must end before
     the other can begin", with `kind`: "program" (same queue on a rank), "data" (a value is handed on) or "message"
-    (a send to its receive). Queues are those of the `channel` profile. A plan that is sound gives a DAG.
+    (a send to its receive). Queues are those of the `channel` profile. A plan that is sound gives a DAG; one with a
+    number that names nothing raises `UnsoundError`.
     """
+    require_wellformed(plan)
     alone = Events.apart(plan)
     columns, queues = alone.columns, PROFILES["channel"].queues(alone)
     graph: networkx.DiGraph[int] = networkx.DiGraph()

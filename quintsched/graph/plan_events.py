@@ -101,17 +101,18 @@ def pipeline_collectives(plan: PlanData) -> dict[tuple[int, ...], dict[int, list
     A sum over stages that are all on one rank is none: nobody else takes part.
     """
     columns = plan.columns
-    everybody = tuple(range(columns.num_ranks))
-    found: dict[tuple[int, ...], dict[int, list[int]]] = {everybody: {}}
+    of_all: dict[int, list[int]] = {}
+    found: dict[tuple[int, ...], dict[int, list[int]]] = {tuple(range(columns.num_ranks)): of_all}
     rows = columns.rows_where(*WHOLE_MESH, SyncTied)
     tied = columns.are(SyncTied)[rows].tolist()
     for row, rank, is_tied in zip(rows.tolist(), columns.rank[rows].tolist(), tied, strict=True):
-        members = everybody
+        issued = of_all
         if is_tied:
             members = plan.layout.ranks_of(columns.values("stages", np.array([row]))[0])
             if len(members) == 1:
                 continue
-        found.setdefault(members, {}).setdefault(rank, []).append(row)
+            issued = found.setdefault(members, {})
+        issued.setdefault(rank, []).append(row)
     return found
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, SupportsIndex, TypeAlias, overload
 
 import numpy as np
@@ -43,19 +44,36 @@ FIELDS: dict[type[Instruction], tuple[str, ...]] = {kind: tuple(field.name for f
 NUMBERS = frozenset(field.name for kind in ALL for field in fields(kind) if str(field.type) == "int")
 """The fields that are numbers; all others stand in the table."""
 
+ENTRIES: dict[str, type | None] = {
+    field.name: {"str": None, "tuple[int, ...]": int, "tuple[str, ...]": str}[str(field.type)]
+    for kind in ALL
+    for field in fields(kind)
+    if field.name not in NUMBERS
+}
+"""Of what a field in the table is a tuple; None for a name."""
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
     """The arrays; `first[k]` is the row of rank k's first instruction, all else has one entry per row.
 
-    `columns` holds the fields, by name; one that no instruction of the plan has may be missing. `table` holds what is
-    not a number: axes, stages, names.
+    Nobody can write to them: what a plan remembers of its instructions stays true. `columns` holds the fields, by name;
+    one that no instruction of the plan has may be missing. `table` holds what is not a number: axes, stages, names.
     """
 
     first: Ints
     op: Codes
     columns: Mapping[str, Ints]
     table: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", _read_only(self.first))
+        object.__setattr__(self, "op", _read_only(self.op))
+        kept = {name: _read_only(column) for name, column in self.columns.items()}
+        object.__setattr__(self, "columns", MappingProxyType(kept))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Columns, (self.first, self.op, dict(self.columns), self.table)
 
     @classmethod
     def of(cls, programs: Iterable[Iterable[Instruction]]) -> Columns:
@@ -80,7 +98,7 @@ class Columns:
                 values = list(map(attrgetter(name), mine))
                 column = found.setdefault(name, np.full(len(rows), ABSENT))
                 try:
-                    column[where] = _numbers(values) if name in NUMBERS else _interned(values, table)
+                    column[where] = _numbers(values) if name in NUMBERS else _interned(name, values, table)
                 except _WrongValue as wrong:
                     row = int(where[wrong.at])
                     raise UnsoundError(f"{_place(first, row)}, {rows[row]}: {name} {wrong}") from None
@@ -96,7 +114,7 @@ class Columns:
         columns = {}
         for name, value in values.items():
             if name not in NUMBERS:
-                value = _interned(value if isinstance(value, list) else [value] * len(rank), table)
+                value = _interned(name, value if isinstance(value, list) else [value] * len(rank), table)
             columns[name] = np.asarray(value, np.int64)
         first = np.r_[0, np.cumsum(np.bincount(rank, minlength=num_ranks))]
         return cls(first, np.full(len(rank), CODES[kind], np.uint8), columns, tuple(table))
@@ -147,7 +165,7 @@ class Columns:
     @cached_property
     def rank(self) -> Ints:
         """The pipeline rank of each row."""
-        return np.repeat(np.arange(self.num_ranks), np.diff(self.first))
+        return _read_only(np.repeat(np.arange(self.num_ranks), np.diff(self.first)))
 
     def are(self, *kinds: type[Instruction]) -> Flags:
         """Which rows hold an instruction of one of these classes (or of a class below them)."""
@@ -162,7 +180,7 @@ class Columns:
 
     @cached_property
     def _rows_by_kind(self) -> dict[type[Instruction], Ints]:
-        order = np.argsort(self.op, kind="stable")
+        order = _read_only(np.argsort(self.op, kind="stable"))
         ends = np.cumsum(np.bincount(self.op, minlength=len(ALL)))
         return {kind: rows for kind, rows in zip(ALL, np.split(order, ends[:-1]), strict=True) if len(rows)}
 
@@ -185,13 +203,14 @@ class Columns:
         """The instructions of many rows."""
         together = isinstance(rows, range) and rows.step == 1
         where = slice(rows.start, rows.stop) if together else list(rows)  # type: ignore[union-attr]
-        codes = self.op[where]
+        codes = self.op[where].tolist()
+        used = {*codes}
         values = {name: self._values(name, column[where]) for name, column in self.columns.items()}
         makers = [
-            (kind, [values[name] for name in FIELDS[kind]]) if code in codes else None for code, kind in enumerate(ALL)
+            (kind, [values[name] for name in FIELDS[kind]]) if code in used else None for code, kind in enumerate(ALL)
         ]
         made = []
-        for k, code in enumerate(codes.tolist()):
+        for k, code in enumerate(codes):
             kind, of_kind = makers[code]
             made.append(kind(*[column[k] for column in of_kind]))
         return made
@@ -323,29 +342,37 @@ class _WrongValue(Exception):
         self.at = at
 
 
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view of an array that cannot be written to."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
 def _numbers(values: list[Any]) -> Ints:
     """Return whole numbers as an array; raises `_WrongValue`."""
     if not {*map(type, values)} <= {int}:
         for at, value in enumerate(values):
             if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
                 raise _WrongValue(at, f"is {value!r}; give a whole number")
+        values = list(map(int, values))
     if max(map(abs, values), default=0) > LARGEST:
         at = next(at for at, value in enumerate(values) if abs(value) > LARGEST)
         raise _WrongValue(at, f"is larger than any number of a plan, {LARGEST}")
     return np.array(values, np.int64)
 
 
-def _interned(values: list[Any], table: dict[Any, int]) -> list[int]:
+def _interned(name: str, values: list[Any], table: dict[Any, int]) -> list[int]:
     """Return the places of names, axes or stages in the table; raises `_WrongValue`."""
-    found, known = [], dict[int, int]()
+    of_tuple, found, known = ENTRIES[name], [], dict[int, int]()
     for at, value in enumerate(values):
-        if id(value) in known:
-            found.append(known[id(value)])
-            continue
-        entries = value if isinstance(value, tuple) else (value,)
-        if not all(type(entry) is str or (type(entry) is int and isinstance(value, tuple)) for entry in entries):
-            raise _WrongValue(at, f"is {value!r}; give a name, or a tuple of names or whole numbers")
-        known[id(value)] = table.setdefault(value, len(table))
+        if id(value) not in known:
+            if of_tuple is None and type(value) is not str:
+                raise _WrongValue(at, f"is {value!r}; give a name")
+            if of_tuple and not (isinstance(value, tuple) and all(type(entry) is of_tuple for entry in value)):
+                wanted = "whole numbers" if of_tuple is int else "names"
+                raise _WrongValue(at, f"is {value!r}; give a tuple of {wanted}")
+            known[id(value)] = table.setdefault(value, len(table))
         found.append(known[id(value)])
     return found
 

@@ -149,13 +149,15 @@ class Layout:
         """(stages, microbatches): in which reduction of its stage's buckets a microbatch's gradient is summed.
 
         The first, where full gradients may be resident until the end; they have to, where a stage's weights are tied:
-        those gradients are complete only when those of all stages that hold the weight are.
+        those gradients are complete only when those of all stages that hold the weight are. -1 where gradients are
+        reduced as they come, and nothing makes that of the microbatch.
         """
         numbers = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.int64)
         if self.zero.shares_gradients:
             order = Ragged.of(self.backward_order)
             stage, unit = order.expand(np.arange(len(numbers)))
             once = np.array([bool(self.ties_of(number)) for number in range(len(numbers))])
+            numbers[~once] = -1
             place = np.arange(len(unit)) - order.starts[stage]
             numbers[stage, unit] = np.where(once[stage], 0, place // self.zero.every)
         return numbers
@@ -163,8 +165,8 @@ class Layout:
     @cached_property
     def num_reductions(self) -> Ints:
         """How often the buckets of each stage are reduced."""
-        visited = np.where(self.visits_all, self.reduction_of, 0)
-        found: Ints = visited.max(axis=1, initial=0) + 1
+        visited = np.where(self.visits_all, self.reduction_of, -1)
+        found: Ints = visited.max(axis=1, initial=-1) + 1
         return found
 
     @property
@@ -176,8 +178,9 @@ class Layout:
     def reduced_units(self) -> Ragged:
         """The microbatches that a reduction sums; reduction r of stage s is list s x `most_reductions` + r."""
         stage, unit = np.nonzero(self.visits_all)
-        lists = stage * self.most_reductions + self.reduction_of[stage, unit]
-        return Ragged.group(lists, unit, len(self.stage_to_pp) * self.most_reductions)
+        number = self.reduction_of[stage, unit]
+        lists = (stage * self.most_reductions + number)[number >= 0]
+        return Ragged.group(lists, unit[number >= 0], len(self.stage_to_pp) * self.most_reductions)
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:

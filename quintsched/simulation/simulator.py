@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -53,12 +53,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run would look like. `start` and `end` have a time per row of the plan's columns."""
+    """What a run would look like. `start` and `end` have a time per row of the plan's columns.
+
+    Those follow from the plan and the costs: two simulations of an equal plan under equal costs are equal.
+    """
 
     plan: PlanData
     costs: Costs
-    start: Times
-    end: Times
+    start: Times = field(compare=False)
+    end: Times = field(compare=False)
     makespan: float
     busy: tuple[float, ...]
     spans: tuple[float, ...]

@@ -26,7 +26,6 @@ from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import Value
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
 from quintsched.text.listing import excerpt
@@ -35,6 +34,8 @@ from quintsched.verify.liveness import broken_flow
 from quintsched.verify.wellformed import malformations
 
 MOST_FINDINGS = 10
+MOST_RANKS = 16
+"""How many members of a group a message names before it leaves some out."""
 
 
 @dataclass(frozen=True)
@@ -179,18 +180,21 @@ def _miscounted(plan: PlanData, kind: type[Compute], times: Ints, owed: Flags) -
 
 def _broken_channels(plan: PlanData, channels: Channels) -> Iterator[Finding]:
     """Point 3: the k-th send of a channel is what its k-th receive expects."""
-    columns = plan.columns
+    columns, numbering = plan.columns, plan.flows.numbering
     sent, received = channels.pairs
-    crossed = carried(plan, sent) != carried(plan, received)
+    taken, made = carried(plan, sent), carried(plan, received)
+    number = np.zeros(len(columns), np.int64)
+    number[channels.sends.rows] = channels.sends.numbers
     seen: set[tuple[int, int]] = set()
-    for source, target in zip(sent[crossed].tolist(), received[crossed].tolist(), strict=True):
+    for pair in np.flatnonzero(taken != made).tolist():
+        source, target = int(sent[pair]), int(received[pair])
         channel = (int(columns.rank[source]), int(columns.rank[target]))
         if channel not in seen:
             seen.add(channel)
-            k = int(channels.sends.numbers[channels.sends.rows == source][0])
             message = (
-                f"channel {channel[0]}→{channel[1]}, message {k}: {plan.at(source)} sends {_carried(plan, source)}, "
-                f"but {plan.at(target)} expects {_carried(plan, target)}; order is identity"
+                f"channel {channel[0]}→{channel[1]}, message {number[source]}: {plan.at(source)} sends "
+                f"{numbering.value(int(taken[pair]))}, but {plan.at(target)} expects "
+                f"{numbering.value(int(made[pair]))}; order is identity"
             )
             yield Finding(Point.CHANNELS, message, *columns.place(target))
     for name in channels.uneven():
@@ -204,19 +208,15 @@ def _broken_channels(plan: PlanData, channels: Channels) -> Iterator[Finding]:
         yield Finding(Point.CHANNELS, message, *columns.place(lonely))
 
 
-def _carried(plan: PlanData, row: int) -> Value:
-    return plan.flows.numbering.value(int(carried(plan, np.array([row]))[0]))
-
-
 def _broken_collectives(plan: PlanData) -> Iterator[Finding]:
     """Point 5: all members of a group of pipeline ranks issue the same collectives in the same order."""
     for members, issued in pipeline_collectives(plan).items():
-        expected = _names(plan, issued.get(members[0], ()))
+        expected, together = _names(plan, issued.get(members[0], ())), _listed(members)
         for rank in members[1:]:
             rows = issued.get(rank, ())
             if _names(plan, rows) != expected:
                 message = (
-                    f"rank {rank} issues {_names(plan, rows)} over ranks {', '.join(map(str, members))}, but rank "
+                    f"rank {rank} issues {_names(plan, rows)} over ranks {together}, but rank "
                     f"{members[0]} issues {expected}; all members must issue the same collectives in the same order"
                 )
                 yield Finding(Point.COLLECTIVES, message, rank, plan.columns.place(rows[0])[1] if rows else None)
@@ -224,6 +224,12 @@ def _broken_collectives(plan: PlanData) -> Iterator[Finding]:
 
 def _names(plan: PlanData, rows: Sequence[int]) -> str:
     return ", ".join(map(str, plan.columns.instructions(list(rows)))) or "nothing"
+
+
+def _listed(members: Sequence[int]) -> str:
+    """Return ranks in words that are not too many."""
+    shown = [*map(str, members[:MOST_RANKS]), *(["…", str(members[-1])] if len(members) > MOST_RANKS else [])]
+    return ", ".join(shown)
 
 
 def _deadlocks(

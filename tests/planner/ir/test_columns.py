@@ -1,129 +1,142 @@
-"""Columns and the sequences of instructions that show them."""
+"""Programs are columns: what may stand in them, what they are equal to, how they are copied; nobody changes them."""
 
-from dataclasses import replace
+import copy
+import pickle
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.columns import ABSENT, Columns, Programs
-from quintsched.ir.instructions import (
-    AllReduceBucket,
-    Bwd,
-    ClipGrad,
-    Fwd,
-    GatherParams,
-    Instruction,
-    OptStep,
-    ReduceScatterBucket,
-    SendAct,
-    ShareMetrics,
-    SyncTied,
-)
+from quintsched.ir.columns import LARGEST
+from quintsched.ir.diagnostics import Point
+from quintsched.ir.instructions import AllReduceBucket, ClipGrad, Compute, Fwd, Instruction, OptStep, SyncTied
 from quintsched.plan import Plan
 
-NUMBERS = st.integers(-3, 9)
-AXES = st.sampled_from([("dp",), ("dp", "cp"), ()])
-INSTRUCTIONS = st.one_of(
-    st.builds(Fwd, NUMBERS, NUMBERS),
-    st.builds(Bwd, NUMBERS, NUMBERS),
-    st.builds(SendAct, NUMBERS, NUMBERS, NUMBERS),
-    st.builds(GatherParams, NUMBERS),
-    st.builds(AllReduceBucket, NUMBERS, NUMBERS, AXES),
-    st.builds(ReduceScatterBucket, NUMBERS, NUMBERS, AXES, NUMBERS),
-    st.builds(SyncTied, st.sampled_from(["stage", "embedding"]), st.sampled_from([(0, 1), (0, 3)])),
-    st.builds(OptStep, st.sampled_from([(0,), (), (1, 2)])),
-    st.just(ShareMetrics()),
-    st.just(ClipGrad()),
-)
-PROGRAMS = st.lists(st.lists(INSTRUCTIONS, max_size=6), min_size=1, max_size=4)
+
+@dataclass(frozen=True, slots=True)
+class Foreign(Compute):
+    """An instruction that no plan knows."""
 
 
-@given(programs=PROGRAMS)
-def test_they_show_what_was_put_in(programs):
-    shown = Programs.of(programs)
-    assert [list(program) for program in shown] == programs
-    assert shown == programs
-    assert shown == [tuple(program) for program in programs]
-    for rank, program in enumerate(programs):
-        assert len(shown[rank]) == len(program)
-        for index in range(-len(program), len(program)):
-            assert shown[rank][index] == program[index]
-        assert shown[rank][::-1] == tuple(program[::-1])
-        assert shown[rank][1:4:2] == tuple(program[1:4:2])
-    with pytest.raises(IndexError):
-        shown[0][len(programs[0])]
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return qs.compile("1f1b", mesh="pp=2,dp=2", microbatches=3, tied={"embedding": (0, 1)})
 
 
-@given(one=PROGRAMS, other=PROGRAMS)
-def test_they_are_equal_if_their_instructions_are(one, other):
-    assert (Programs.of(one) == Programs.of(other)) == (one == other)
-    assert Columns.of(one) == Columns.of([[*program] for program in one])
+def beginning_with(plan: Plan, instruction: Instruction) -> Plan:
+    first, *others = plan.programs
+    return replace(plan, programs=[[instruction, *first[1:]], *others])
 
 
-@given(programs=PROGRAMS, data=st.data())
-def test_rows_are_put_in_where_they_belong(programs, data):
-    columns = Columns.of(programs)
-    marks: list[list[Instruction]] = [[] for _ in programs]
-    before, expected = [], [list(program) for program in programs]
-    for rank, program in enumerate(programs):
-        places = sorted(data.draw(st.lists(st.integers(0, len(program)), max_size=3)))
-        for number, index in enumerate(places):
-            marks[rank].append(Fwd(rank, number))
-            before.append(int(columns.first[rank]) + index)
-            expected[rank].insert(index + number, Fwd(rank, number))
-    if before:
-        assert Programs(columns.insert(np.array(before), Columns.of(marks))) == expected
-    ends = Columns.of([[ClipGrad()] for _ in programs])
-    assert Programs(columns.append(ends)) == [[*program, ClipGrad()] for program in programs]
+REFUSED = {
+    "a bool": (Fwd(True, 0), "stage is True; give a whole number"),
+    "numpy's bool": (Fwd(0, np.bool_(False)), "microbatch is np.False_; give a whole number"),
+    "a float": (Fwd(0.0, 0), "stage is 0.0; give a whole number"),
+    "numpy's float": (Fwd(np.float64(0), 0), r"stage is np.float64\(0.0\); give a whole number"),
+    "text": (Fwd("0", 0), "stage is '0'; give a whole number"),
+    "nothing": (Fwd(None, 0), "stage is None; give a whole number"),
+    "an array": (Fwd(np.array(0), 0), r"stage is array\(0\); give a whole number"),
+    "a huge number": (Fwd(0, 10**40), "microbatch is larger than any number of a plan"),
+    "a huge number below 0": (Fwd(-(10**40), 0), "stage is larger than any number of a plan"),
+    "the smallest int64": (Fwd(np.int64(-(2**63)), 0), "stage is larger than any number of a plan"),
+    "the smallest int32": (Fwd(np.int32(-(2**31)), 0), "stage is larger than any number of a plan"),
+    "the largest uint64": (Fwd(np.uint64(2**64 - 1), 0), "stage is larger than any number of a plan"),
+    "a list of stages": (OptStep([0]), r"stages is \[0\]; give a tuple of whole numbers"),
+    "stages as text": (OptStep("0"), "stages is '0'; give a tuple of whole numbers"),
+    "no stages as text": (OptStep(""), "stages is ''; give a tuple of whole numbers"),
+    "names as stages": (OptStep(("0",)), r"stages is \('0',\); give a tuple of whole numbers"),
+    "true as a stage": (OptStep((True,)), r"stages is \(True,\); give a tuple of whole numbers"),
+    "stages in stages": (OptStep(((0,),)), r"stages is \(\(0,\),\); give a tuple of whole numbers"),
+    "a list of axes": (AllReduceBucket(0, 0, ["dp"]), r"axes is \['dp'\]; give a tuple of names"),
+    "axes as text": (AllReduceBucket(0, 0, "dp"), "axes is 'dp'; give a tuple of names"),
+    "numbers as axes": (AllReduceBucket(0, 0, (0,)), r"axes is \(0,\); give a tuple of names"),
+    "stages as a name": (SyncTied((0, 1), (0, 1)), r"params is \(0, 1\); give a name"),
+    "a number as a name": (SyncTied(1, (0, 1)), "params is 1; give a name"),
+    "another class": (Foreign(0, 0), r"Foreign\(stage=0, microbatch=0\) is no instruction"),
+    "a class that has no letters": (Compute(0, 0), r"Compute\(stage=0, microbatch=0\) is no instruction"),
+    "a class": (Fwd, "is no instruction"),
+    "a word": ("Fwd", "'Fwd' is no instruction"),
+}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (Fwd(0.0, 1), r"rank 1 instruction 1, Fwd\(stage=0.0, microbatch=1\): stage is 0.0; give a whole number"),
-        (Fwd(0, True), "microbatch is True"),
-        (Fwd(0, "1"), "microbatch is '1'"),
-        (Fwd(0, None), "microbatch is None"),
-        (Fwd(0, 10**30), "microbatch is larger than any number"),
-        (Fwd(0, -(10**30)), "microbatch is larger than any number"),
-        (OptStep([0]), r"stages is \[0\]; give a name, or a tuple"),
-        (OptStep((0.5,)), "stages is "),
-        (SyncTied(3, (0, 1)), "params is 3"),
-        ("Fwd", "rank 1 instruction 1: 'Fwd' is no instruction"),
-    ],
-)
-def test_what_is_no_number_does_not_get_in(plan: Plan, wrong, words):
-    program = [*plan.programs[1]]
-    program[1:1] = [wrong]
-    with pytest.raises(qs.UnsoundError, match=words):
-        replace(plan, programs=(plan.programs[0], program))
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_belongs_nowhere_is_one_error_with_the_place(plan, name):
+    instruction, message = REFUSED[name]
+    with pytest.raises(qs.UnsoundError, match="^rank 0 instruction 0.*" + message):
+        beginning_with(plan, instruction)
 
 
-def test_numbers_of_numpy_are_numbers(plan: Plan):
-    programs = [
-        [Fwd(np.int64(i.stage), np.int32(i.microbatch)) if isinstance(i, Fwd) else i for i in p] for p in plan.programs
-    ]
-    same = replace(plan, programs=programs)
+@pytest.mark.parametrize("number", [-1, -LARGEST, LARGEST, np.int8(-128), np.uint16(9)])
+def test_numbers_that_name_nothing_are_malformed(plan, number):
+    for instruction in (Fwd(number, 0), Fwd(0, number), OptStep((int(number),))):
+        broken = beginning_with(plan, instruction)
+        assert [finding.point for finding in broken.check().findings] == [Point.WELL_FORMED]
+        for verb in (broken.simulate, broken.graph):
+            with pytest.raises(qs.UnsoundError, match="out of range"):
+                verb()
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(plan):
+    same = beginning_with(plan, Fwd(np.int64(0), np.uint8(0)))
     assert same == plan
-    assert same.to_json() == plan.to_json()
+    assert type(same.programs[0][0].stage) is int
 
 
-def test_a_column_says_where_there_is_no_such_field(plan: Plan):
-    columns = plan.columns
-    assert (columns.peer[columns.rows_where(Fwd, Bwd)] == ABSENT).all()
-    assert (columns.column("params") == ABSENT).all()
-    assert columns.place(int(columns.first[1])) == (1, 0)
+def test_too_many_programs_or_too_few_are_malformed(plan):
+    for programs in ((), plan.programs[:1], [*plan.programs, ()], [*plan.programs, plan.programs[0]]):
+        (finding,) = replace(plan, programs=programs).check().findings
+        assert (finding.point, finding.rank) == (Point.WELL_FORMED, None)
+    assert not replace(plan, programs=((), ())).check().sound
 
 
-def test_a_plan_is_proved_once(plan: Plan, monkeypatch):
-    from quintsched.verify import soundness
-
-    found = plan.check("tagged")
-    monkeypatch.setattr(soundness, "_prove", None)
-    assert plan.check("blocking", memory_cap=1000).profiles == found.profiles
-    assert not plan.check(memory_cap=0).sound
+def test_a_program_is_a_sequence_like_a_tuple(plan):
+    program, plain = plan.programs[0], tuple(plan.programs[0])
+    bounds = (None, -100, -3, -1, 0, 2, 100)
+    for cut in (slice(a, b, step) for a in bounds for b in bounds for step in (None, 1, 2, -1, -3)):
+        assert program[cut] == plain[cut]
+    assert [program[k] for k in range(-len(plain), len(plain))] == [*plain, *plain]
+    assert (program, repr(program)) == (plain, repr(plain))
+    assert program == [*plain]
+    assert program not in (plain[:-1], (*plain[:-1], ClipGrad()), "text", None)
+    assert list(reversed(program)) == [*reversed(plain)]
+    assert plan.programs == tuple(map(tuple, plan.programs))
+    assert plan.programs[::-1] == (plan.programs[1], plan.programs[0])
+    for wrong in (len(plain), -len(plain) - 1):
+        with pytest.raises(IndexError):
+            program[wrong]
     with pytest.raises(TypeError):
-        replace(plan).check()
+        hash(program)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan)), replace])
+def test_a_copy_is_equal_and_does_all_that_a_plan_does(plan, copied):
+    plan.check()
+    again = copied(plan)
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.check() == plan.check()
+    assert again.simulate() == plan.simulate()
+    assert again != replace(plan, programs=((), ()))
+    assert not again.columns.op.flags.writeable
+
+
+def test_a_copy_with_other_data_is_proved_anew(plan):
+    assert plan.check().sound
+    assert not replace(plan, tied={}).check().sound
+    assert not replace(plan, programs=plan.programs[::-1]).check().sound
+    assert plan.check().sound
+
+
+def test_nobody_can_change_a_plan_behind_its_back(plan):
+    columns = plan.columns
+    arrays = [columns.first, columns.op, columns.rank, columns.stage, columns.peer, columns.rows_where(Fwd)]
+    for array in [*arrays, *columns.columns.values()]:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    with pytest.raises(TypeError):
+        columns.columns["stage"] = columns.unit
+    given = columns.op.copy()
+    replace(columns, op=given)
+    given[0] = 0  # an array that is given stays the giver's
