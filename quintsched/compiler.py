@@ -184,7 +184,7 @@ def evaluation_of(plan: Plan) -> Plan:
         microbatches=plan.schedule.microbatches,
         chunks=plan.schedule.chunks,
         stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
-        zero=plan.zero.stage if plan.zero.shares_weights else 0,
+        zero=plan.zero.stage if plan.zero.shards_weights else 0,
     )
 
 

@@ -175,7 +175,7 @@ class _Reader:
     @classmethod
     def of(cls, columns: Columns, layout: Layout, gatherings: Ints | None) -> _Reader:
         if gatherings is None:
-            gatherings = gatherings_of(columns) if layout.zero.shares_weights else np.zeros(len(columns), np.int64)
+            gatherings = gatherings_of(columns) if layout.zero.shards_weights else np.zeros(len(columns), np.int64)
         counts = dict.fromkeys(Kind, layout.num_microbatches)
         counts[Kind.METRICS] = counts[Kind.NORM] = columns.num_ranks
         counts[Kind.REDUCED] = len(layout.buckets) * layout.most_reductions
@@ -274,9 +274,9 @@ def _count_from_zero(lengths: Ints) -> Ints:
 
 
 _OF_PLAN: dict[When, Callable[[Layout], bool]] = {
-    When.STEPS_SHARDS: lambda layout: layout.zero.shares_optimizer and not layout.zero.shares_weights,
-    When.SHARDS_GRADIENTS: lambda layout: layout.zero.shares_gradients,
-    When.SHARDS_WEIGHTS: lambda layout: layout.zero.shares_weights,
+    When.STEPS_SHARDS: lambda layout: layout.zero.shards_optimizer and not layout.zero.shards_weights,
+    When.SHARDS_GRADIENTS: lambda layout: layout.zero.shards_gradients,
+    When.SHARDS_WEIGHTS: lambda layout: layout.zero.shards_weights,
 }
 """The conditions on the whole plan."""
 

@@ -153,7 +153,7 @@ class Layout:
         reduced as they come, and nothing makes that of the microbatch.
         """
         numbers = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.int64)
-        if self.zero.shares_gradients:
+        if self.zero.shards_gradients:
             order = Ragged.of(self.backward_order)
             stage, unit = order.expand(np.arange(len(numbers)))
             once = np.array([bool(self.ties_of(number)) for number in range(len(numbers))])

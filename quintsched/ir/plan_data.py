@@ -114,7 +114,7 @@ class PlanData:
             recompute=self.recompute,
             tied=tuple(sorted(self.tied.items())),
             zero=self.zero,
-            backward_order=self._backward_order() if self.zero.shares_gradients else (),
+            backward_order=self._backward_order() if self.zero.shards_gradients else (),
         )
 
     def _backward_order(self) -> tuple[tuple[int, ...], ...]:

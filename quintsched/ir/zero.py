@@ -26,16 +26,16 @@ class Zero:
     every: int = 1
 
     @property
-    def shares_optimizer(self) -> bool:
+    def shards_optimizer(self) -> bool:
         """Whether each replica keeps and steps only its shard."""
         return self.stage >= 1
 
     @property
-    def shares_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Whether full gradients are resident only until they are reduced."""
         return self.stage >= 2
 
     @property
-    def shares_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """Whether full weights are resident only from a `GatherParams` to a `FreeParams`."""
         return self.stage >= 3

@@ -20,7 +20,7 @@ from quintsched.ir.plan_data import PlanData
 
 def gather_params(plan: PlanData) -> PlanData:
     """Add `GatherParams` before the weights of a stage are used and `FreeParams` after, where replicas hold shards."""
-    if not plan.zero.shares_weights:
+    if not plan.zero.shards_weights:
         return plan
     columns = plan.columns
     computations, uses = columns.rows_where(Compute), columns.rows_where(*NEEDS_WEIGHTS)

@@ -46,7 +46,7 @@ def reduce_buckets(plan: PlanData) -> PlanData:
         "axes": [axes for _, axes in buckets] * len(rows),
     }
     kind: type[OnBucket] = AllReduceBucket
-    if plan.zero.shares_optimizer:
+    if plan.zero.shards_optimizer:
         kind, fields["part"] = ReduceScatterBucket, np.repeat(reductions, len(buckets))
     made = Columns.make(kind, np.repeat(columns.rank[rows], len(buckets)), columns.num_ranks, **fields)
     before = np.repeat(_behind_sends(columns, rows), len(buckets))

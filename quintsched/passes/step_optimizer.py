@@ -20,7 +20,7 @@ def step_optimizer(plan: PlanData) -> PlanData:
     """
     layout = plan.layout
     blocks = [Columns.of([OptStep(layout.stages_of(rank))] for rank in range(layout.num_ranks))]
-    if plan.zero.shares_optimizer and not plan.zero.shares_weights:
+    if plan.zero.shards_optimizer and not plan.zero.shards_weights:
         blocks.append(_gathers(plan))
     return replace(plan, programs=Programs(plan.columns.append(*blocks)))
 

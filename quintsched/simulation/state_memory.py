@@ -78,8 +78,8 @@ class _State:
         """What a rank holds before the step begins: its weights and the optimizer's state, or its shares of them."""
         zero = self.plan.zero
         return sum(
-            self._of("weights", stage) * (self._kept(stage) if zero.shares_weights else 1.0)
-            + self._of("optimizer_state", stage) * (self._kept(stage) if zero.shares_optimizer else 1.0)
+            self._of("weights", stage) * (self._kept(stage) if zero.shards_weights else 1.0)
+            + self._of("optimizer_state", stage) * (self._kept(stage) if zero.shards_optimizer else 1.0)
             for stage in self.plan.layout.stages_of(rank)
         )
 
@@ -103,7 +103,7 @@ class _State:
                     if (i.stage, bucket) not in full:
                         full[i.stage, bucket] = amount
                         yield index, amount
-            elif isinstance(i, ins.ReduceScatterBucket) and zero.shares_gradients:
+            elif isinstance(i, ins.ReduceScatterBucket) and zero.shards_gradients:
                 place = (i.stage, i.bucket)
                 if place not in shares:
                     shares[place] = self._gradients[i.stage][i.bucket] / self._replicas(i.bucket)

@@ -98,7 +98,7 @@ def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
     words = {cell.word for cell in cells}
     if not words & MESSAGES.keys():
         return words & COMPUTATIONS.keys()
-    return words if zero.shares_weights else words.difference(SHARDING)
+    return words if zero.shards_weights else words.difference(SHARDING)
 
 
 def _already_done(step: str, kept: set[Word]) -> bool:
@@ -124,7 +124,7 @@ def _draft(cells: Sequence[Cell], mesh: Mesh, name: str, zero: Zero) -> PlanData
         routes=(Route(tuple(range(len(home))), tuple(range(microbatches))),),
         buckets_per_stage=1,
         programs=Programs.of([]),
-        zero=replace(zero, every=microbatches) if zero.shares_gradients else zero,
+        zero=replace(zero, every=microbatches) if zero.shards_gradients else zero,
     )
     programs: list[list[Instruction]] = [[] for _ in range(mesh.pp)]
     for cell in cells:
@@ -163,7 +163,7 @@ def _instructions(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
         return [kind(stage, microbatch, at[other] if 0 <= other < len(at) else NOBODY)]
     if cell.word in SHARDING:
         return [SHARDING[cell.word](stage)]
-    if plan.zero.shares_optimizer:
+    if plan.zero.shards_optimizer:
         return [ReduceScatterBucket(stage, bucket, axes, part=0) for bucket, axes in plan.layout.reductions]
     return [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
 
@@ -185,7 +185,7 @@ def _notes(cells: Cells, kept: set[Word], plan: PlanData) -> Iterator[str]:
     dropped = [cell for cell in sharding if cell.word not in kept]
     if dropped:
         why = "the plan says itself when weights are gathered"
-        if not plan.zero.shares_weights:
+        if not plan.zero.shards_weights:
             why = "in this plan a stage keeps its full weights" + (
                 "; zero 3 keeps them" if plan.mesh.replica_axes else ""
             )

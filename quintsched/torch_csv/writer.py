@@ -86,7 +86,7 @@ def _beyond_torch(plan: PlanData) -> str | None:
         return (
             f"it shares out state over replicas (ZeRO-{plan.zero.stage}); torch's FSDP shares out weights as well (3)"
         )
-    if plan.zero.shares_weights and plan.zero.every < plan.schedule.microbatches:
+    if plan.zero.shards_weights and plan.zero.every < plan.schedule.microbatches:
         return (
             f"it reduces gradients after every {plan.zero.every} microbatches (ZeRO-3); torch does so once: compile "
             f"it with zero_every {plan.schedule.microbatches}"

@@ -177,7 +177,7 @@ class Sequential:
     def step(self, stage: int, bucket: int) -> Gradient:
         """What a stage's weights are stepped with: its gradient, or each rank's share where it keeps no more."""
         gradient, layout = self.gradient(stage, bucket), self.plan.layout
-        shared = layout.zero.shares_weights
+        shared = layout.zero.shards_weights
         return self.model.share_of(layout.buckets[bucket], gradient) if shared else gradient
 
     def _of_stage(self, stage: int) -> Gradient:

@@ -155,7 +155,7 @@ def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
 
 def _weights(run: SymbolicRun, rank: SymbolicRank, stage: int) -> Weights:
     """Return the full weights of a stage, which have to be gathered where its replicas hold shares."""
-    if not run.plan.layout.zero.shares_weights:
+    if not run.plan.layout.zero.shards_weights:
         return run.model.weights[stage]
     found: Weights = rank.look_at(Value(Kind.PARAMS, stage, 0))
     return found
@@ -249,7 +249,7 @@ def _all_gather_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllGatherBuc
 
 def _stepped_with(run: SymbolicRun, rank: SymbolicRank) -> dict[tuple[int, int], Gradient]:
     """The gradients as the optimizer wants them."""
-    return rank.reduced if run.plan.zero.shares_optimizer else rank.grads
+    return rank.reduced if run.plan.zero.shards_optimizer else rank.grads
 
 
 def _sync_tied(run: SymbolicRun, rank: SymbolicRank, i: ins.SyncTied) -> None:

@@ -171,7 +171,7 @@ def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:
         return
     if type(zero.every) is not int or not 1 <= zero.every <= MAX_ZERO_EVERY:
         yield f"zero_every is {zero.every!r}; give a whole number of microbatches from 1 to {MAX_ZERO_EVERY}"
-    elif zero.every > 1 and not (zero.shares_gradients and mode == "train"):
+    elif zero.every > 1 and not (zero.shards_gradients and mode == "train"):
         yield f"zero_every is {zero.every}, but only ZeRO-2 and 3 reduce gradients before the last microbatch"
     if zero.stage and not mesh.replica_axes:
         yield f"ZeRO-{zero.stage} shares out over replicas; the mesh {mesh} has none (no dp, cp or ep above 1)"

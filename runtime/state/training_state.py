@@ -92,9 +92,9 @@ class TrainingState:
             plan.buckets_per_stage,
             bucket_bytes,
             self._tied.parameters,
-            waiting_apart=self._zero.shares_gradients,
+            waiting_apart=self._zero.shards_gradients,
         )
-        if self._zero.shares_optimizer:
+        if self._zero.shards_optimizer:
             require_shardable(plan, self._stages)
             buckets = self._shard(cut, plan.buckets_per_stage)
         else:
@@ -110,12 +110,12 @@ class TrainingState:
             is_of_experts = plan_bucket.number >= first_expert_bucket
             group = self._groups.expert_replicas if is_of_experts else self._groups.replicas
             weights.append(
-                WeightBucket(plan_bucket, parameters, group, reshards=zero.shares_weights, stats=self._stats)
+                WeightBucket(plan_bucket, parameters, group, reshards=zero.shards_weights, stats=self._stats)
             )
-        self.weights = ShardedWeights(weights, reshards=zero.shares_weights)
+        self.weights = ShardedWeights(weights, reshards=zero.shards_weights)
         self.masters = ShardedMasters(weights, self._stages)
         return [
-            ShardedGradBucket(bucket, self.masters, reshards=zero.shares_gradients, stats=self._stats)
+            ShardedGradBucket(bucket, self.masters, reshards=zero.shards_gradients, stats=self._stats)
             for bucket in weights
         ]
 
@@ -125,7 +125,7 @@ class TrainingState:
         self._stats.add(MemoryKind.GRADIENTS, sum(bucket.flat.nbytes for bucket in buckets))
 
     def _make_gradients(self, plan: Plan, pp_rank: int, buckets: GradBuckets) -> Gradients:
-        program, sharded = plan.programs[pp_rank], self._zero.shares_optimizer
+        program, sharded = plan.programs[pp_rank], self._zero.shards_optimizer
         reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
         sums = GradSums(buckets, self._groups, self._tied, sharded=sharded)
         reducer = GradReducer(
@@ -133,7 +133,7 @@ class TrainingState:
             sums,
             [PlanBucket(i.stage, i.bucket) for i in reductions],
             self._tied,
-            in_turn=self._zero.shares_weights,
+            in_turn=self._zero.shards_weights,
         )
         norm = GradNorm(
             buckets,
