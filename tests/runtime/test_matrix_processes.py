@@ -61,7 +61,7 @@ def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_some_configurations_equal_one_process(tmp_path: Path, world_size: int) -> None:
     cases = [case for case in cases_of(world_size) if case.often]
     assert len(cases) == 4

@@ -220,6 +220,7 @@ def expressible() -> list[tuple[str, qs.Plan]]:
     return [*found, ("uneven", torch_csv.loads(UNEVEN).plan)]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_torchs_runtime_trains_our_schedules_to_the_gradients_of_one_process(tmp_path):
