@@ -17,11 +17,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.graph.edges import build_graph
-from quintsched.graph.event_graph import stretches
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
-from quintsched.graph.profiles import PROFILES, find_profile
-from quintsched.graph.rendezvous import meeting_order
+from quintsched.graph.profiles import find_profile
 from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
@@ -30,6 +27,7 @@ from quintsched.simulation.activation_memory import peak_activations, peak_recei
 from quintsched.simulation.costs import Costs
 from quintsched.text.listing import excerpt
 from quintsched.verify.collectives import broken_collectives
+from quintsched.verify.deadlock import deadlocks
 from quintsched.verify.liveness import broken_flow
 from quintsched.verify.wellformed import malformations
 
@@ -122,7 +120,7 @@ def _prove(plan: PlanData) -> Verdict:
     profiles: dict[str, bool] = {}
     cycles: dict[str, tuple[Finding, ...]] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
-        profiles, cycles = _deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
+        profiles, cycles = deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
     activations, receives = peak_activations(plan, Costs()), peak_receives(plan)
     return Verdict(plan, tuple(findings), profiles, activations, receives, cycles)
 
@@ -230,50 +228,6 @@ def _listed(members: Sequence[int]) -> str:
     """Return ranks in words that are not too many."""
     shown = [*map(str, members[:MOST_RANKS]), *(["…", str(members[-1])] if len(members) > MOST_RANKS else [])]
     return ", ".join(shown)
-
-
-def _deadlocks(
-    plan: PlanData, events: Events, flow_is_broken: bool
-) -> tuple[dict[str, bool], dict[str, tuple[Finding, ...]]]:
-    """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
-
-    With a broken data flow it does not: the later ones wait for a value that comes too late, `blocking` for nothing.
-    Each is what a run asks of such a transport, its host included, which issues a rank's program in order.
-    """
-    free: dict[str, bool] = {}
-    found: dict[str, tuple[Finding, ...]] = {}
-    if meeting_order(plan) is not None:
-        free["blocking"] = True
-        if not flow_is_broken:
-            return dict.fromkeys(PROFILES, True), found
-    for name in (name for name in PROFILES if name not in free):
-        graph = build_graph(events, plan.flows, PROFILES[name], one_host=True)
-        run = graph.run()
-        free[name] = run.finished
-        if run.finished and not flow_is_broken:
-            return dict.fromkeys(PROFILES, True) | free, found
-        if not run.finished:
-            found[name] = tuple(_describe_cycle(plan, events, graph.cycle(run.waiting), name))
-    return free, found
-
-
-def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
-    """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
-    lines = []
-    for event, following, rank in stretches(cycle):
-        here, there = events.member(event, rank), events.member(following, rank)
-        message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
-        lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
-    head = Finding(
-        Point.DEADLOCK,
-        f"under the transport profile {name!r} {len(lines)} waits close a circle; a message ends only when "
-        "both its ends have begun:",
-    )
-    return [head, *lines]
-
-
-def _where(plan: PlanData, row: int) -> str:
-    return f"{plan.columns.place(row)[1]} {plan.columns.instruction(row)}"
 
 
 def _over_cap(activations: Sequence[float], cap: float | None) -> Iterator[Finding]:

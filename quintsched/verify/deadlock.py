@@ -1,0 +1,61 @@
+"""Point 4, freedom of deadlock: the event graph has no cycle, under each transport profile; or the cycle, in words.
+
+rank 1: 2 RecvAct(…) must end before 4 SendGrad(…) can begin     ┐ these two wait for each other
+rank 0: 3 RecvGrad(…) must end before 4 SendAct(…) can begin     ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quintsched.graph.edges import build_graph
+from quintsched.graph.event_graph import stretches
+from quintsched.graph.plan_events import Events
+from quintsched.graph.profiles import PROFILES
+from quintsched.graph.rendezvous import meeting_order
+from quintsched.ir.diagnostics import Finding, Point
+from quintsched.ir.plan_data import PlanData
+
+
+def deadlocks(
+    plan: PlanData, events: Events, flow_is_broken: bool
+) -> tuple[dict[str, bool], dict[str, tuple[Finding, ...]]]:
+    """Point 4 for every profile, strictest first: the first that is free makes the later ones free.
+
+    With a broken data flow it does not: the later ones wait for a value that comes too late, `blocking` for nothing.
+    Each is what a run asks of such a transport, its host included, which issues a rank's program in order.
+    """
+    free: dict[str, bool] = {}
+    found: dict[str, tuple[Finding, ...]] = {}
+    if meeting_order(plan) is not None:
+        free["blocking"] = True
+        if not flow_is_broken:
+            return dict.fromkeys(PROFILES, True), found
+    for name in (name for name in PROFILES if name not in free):
+        graph = build_graph(events, plan.flows, PROFILES[name], one_host=True)
+        run = graph.run()
+        free[name] = run.finished
+        if run.finished and not flow_is_broken:
+            return dict.fromkeys(PROFILES, True) | free, found
+        if not run.finished:
+            found[name] = tuple(_describe_cycle(plan, events, graph.cycle(run.waiting), name))
+    return free, found
+
+
+def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, int]], name: str) -> list[Finding]:
+    """Say a cycle rank by rank: on each rank of it, what has to end before what can begin."""
+    lines = []
+    for event, following, rank in stretches(cycle):
+        here, there = events.member(event, rank), events.member(following, rank)
+        message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
+        lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
+    head = Finding(
+        Point.DEADLOCK,
+        f"under the transport profile {name!r} {len(lines)} waits close a circle; a message ends only when "
+        "both its ends have begun:",
+    )
+    return [head, *lines]
+
+
+def _where(plan: PlanData, row: int) -> str:
+    return f"{plan.columns.place(row)[1]} {plan.columns.instruction(row)}"
