@@ -192,7 +192,7 @@ class Transport(ABC):
 
     Attributes:
         name: "local", "gloo" or "nccl".
-        profile: the transport profile (see `quintsched.graph.profiles`) that a plan must be proved for: "tagged" where messages
+        profile: the transport profile (`graph.profiles`) that a plan must be proved for: "tagged" where messages
             are matched by name, "channel" where the rules are NCCL's and the order of a directed channel is all.
         rank: mine.
         world_size: how many ranks there are.
