@@ -19,6 +19,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.zero import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
+from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.spell_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
@@ -98,7 +99,8 @@ def stages_of(request: CompileRequest) -> tuple[int, ...]:
 def _own_shape(request: CompileRequest) -> Shape:
     """Return the shape with the schedule's own placement."""
     schedule, pp = load_schedule(request.schedule), Mesh.parse(request.mesh).pp
-    return schedule.shape(pp, request.microbatches, request.chunks, request.slices, request.costs, request.memory_cap)
+    costs = request.costs if schedule.searches or request.offload is None else None
+    return schedule.shape(pp, request.microbatches, request.chunks, request.slices, costs, request.memory_cap)
 
 
 def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest) -> PlanData:
@@ -119,8 +121,9 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
         watch(ORDER, order)
     passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
     lowered = lower(order, passes, watch=watch, verify=watch is not None)
-    plan = spell_out(lowered, request.communication, request.wire)
-    verdict = check(plan, profile="blocking")
+    placed = place_offloads(lowered, request.offload, request.costs)
+    plan = spell_out(placed, request.communication, request.wire)
+    verdict = check(plan, profile="blocking", memory_cap=None if request.costs else request.offload)
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow, and names the pass that is to blame
     verdict.raise_if_unsound()

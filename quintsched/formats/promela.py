@@ -31,8 +31,10 @@ from quintsched.ir.instructions import (
     WHOLE_MESH,
     BwdWeight,
     Fwd,
+    HostCopy,
     Instruction,
     Message,
+    OffloadAct,
     Send,
     SyncTied,
 )
@@ -141,6 +143,8 @@ class _Model:
         """Return what a queue of the rank is called; None where nothing orders a message."""
         if self.profile == "blocking":
             return ""
+        if isinstance(i, HostCopy):
+            return "_offload" if isinstance(i, OffloadAct) else "_fetch"
         members = self._members(i)
         if not members and not isinstance(i, (Message, *AMONG_REPLICAS)):
             return "_compute"

@@ -6,6 +6,8 @@
     channel         ▶ computation ▶     ▶ to 1 ▶  ▶ from 1 ▶  ▶ to 2 ▶  …   ▶ each group ▶
     tagged          ▶ computation ▶     messages are in no order             ▶ each group ▶
 
+Copies to the host's memory and back have a queue each, under all but the first.
+
 Each relaxes the one before it, so a plan that is free of deadlock under one is free under all that follow.
 """
 
@@ -19,9 +21,9 @@ import numpy as np
 from quintsched.errors import UsageError, suggest
 from quintsched.graph.plan_events import NO_GROUP, Channels, Events
 from quintsched.ir.columns import Ints
-from quintsched.ir.instructions import AMONG_REPLICAS
+from quintsched.ir.instructions import AMONG_REPLICAS, FetchAct, OffloadAct
 
-NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_GROUP_QUEUE = range(-1, 4)
+NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, OFFLOAD_QUEUE, FETCH_QUEUE, FIRST_GROUP_QUEUE = range(-1, 6)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Profile:
         if self.one_queue:
             return queues
         queues[columns.are(*AMONG_REPLICAS)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
+        queues[columns.are(OffloadAct)], queues[columns.are(FetchAct)] = OFFLOAD_QUEUE, FETCH_QUEUE
         collective = groups != NO_GROUP
         queues[collective] = WIRE_QUEUE if self.one_wire else FIRST_GROUP_QUEUE + groups[collective]
         of_channels = self._of_channels(channels, FIRST_GROUP_QUEUE + int(groups.max(initial=0)) + 1)

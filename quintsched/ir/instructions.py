@@ -4,6 +4,7 @@
                └─ Recompute ─────────────────▶ BwdInput → BwdWeight
 
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
+    Fwd → OffloadAct → … → FetchAct → Bwd     (activations in the host's memory meanwhile)
 
 A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
 work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.rules`, and only
@@ -122,6 +123,30 @@ class SendAct(Send):
     """Send the output activation of `stage`."""
 
     letters: ClassVar[str] = "SA"
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy(Instruction):
+    """A copy of a microbatch's activations between a rank's memory and its host's, beside computation."""
+
+    costs: ClassVar[tuple[str, ...]] = ("host_latency", "host_bandwidth")
+
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadAct(HostCopy):
+    """Move activations to the host's memory: the copy begins with the end of their forward, and has ended here."""
+
+    letters: ClassVar[str] = "OA"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAct(HostCopy):
+    """Copy activations back from the host's memory: the copy begins here, and their backward waits for it."""
+
+    letters: ClassVar[str] = "FA"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.columns import Columns, Ints, Programs
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD
+from quintsched.ir.instructions import ENDS_BACKWARD, FetchAct, Instruction
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.ragged import Ragged
@@ -115,15 +115,20 @@ class PlanData:
             tied=tuple(sorted(self.tied.items())),
             zero=self.zero,
             backward_order=self._backward_order() if self.zero.shards_gradients else (),
+            fetches=tuple(zip(*(column.tolist() for column in self._known_cells(FetchAct)), strict=True)),
         )
 
     def _backward_order(self) -> tuple[tuple[int, ...], ...]:
         """Return the microbatches of each stage in the order in which their backwards end."""
-        columns, stages = self.columns, len(self.stage_to_pp)
-        rows = columns.rows_where(*ENDS_BACKWARD)
-        stage, unit = columns.stage[rows], columns.unit[rows]
-        known = (stage >= 0) & (stage < stages) & (unit >= 0) & (unit < self.schedule.num_units)
-        return tuple(Ragged.group(stage[known], unit[known], stages).lists())
+        stage, unit = self._known_cells(*ENDS_BACKWARD)
+        return tuple(Ragged.group(stage, unit, len(self.stage_to_pp)).lists())
+
+    def _known_cells(self, *kinds: type[Instruction]) -> tuple[Ints, Ints]:
+        """Return the stages and microbatches of all instructions of some classes, but those that there are not."""
+        rows = self.columns.rows_where(*kinds)
+        stage, unit = self.columns.stage[rows], self.columns.unit[rows]
+        known = (stage >= 0) & (stage < len(self.stage_to_pp)) & (unit >= 0) & (unit < self.schedule.num_units)
+        return stage[known], unit[known]
 
     @property
     def columns(self) -> Columns:

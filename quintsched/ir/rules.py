@@ -84,6 +84,10 @@ class When(Enum):
     """in plans that train, on stages that keep their activations."""
     RECOMPUTES = auto()
     """in plans that train, on stages that recompute them."""
+    STAYS = auto()
+    """for microbatches whose activations stay on their rank."""
+    FETCHED = auto()
+    """for microbatches whose activations are fetched from the host's memory."""
     HAS_EARLIER = auto()
     """for slices that have one before them in their microbatch."""
     HAS_LATER = auto()
@@ -113,7 +117,8 @@ _ON_WEIGHTS = Term(READS, Kind.PARAMS, which=Which.GATHERING, when=When.SHARDS_W
 
 _BACKWARD = (
     _ON_WEIGHTS,
-    Term(CONSUMES, Kind.SAVED),
+    Term(CONSUMES, Kind.SAVED, when=When.STAYS),
+    Term(CONSUMES, Kind.FETCHED, when=When.FETCHED),
     Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
     Term(PRODUCES, Kind.OUTPUT_GRAD, BEFORE),
     Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
@@ -156,6 +161,8 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
     ),
     ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
+    ins.OffloadAct: (Term(CONSUMES, Kind.SAVED), Term(PRODUCES, Kind.OFFLOADED)),
+    ins.FetchAct: (Term(CONSUMES, Kind.OFFLOADED), Term(PRODUCES, Kind.FETCHED)),
     ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
     ins.Bwd: (*_BACKWARD, *_WEIGHT_GRADIENT),
     ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,9 +16,13 @@ from quintsched.simulation.costs import Costs
 HELD = {
     Kind.CHECKPOINT: "activation_checkpointed",
     Kind.SAVED: "activation",
+    Kind.FETCHED: "activation",
     Kind.PENDING: "activation_after_input",
 }
 """The values that count as activations, and which of the costs says how much each holds."""
+
+HELD_BY_HOST = {Kind.OFFLOADED: "activation"}
+"""Those that are in the host's memory."""
 
 
 def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
@@ -27,20 +31,34 @@ def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     return tuple(peak / parts for peak in _peaks(plan.columns, activation_changes(plan, costs)))
 
 
+def peak_host(plan: PlanData, costs: Costs) -> tuple[float, ...]:
+    """Return each pp rank's peak of activations in its host's memory, likewise."""
+    parts = plan.schedule.parts
+    return tuple(peak / parts for peak in _peaks(plan.columns, _changes(plan, costs, HELD_BY_HOST)))
+
+
 def activation_changes(plan: PlanData, costs: Costs) -> Amounts:
     """Return by how much each row changes what its rank holds of activations, times the plan's chunks and slices.
 
     An activation is held from its forward to the end of its backward; between the halves of a backward, what
     `activation_after_input` says is left of it, and between a forward and its recomputation, what
-    `activation_checkpointed` says. The keys and values of a microbatch count with its first slice.
+    `activation_checkpointed` says; in the host's memory it is not held. The keys and values of a microbatch count
+    with its first slice.
     """
     spec, stages = plan.schedule, range(len(plan.stage_to_pp))
-    change = np.zeros(len(plan.columns))
-    for kind, name in HELD.items():
-        _add(change, plan.flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
+    change = _changes(plan, costs, HELD)
     if spec.slices > 1:
         keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
         _add(change, plan.flows, Kind.KEYS, keys, every=spec.slices)
+    return change
+
+
+def _changes(plan: PlanData, costs: Costs, held: Mapping[Kind, str]) -> Amounts:
+    """Return by how much each row changes what there is of some values, times the plan's chunks and slices."""
+    change = np.zeros(len(plan.columns))
+    for kind, name in held.items():
+        stages = range(len(plan.stage_to_pp))
+        _add(change, plan.flows, kind, [costs.of_part(name, stage, plan.schedule.parts) for stage in stages])
     return change
 
 

@@ -31,6 +31,7 @@ MOST = 1e100
 """The largest cost: sums and products of costs stay finite numbers."""
 
 Cost = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False, strict=True)]
+Bandwidth = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False, strict=True)]
 PerStage = Cost | tuple[Cost, ...]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 
@@ -52,6 +53,10 @@ class Costs(BaseModel):
     """A forward run again, where activations were dropped; None: what the forward takes."""
     p2p: Cost = 0.0
     """A message between two pipeline ranks."""
+    host_latency: Cost = 0.0
+    """What any copy of activations to the host's memory, or back, takes besides."""
+    host_bandwidth: Bandwidth | None = None
+    """How much of the activations such a copy moves in a unit of time, each way; None: copies take no time."""
     clip: PerStage = 0.0
     """The gradient norm of a stage; all ranks meet for it, so that the one with the most to do decides."""
     optimizer: PerStage = 0.0

@@ -1,8 +1,10 @@
 """Time a plan: the event graph of the `channel` profile, run under a cost model.
 
 Communication overlaps with computation as the runtime does it: a message starts when its value is made and its
-channel is free, and only who takes the value waits for it. Collectives among replicas go one after the other, beside
-all that; weights are gathered into the room of those dropped before. The gradient norm is one event of all ranks.
+channel is free, and only who takes the value waits for it. Activations that go to the host's memory do so from the end
+of their forward on, one after the other, and the computation behind the place where their memory is free waits for
+that; those that come back are awaited by their backward. Collectives among replicas go one after the other, beside all
+that; weights are gathered into the room of those dropped before. The gradient norm is one event of all ranks.
 
     makespan      when the last instruction ends
     bubble        1 - busy / (ranks x makespan)
@@ -27,9 +29,9 @@ from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.columns import FIELDS, Ints
-from quintsched.ir.instructions import ALL, Compute, Instruction, Message, OnBucket
+from quintsched.ir.instructions import ALL, Compute, HostCopy, Instruction, Message, OnBucket
 from quintsched.ir.plan_data import PlanData
-from quintsched.simulation.activation_memory import peak_activations
+from quintsched.simulation.activation_memory import peak_activations, peak_host
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.state_memory import bucket_share, peak_memory, peak_state
 
@@ -97,6 +99,11 @@ class Simulation:
         return tuple(reversed(path))
 
     @property
+    def peak_host(self) -> tuple[float, ...]:
+        """The most activations that each pp rank has in its host's memory, in microbatches of a whole rank."""
+        return peak_host(self.plan, self.costs)
+
+    @property
     def peak_state(self) -> tuple[float, ...]:
         """The most that each pp rank holds of weights, gradients and optimizer state: see `state_memory`."""
         return peak_state(self.plan, self.costs)
@@ -145,6 +152,7 @@ class Simulation:
             "span": self.span,
             "span_bubble": self.span_bubble,
             "peak_activations": list(self.peak_activations),
+            "peak_host": list(self.peak_host),
             "peak_state": list(self.peak_state),
             "peak_memory": list(self.peak_memory),
             "critical_path": path,
@@ -201,6 +209,9 @@ def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs
     if issubclass(kind, Compute):
         of_stage: Times = np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])
         return of_stage[columns.stage[rows]]
+    if issubclass(kind, HostCopy):
+        moved: Times = np.array([costs.of_part("activation", s, parts) for s in stages])[columns.stage[rows]]
+        return costs.host_latency * parts + (0.0 if costs.host_bandwidth is None else moved / costs.host_bandwidth)
     once: Times = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
     if issubclass(kind, OnBucket):
         buckets = range(max(plan.layout.buckets) + 1)

@@ -183,10 +183,19 @@ def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y:
     rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, run.model.loss_grad(i.microbatch, y) if is_last else None))
 
 
+def _offload_act(run: SymbolicRun, rank: SymbolicRank, i: ins.OffloadAct) -> None:
+    rank.put(Kind.OFFLOADED, i.stage, i.microbatch, rank.take(Kind.SAVED, i.stage, i.microbatch))
+
+
+def _fetch_act(run: SymbolicRun, rank: SymbolicRank, i: ins.FetchAct) -> None:
+    rank.put(Kind.FETCHED, i.stage, i.microbatch, rank.take(Kind.OFFLOADED, i.stage, i.microbatch))
+
+
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
     """Run the backward of a unit and hand its gradients on; return that of the weights."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
-    saved, grad_y = rank.take(Kind.SAVED, s, u)
+    fetched = Value(Kind.FETCHED, s, u) in rank.values
+    saved, grad_y = rank.take(Kind.FETCHED if fetched else Kind.SAVED, s, u)
     if grad_y is None:
         grad_y = rank.take(Kind.OUTPUT_GRAD, s, u)
     grad_k = model.zero
@@ -304,6 +313,8 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.Fwd: _fwd,
     ins.Recompute: _recompute,
     ins.SendAct: _send,
+    ins.OffloadAct: _offload_act,
+    ins.FetchAct: _fetch_act,
     ins.RecvGrad: _recv,
     ins.Bwd: _bwd,
     ins.BwdInput: _bwd_input,

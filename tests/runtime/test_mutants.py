@@ -20,11 +20,11 @@ from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..planner.verify.mutants import any_mutant, small_plans, spelled_plans
+from ..planner.verify.mutants import any_mutant, offloaded_plans, small_plans, spelled_plans
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
-PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4] if plan.mode == "train"]
+PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4, *offloaded_plans() * 4] if plan.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
