@@ -30,7 +30,7 @@ from .interpreter.p2p import MAX_SENDS
 from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
-from .interpreter.step_result import StepResult
+from .interpreter.tally import StepResult
 from .job.choices import ContextMethod
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.vocab_loss import takes_vocabulary

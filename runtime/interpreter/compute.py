@@ -31,6 +31,8 @@ from .rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
 
+NOTHING = nullcontext()
+
 DIFFERENTIABLE = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -57,24 +59,52 @@ def _bind_training(
     if forward.drops:
         extras_of = _with_unit(state, instruction, extras_of)
     clock, saved, losses, whole = state.clock, state.saved, state.tally.losses, forward.whole
-    differentiable = DIFFERENTIABLE
+    host, stores, store = state.host, state.stores, _store_of(state, instruction)
+    moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         if take is not None:
-            given = tuple([t.detach().requires_grad_() if t.dtype in differentiable else t for t in given])
+            given = tuple([leaf(tensor) for tensor in given])
         reruns: list[Rerun] = []
         extras = extras_of(given)
-        outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
-        start = finish(outputs)
+        activations = host.activations(stores.get(store)) if moves else None
+        with NOTHING if activations is None else activations.saving():
+            outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
+            start = finish(outputs)
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append(auxiliary.detach())
         saved[kept] = Saved(given, start, reruns)
         clock.stop()
+        if activations is not None:
+            host.leave(kept, activations, given if take is not None else ())
 
     return run
+
+
+def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
+    """Return what makes an input a leaf of the forward's graph, which gets a gradient if it can.
+
+    Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages.
+    """
+    differentiable = DIFFERENTIABLE
+    taken = state.flows.taken(instruction, Kind.OUTPUT)
+    if not state.host.moves(kept):
+        return lambda tensor: tensor.detach().requires_grad_() if tensor.dtype in differentiable else tensor
+    in_buffer = any(state.cells.of(value).receive is not None for value in taken)
+
+    def own_leaf(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().clone() if in_buffer else tensor.detach()
+        return leaf.requires_grad_() if leaf.dtype in differentiable else leaf
+
+    return own_leaf
+
+
+def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
+    """Return where the keys and values are that the slices of a microbatch leave."""
+    return instruction.stage, instruction.microbatch // state.flows.plan.schedule.slices
 
 
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
@@ -198,6 +228,22 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
     return run
 
 
+def bind_offload_act(state: ComputeState, index: int, instruction: ins.OffloadAct) -> Call:
+    """Free the memory of activations that have been copied to the host."""
+    (taken,), (made,) = state.flows.taken(instruction, Kind.SAVED), state.flows.made(instruction, Kind.OFFLOADED)
+    return _in_turn(partial(_rename, state, taken, made), partial(state.host.free, index, taken, made))
+
+
+def bind_fetch_act(state: ComputeState, index: int, instruction: ins.FetchAct) -> Call:
+    """Begin to copy activations back."""
+    (taken,), (made,) = state.flows.taken(instruction, Kind.OFFLOADED), state.flows.made(instruction, Kind.FETCHED)
+    return _in_turn(partial(_rename, state, taken, made), partial(state.host.fetch, index, taken, made))
+
+
+def _rename(state: ComputeState, taken: Value, made: Value) -> None:
+    state.saved[made] = state.saved.pop(taken)
+
+
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
     backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
@@ -262,7 +308,8 @@ def _backward(
 ) -> Callable[[AbstractContextManager[object]], None]:
     """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
     flows, cells = state.flows, state.cells
-    (kept_as,) = flows.taken(instruction, Kind.SAVED)
+    (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
+    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
     taken, made = flows.taken(instruction, Kind.OUTPUT_GRAD), flows.made(instruction, Kind.OUTPUT_GRAD)
     take = cells.taker(taken[0], index) if taken else None
     cell = cells.of(made[0]) if made else None
@@ -271,6 +318,8 @@ def _backward(
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
+        if arrive is not None:
+            arrive()
         clock.start()
         given, start, _ = saved.pop(kept_as)
         with around:

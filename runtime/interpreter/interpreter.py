@@ -18,7 +18,16 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
-from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_recompute
+from .compute import (
+    bind_bwd,
+    bind_bwd_input,
+    bind_bwd_weight,
+    bind_fetch_act,
+    bind_fwd,
+    bind_offload_act,
+    bind_recompute,
+)
+from .host_copies import with_room
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
 from .recorder import Recorder
@@ -56,6 +65,8 @@ HANDLERS: dict[type[Instruction], Handler] = {
             ins.Bwd: bind_bwd,
             ins.BwdInput: bind_bwd_input,
             ins.BwdWeight: bind_bwd_weight,
+            ins.OffloadAct: bind_offload_act,
+            ins.FetchAct: bind_fetch_act,
         },
     ),
     **_seeing(
@@ -116,7 +127,8 @@ class Interpreter:
 
     def _handle(self, index: int, instruction: Instruction) -> Call:
         call = HANDLERS[type(instruction)](self.state, index, instruction)
-        return with_full_weights(self.state.zero, index, instruction, call)
+        call = with_full_weights(self.state.zero, index, instruction, call)
+        return with_room(self.state.compute.host, index, instruction, call)
 
     def watched(self, observer: Observer) -> list[Call]:
         """Return the calls as somebody sees them who watches each of them."""

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quintsched.ir.instructions import Recv, Send
+from quintsched.ir.instructions import OffloadAct, Recv, Send
 from quintsched.ir.values import Kind, Value
 
-from .data_flow import Flow, ProgramFlow
+from .data_flow import ProgramFlow
 from .rank_state import MessageState
 
 AHEAD = 2
@@ -78,15 +78,19 @@ def plan_receives(flow_of: ProgramFlow, ahead: Callable[[int], int] | None) -> l
             early = index if not most else before[-most] + 1 if len(before) >= most else 0
             posted.append((min(early, index), index, value, instruction.peer))
             before.append(taken[value])
-    return _assign_slots(sorted(posted, key=lambda p: p[:2]), _releases(flows, taken))
+    return _assign_slots(sorted(posted, key=lambda p: p[:2]), _releases(flow_of, taken))
 
 
-def _releases(flows: Sequence[Flow], taken: dict[Value, int]) -> dict[Value, int]:
-    """Return after which instruction the memory of each value is free: when nothing that keeps it is left."""
+def _releases(flow_of: ProgramFlow, taken: dict[Value, int]) -> dict[Value, int]:
+    """Return after which instruction the memory of each value is free: when nothing that keeps it is left.
+
+    A forward whose activations go to the host keeps its input in memory of its own.
+    """
+    flows, program = flow_of.all(), flow_of.program
 
     def release(index: int) -> int:
-        kept = [value for value in flows[index].produces if value.kind in KEEPS]
-        return release(taken[kept[0]]) if kept else index
+        kept = [taken[value] for value in flows[index].produces if value.kind in KEEPS]
+        return release(kept[0]) if kept and not isinstance(program[kept[0]], OffloadAct) else index
 
     return {value: release(index) for value, index in taken.items()}
 

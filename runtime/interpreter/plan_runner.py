@@ -22,9 +22,11 @@ from ..stage.forward import StageForward
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
+from .activation_memory import resident_tensors
 from .cells import Cells, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
+from .host_copies import HostCopies
 from .interpreter import Call, Interpreter
 from .rank_state import (
     ComputeState,
@@ -38,8 +40,7 @@ from .rank_state import (
     ZeroState,
 )
 from .recorder import Recorder
-from .step_result import StepResult
-from .tally import Tally
+from .tally import StepResult, Tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +165,13 @@ class PlanRunner:
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
+            host=HostCopies(
+                flows,
+                waits,
+                self._transport.host_link(),
+                self._transport.device,
+                lambda: resident_tensors(model.stages, self._state.weights, current.batch),
+            ),
         )
         step_end = StepEndState(
             waits=waits,

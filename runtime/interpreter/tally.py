@@ -2,11 +2,13 @@
 
 Fwd, Fwd, …      losses [·, ·, …]   weights [·, ·, …]   one list per metric
 ShareMetrics     (loss, weight, metrics …)  ── all-reduce ──▶  the same on every rank, waited for when it is read
+StepResult       what of them a step gives
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,6 +61,45 @@ class Tally:
         if isinstance(total, Tensor):
             return total.to(self._device, torch.float64)
         return torch.full((), float(total), dtype=torch.float64, device=self._device)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
+
+    `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
+    says that it was not finite, so that no rank stepped its optimizer.
+    """
+
+    _sums: Tensor
+    _work: Work
+    _metrics: Sequence[str]
+    grad_norm: Tensor | None = None
+    skipped: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """The batch's total loss weight: samples or tokens; 0-dimensional."""
+        self._work.wait()
+        return self._sums[1]
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
+        self._work.wait()
+        return self._sums[0] / self._sums[1]
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """What to add up over batches: "loss", "weight" and each metric, as sums."""
+        self._work.wait()
+        return dict(zip(("loss", "weight", *self._metrics), self._sums, strict=True))
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Each metric over the whole batch: its sum over total weight."""
+        weight = self.weight
+        return {name: self._sums[number] / weight for number, name in enumerate(self._metrics, start=2)}
 
 
 def _total(column: Iterable[Tensor | float]) -> Tensor | float:

@@ -18,6 +18,7 @@ from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
 from ...job.choices import Rules
 from ..clock import now_s
+from ..host_link import require_bandwidth
 from .rendezvous import Meetings
 from .wire import Wire
 
@@ -45,6 +46,7 @@ class LocalWorld:
         timeout_s: longest that one wait may take, in seconds.
         rules: what a wire does with a message.
         wire_s: how long a message is under way, in seconds.
+        host_bandwidth: how fast activations go to the host's memory, and back, in bytes a second; None: at once.
 
     Raises:
         UsageError: no such rules, or no such time.
@@ -58,12 +60,15 @@ class LocalWorld:
         *,
         rules: Rules = "mailbox",
         wire_s: float = 0.0,
+        host_bandwidth: float | None = None,
     ) -> None:
         if rules not in get_args(Rules):
             raise UsageError(f"unknown rules {rules!r}{suggest(rules, get_args(Rules))}")
         if not (wire_s >= 0 and math.isfinite(wire_s)):
             raise UsageError(f"a message cannot be under way for {wire_s!r} s")
+        require_bandwidth(host_bandwidth)
         self.world_size = world_size
+        self.host_bandwidth = host_bandwidth
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.rules: Rules = rules
