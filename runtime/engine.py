@@ -38,6 +38,7 @@ from .requirements import (
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
+    require_movable_activations,
     require_runnable,
 )
 from .stage.build import Stage
@@ -159,6 +160,7 @@ class Engine:
         model = RankModel(self.plan, blocks, self._groups, self.transport, options)
         require_keyed_dropout(self.plan, model.stages)
         require_blocks_to_recompute(self.plan, model.stages)
+        require_movable_activations(self.plan, model.stages)
         return model
 
     def _make_recorder(self, trace_steps: Collection[int] | None) -> Recorder | None:

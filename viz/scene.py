@@ -3,6 +3,7 @@
     rank 0   [F0][F1] . . [ B0 ]        Box: a computation
                ╲          ╱             Arrow: a message, from the sender's row to the receiver's taker
     rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, where that was measured
+               └F0┘                     Strip: a copy to the host's memory or back, beside the computations
                                         Mark: anything else, at its time; Bar: that, where it takes time
 
 No matplotlib here, and no coordinate but rank and time.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quintsched.ir.dataflow import Flow, Kind, Value
-from quintsched.ir.instructions import Compute, Instruction, Recv, Send
+from quintsched.ir.instructions import Compute, HostCopy, Instruction, Recv, Send
 from quintsched.simulation.activation_memory import HELD
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
@@ -65,6 +66,16 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """A copy of activations between a rank's memory and its host's, which runs beside its computations."""
+
+    rank: int
+    start: float
+    end: float
+    what: type[HostCopy]
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The time that an instruction waits for another rank before it runs."""
 
@@ -85,6 +96,7 @@ class Scene:
     marks: tuple[Mark, ...]
     bars: tuple[Bar, ...] = ()
     waits: tuple[Wait, ...] = ()
+    strips: tuple[Strip, ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -97,7 +109,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     layout, flows = run.plan.layout, flows_of_ranks(run)
     chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
     arrivals = _arrivals(run)
-    boxes, arrows, bars, waits = [], [], [], []
+    boxes, arrows, bars, waits, strips = [], [], [], [], []
     marks: dict[Mark, None] = {}
     for rank, row in enumerate(run.timeline):
         for span, used in zip(row, flows[rank], strict=True):
@@ -110,6 +122,8 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
                     arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))
                 case Recv():
                     continue
+                case HostCopy() as i if span.end > began:
+                    strips.append(Strip(rank, began, span.end, type(i)))
                 case i:
                     marks[Mark(rank, began, type(i))] = None
                     bars += [Bar(rank, began, span.end, type(i))] if span.end > began else []
@@ -123,6 +137,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
         marks=tuple(marks),
         bars=tuple(bars),
         waits=tuple(waits),
+        strips=tuple(strips),
     )
 
 

@@ -105,6 +105,9 @@ def _describe(simulation: Simulation) -> Iterator[str]:
     yield f"{simulation.plan.title}; time in {simulation.unit}"
     yield from table(("", "", ""), rows)[1:]
     yield f"peak activations by pipeline rank, in microbatches of a whole rank: {peaks}"
+    if any(simulation.peak_host):
+        peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_host))
+        yield f"peak in the host's memory by pipeline rank, in microbatches of a whole rank: {peaks}"
     if any(simulation.peak_state):
         pairs = enumerate(zip(simulation.peak_state, simulation.peak_memory, strict=True))
         peaks = "  ".join(f"{rank}: {state:g} ({everything:g})" for rank, (state, everything) in pairs)

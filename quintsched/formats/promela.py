@@ -31,10 +31,8 @@ from quintsched.ir.instructions import (
     WHOLE_MESH,
     BwdWeight,
     Fwd,
-    HostCopy,
     Instruction,
     Message,
-    OffloadAct,
     Send,
     SyncTied,
 )
@@ -143,8 +141,8 @@ class _Model:
         """Return what a queue of the rank is called; None where nothing orders a message."""
         if self.profile == "blocking":
             return ""
-        if isinstance(i, HostCopy):
-            return "_offload" if isinstance(i, OffloadAct) else "_fetch"
+        if i.queue:
+            return f"_{i.queue}"
         members = self._members(i)
         if not members and not isinstance(i, (Message, *AMONG_REPLICAS)):
             return "_compute"

@@ -21,9 +21,10 @@ import numpy as np
 from quintsched.errors import UsageError, suggest
 from quintsched.graph.plan_events import NO_GROUP, Channels, Events
 from quintsched.ir.columns import Ints
-from quintsched.ir.instructions import AMONG_REPLICAS, FetchAct, OffloadAct
+from quintsched.ir.instructions import AMONG_REPLICAS, OWN_QUEUES
 
-NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, OFFLOAD_QUEUE, FETCH_QUEUE, FIRST_GROUP_QUEUE = range(-1, 6)
+NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_OWN_QUEUE = range(-1, 4)
+FIRST_GROUP_QUEUE = FIRST_OWN_QUEUE + len(OWN_QUEUES)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Profile:
         if self.one_queue:
             return queues
         queues[columns.are(*AMONG_REPLICAS)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
-        queues[columns.are(OffloadAct)], queues[columns.are(FetchAct)] = OFFLOAD_QUEUE, FETCH_QUEUE
+        for number, kinds in enumerate(OWN_QUEUES.values(), start=FIRST_OWN_QUEUE):
+            queues[columns.rows_where(*kinds)] = number
         collective = groups != NO_GROUP
         queues[collective] = WIRE_QUEUE if self.one_wire else FIRST_GROUP_QUEUE + groups[collective]
         of_channels = self._of_channels(channels, FIRST_GROUP_QUEUE + int(groups.max(initial=0)) + 1)

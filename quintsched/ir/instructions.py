@@ -39,6 +39,9 @@ class Instruction:
     on_bucket: ClassVar[Literal["all_reduce", "reduce_scatter", "all_gather"] | None] = None
     """The collective on one gradient bucket that it is: "all_reduce", "reduce_scatter" or "all_gather"."""
 
+    queue: ClassVar[str] = ""
+    """The queue, beside computation, in which a rank runs its instructions of this class one after the other."""
+
     @property
     def op(self) -> str:
         """The name of the instruction in a plan file."""
@@ -140,6 +143,7 @@ class OffloadAct(HostCopy):
     """Move activations to the host's memory: the copy begins with the end of their forward, and has ended here."""
 
     letters: ClassVar[str] = "OA"
+    queue: ClassVar[str] = "offload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,7 @@ class FetchAct(HostCopy):
     """Copy activations back from the host's memory: the copy begins here, and their backward waits for it."""
 
     letters: ClassVar[str] = "FA"
+    queue: ClassVar[str] = "fetch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +298,9 @@ BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
 ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)
 NEEDS_WEIGHTS = tuple(kind for kind in COMPUTATIONS if kind.needs_weights)
 WHOLE_MESH = tuple(kind for kind in ALL if kind.whole_mesh)
+OWN_QUEUES = {one.queue: tuple(kind for kind in ALL if kind.queue == one.queue) for one in ALL if one.queue}
+"""What runs beside computation on the rank alone, by queue."""
+
 AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 
 

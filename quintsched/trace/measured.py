@@ -33,6 +33,7 @@ from quintsched.ir.instructions import (
     ClipGrad,
     Compute,
     Fwd,
+    HostCopy,
     Instruction,
     Message,
     OptStep,
@@ -141,7 +142,7 @@ class Trace:
         Only the sum of the halves of a full `Bwd` is known: it is split in equal halves, or, where a stage has both
         kinds of backward, as its split ones are. `ClipGrad` counts from when the last rank has come to it. `p2p` is
         the median, over the messages whose taker waited for them, of the time from the send to the end of the wait;
-        0 if nobody waited.
+        0 if nobody waited. `host_bandwidth` is that of the median copy of activations to the host's memory or back.
         """
         return _measure(self.plan, self._times, unit)
 
@@ -197,6 +198,7 @@ def _measure(plan: PlanData, times: _Times, unit: str) -> Costs:
     def of_stages(kind: type[Compute]) -> tuple[list[float], list[int]]:
         return _typical(run, columns.are(kind), columns.stage, len(plan.stage_to_pp))
 
+    more: dict[str, float | None] = {}
     found: dict[str, list[float]] = {"forward": of_stages(Fwd)[0]}
     if plan.mode == "train":
         found["backward_input"], found["backward_weight"] = _halves(*map(of_stages, (Bwd, BwdInput, BwdWeight)))
@@ -204,21 +206,24 @@ def _measure(plan: PlanData, times: _Times, unit: str) -> Costs:
         found["clip"] = _clip(plan, times.start, until, scale)
     if columns.are(Recompute).any():
         found["recompute"] = of_stages(Recompute)[0]
+    if columns.are(HostCopy).any():
+        more = {"host_bandwidth": _host_bandwidth(plan, times, scale)}
     rounded = {name: tuple(round(value, decimals) for value in values) for name, values in found.items()}
-    return Costs(unit=unit, p2p=round(_p2p(plan, times) * scale, decimals), **rounded)
+    return Costs(unit=unit, p2p=round(_p2p(plan, times) * scale, decimals), **rounded, **more)
 
 
 def _handovers(plan: PlanData, times: _Times) -> tuple[Times, Times]:
     """Return until when each instruction occupies its rank, and how much of that it waits.
 
-    That is until the next one starts; sends belong to what stands before them, and receives occupy nobody.
+    That is until the next one starts; sends belong to what stands before them, and receives and copies to the host's
+    memory and back occupy nobody.
     """
     columns = plan.columns
     until, waited = times.end.copy(), times.wait.copy()
-    is_recv, is_message = columns.are(Recv), columns.are(Message)
+    beside, is_message = columns.are(Recv, HostCopy), columns.are(Message)
     for rank in range(len(plan.programs)):
         rows = np.array(columns.rows_of(rank))
-        own = rows[~is_recv[rows]]
+        own = rows[~beside[rows]]
         places = np.flatnonzero(~is_message[own])
         if len(places):
             heads = own[places]
@@ -293,6 +298,13 @@ def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
         instruction = plan.programs[rank][index]
         assert isinstance(instruction, kind)
         yield row, instruction
+
+
+def _host_bandwidth(plan: PlanData, times: _Times, scale: float) -> float | None:
+    """Return the speed of a link that copies activations as fast as the median of all copies; None: in no time."""
+    copies = plan.columns.rows_where(HostCopy)
+    took = float(np.median((times.end - times.start)[..., copies])) * scale * plan.schedule.parts
+    return 1 / took if took > 0 else None
 
 
 def _p2p(plan: PlanData, times: _Times) -> float:
