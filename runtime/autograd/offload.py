@@ -48,16 +48,21 @@ class _Kept:
     """A saved tensor that stays where it is."""
 
     def __init__(self, tensor: Tensor, track: Track | None) -> None:
-        self._tensor: Tensor | None = tensor.detach()  # else a graph that saves its own output would live for ever
+        self._tensor = tensor.detach()  # else a graph that saves its own output would live for ever
         self._version = tensor._version
         self._count = track(self._tensor) if track else None
 
     def unpack(self) -> Tensor:
         """Return the tensor; raises `RuntimeError` where it was changed in place since it was saved."""
-        assert self._tensor is not None
-        if self._tensor._version != self._version:
-            raise _was_modified(self._tensor.shape)
+        self._require_unchanged()
         return self._tensor
+
+    def _require_unchanged(self) -> None:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: it is "
+                f"at version {self._tensor._version}, and version {self._version} was saved for the backward"
+            )
 
 
 class _Handle(_Kept):
@@ -65,25 +70,20 @@ class _Handle(_Kept):
 
     def __init__(self, tensor: Tensor, memory: SavedMemory) -> None:
         super().__init__(tensor, None)
-        self._memory, self._dtype = memory, tensor.dtype
+        self._memory = memory
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._was_modified = False
         memory.handles.add(self)
 
     def let_go(self) -> None:
-        """Forget the tensor itself, and only remember how it looks into its memory."""
-        if self._tensor is not None:
-            self._was_modified = self._tensor._version != self._version
-            self._tensor = None
+        """Only remember how the tensor looks into its memory; its version is still counted."""
+        self._tensor.data = torch.empty(0, dtype=self._tensor.dtype, device=self._tensor.device)
 
     def unpack(self) -> Tensor:
         """Return a view of the memory that looks like the tensor; raises `RuntimeError` as above."""
-        if self._tensor is not None:
-            return super().unpack()
-        if self._was_modified:
-            raise _was_modified(self._place[1])
+        self._require_unchanged()
         memory = self._memory.bytes
-        return torch.empty(0, dtype=self._dtype, device=memory.device).set_(memory.untyped_storage(), *self._place)
+        view = torch.empty(0, dtype=self._tensor.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), *self._place)
 
 
 class SavedActivations:
@@ -144,10 +144,3 @@ def vacate(leaves: Sequence[Tensor]) -> None:
         empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
         empty.untyped_storage().resize_(0)
         leaf.data = empty
-
-
-def _was_modified(shape: Sequence[int]) -> RuntimeError:
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {tuple(shape)} that was saved for a backward, and whose activations go to the host's memory meanwhile"
-    )
