@@ -49,7 +49,7 @@ def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> N
 def test_copies_to_the_host_take_as_long_as_simulated(fidelity: ModuleType, name: str) -> None:
     """Copies that take longer than a computation: who waits for one, and who need not, shows."""
     sleeps = importlib.import_module("offload").OffloadedSleeps
-    case = sleeps(SCHEDULES[name], computation_ms=10.0, copy_ms=30.0, steps=1)
+    case = sleeps(SCHEDULES[name], computation_ms=10.0, copy_ms=40.0, steps=1)
     at_once = case.costs().model_copy(update={"host_bandwidth": None})
     assert case.plan().simulate(case.costs()).makespan > 1.2 * case.plan().simulate(at_once).makespan
     ratios = []

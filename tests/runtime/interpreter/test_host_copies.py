@@ -156,7 +156,7 @@ def test_modules_that_pytorch_sharded_are_refused(monkeypatch: pytest.MonkeyPatc
         run_local(1, lambda transport: Engine(plan, [Split], cross_entropy_sum, sgd, transport=transport))
 
 
-BANDWIDTH = 4e6
+BANDWIDTH = 1e6
 """Of the link below, in bytes a second."""
 
 
@@ -201,4 +201,4 @@ def test_the_costs_of_a_trace_know_the_link(traced: tuple[Trace, float]) -> None
     costs = trace.costs()
     assert costs.host_bandwidth == pytest.approx(1 / copy_ms, rel=0.05)
     assert max(costs.forward) < copy_ms, "a forward is not what waits for a copy before it"
-    assert trace.plan.simulate(costs).makespan == pytest.approx(trace.makespan(1) * 1e3, rel=0.2)
+    assert trace.plan.simulate(costs).makespan == pytest.approx(trace.makespan(1) * 1e3, rel=0.25)
