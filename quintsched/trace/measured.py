@@ -198,7 +198,6 @@ def _measure(plan: PlanData, times: _Times, unit: str) -> Costs:
     def of_stages(kind: type[Compute]) -> tuple[list[float], list[int]]:
         return _typical(run, columns.are(kind), columns.stage, len(plan.stage_to_pp))
 
-    more: dict[str, float | None] = {}
     found: dict[str, list[float]] = {"forward": of_stages(Fwd)[0]}
     if plan.mode == "train":
         found["backward_input"], found["backward_weight"] = _halves(*map(of_stages, (Bwd, BwdInput, BwdWeight)))
@@ -206,10 +205,11 @@ def _measure(plan: PlanData, times: _Times, unit: str) -> Costs:
         found["clip"] = _clip(plan, times.start, until, scale)
     if columns.are(Recompute).any():
         found["recompute"] = of_stages(Recompute)[0]
-    if columns.are(HostCopy).any():
-        more = {"host_bandwidth": _host_bandwidth(plan, times, scale)}
     rounded = {name: tuple(round(value, decimals) for value in values) for name, values in found.items()}
-    return Costs(unit=unit, p2p=round(_p2p(plan, times) * scale, decimals), **rounded, **more)
+    link = _host_bandwidth(plan, times, scale)
+    return Costs(
+        unit=unit, p2p=round(_p2p(plan, times) * scale, decimals), host_latency=0.0, host_bandwidth=link, **rounded
+    )
 
 
 def _handovers(plan: PlanData, times: _Times) -> tuple[Times, Times]:
@@ -302,9 +302,9 @@ def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
 
 def _host_bandwidth(plan: PlanData, times: _Times, scale: float) -> float | None:
     """Return the speed of a link that copies activations as fast as the median of all copies; None: in no time."""
-    copies = plan.columns.rows_where(HostCopy)
-    took = float(np.median((times.end - times.start)[..., copies])) * scale * plan.schedule.parts
-    return 1 / took if took > 0 else None
+    took = (times.end - times.start)[..., plan.columns.rows_where(HostCopy)] * scale * plan.schedule.parts
+    typical = float(np.median(took)) if took.size else 0.0
+    return 1 / typical if typical > 0 else None
 
 
 def _p2p(plan: PlanData, times: _Times) -> float:

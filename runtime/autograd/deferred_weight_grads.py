@@ -156,21 +156,20 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
         product: computes the gradient, later, from `held`; no other tensor should be bound to it.
         held: the tensors that it takes.
     """
-    parameter = _original(parameter)
-    queue = queue_of(parameter)
-    if queue is None or queue.collecting is None or parameter._backward_hooks or torch.is_grad_enabled():
+    owner = _owner(parameter)
+    queue = None if owner is None else queue_of(owner)
+    if owner is None or queue is None or queue.collecting is None or owner._backward_hooks or torch.is_grad_enabled():
         return False
-    queue.collecting.add(parameter, product, held)
+    queue.collecting.add(owner, product, held)
     return True
 
 
-def _original(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter for a tensor that was unpacked in its place, which adds to the same gradient."""
-    if isinstance(parameter, nn.Parameter) or not (parameter.is_leaf and parameter.requires_grad):
-        return parameter
-    node: Any = get_gradient_edge(parameter).node
-    found: nn.Parameter = node.variable
-    return found
+def _owner(tensor: Tensor) -> nn.Parameter | None:
+    """Return the parameter that a tensor is, or was unpacked in place of: that adds to the same gradient."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    node: Any = get_gradient_edge(tensor).node if tensor.is_leaf and tensor.requires_grad else None
+    return getattr(node, "variable", None)
 
 
 def defer_weights(module: nn.Module, queue: WeightQueue) -> int:
