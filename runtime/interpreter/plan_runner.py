@@ -138,7 +138,7 @@ class PlanRunner:
         noted = overlaps.unsettled
         if noted is not None:
             agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
-            overlaps.settle()
+            overlaps.settle(self._groups.holders)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
