@@ -73,6 +73,8 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
         "instructions": verdict.plan.num_instructions,
         "peak_activations": list(verdict.peak_activations),
         "peak_receives": list(verdict.peak_receives),
+        "receive_slots": list(verdict.slots.receive),
+        "send_slots": list(verdict.slots.send),
         "findings": [
             {"point": f.point.value, "message": f.message, "rank": f.rank, "index": f.index} for f in verdict.findings
         ],

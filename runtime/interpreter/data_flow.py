@@ -22,10 +22,10 @@ class ProgramFlow:
         self.trains = plan.mode == "train"
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
-        self._pp_rank = plan.mesh.pp_rank(rank)
+        self.pp_rank = plan.mesh.pp_rank(rank)
         last = {i.stage: i for i in self.program if isinstance(i, ENDS_BACKWARD)}
         self._last_backwards = frozenset(last.values())
-        self._flows = plan.flows.of_rows(plan.columns.rows_of(self._pp_rank))
+        self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
         self._flow_of = dict(zip(self.program, self._flows, strict=True))
 
     def of(self, instruction: Instruction) -> Flow:
