@@ -68,8 +68,8 @@ class MessageRule:
 
     Attributes:
         ahead: how many receives are in flight of each stage's activations, and of its gradients (one number, or one
-            per stage): the next is posted when the value of one of them was taken. Sends are issued as soon as there is
-            something to send. None: receives and sends keep their places in the program.
+            per stage): each is posted when the value of the one that many before it was taken. Sends are issued as
+            soon as there is something to send. None: receives and sends keep their places in the program.
         max_sends: how many sends of a channel may be in flight; None: any number.
     """
 
