@@ -76,7 +76,7 @@ class Verdict:
                 f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
                 f"and {receives} received messages stand on a rank"
             )
-            return "\n".join([head, self._buffers(), *self._why_not_elsewhere()])
+            return "\n".join([head, *self._why_not_elsewhere()])
         cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
         shown = [finding for finding in self.findings if finding not in cycle][:MOST_FINDINGS] + cycle
         lines = [f"{finding.point.value}: {finding.message}" for finding in shown]
@@ -84,15 +84,6 @@ class Verdict:
             lines.append(f"… and {len(self.findings) - len(shown)} more")
         places = [(f.rank, f.index) for f in shown if f.rank is not None and f.index is not None]
         return "\n".join([f"not sound: {self.plan.title}", *lines, *excerpt(self.plan, places)])
-
-    def _buffers(self) -> str:
-        """Say how many buffers messages need under the profile."""
-        receives, sends = self.slots
-        posted = "ahead" if find_profile(self.profile).matches_by_tag else "at their places"
-        return (
-            f"messages posted {posted} need at most {max(receives, default=0)} receive slots and "
-            f"{max(sends, default=0)} send slots on a rank, {sum(receives)} and {sum(sends)} in all"
-        )
 
     def _why_not_elsewhere(self) -> list[str]:
         """Say, for the profiles under which the plan is not free, which waits close a circle there."""

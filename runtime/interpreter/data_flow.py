@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintsched.ir.dataflow import Flow as Flow
-from quintsched.ir.instructions import ENDS_BACKWARD, Instruction
+from quintsched.ir.instructions import ENDS_BACKWARD, Instruction, Send
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
@@ -27,6 +27,7 @@ class ProgramFlow:
         self._last_backwards = frozenset(last.values())
         self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
         self._flow_of = dict(zip(self.program, self._flows, strict=True))
+        self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 
     def of(self, instruction: Instruction) -> Flow:
         """Return what an instruction takes and makes."""
@@ -43,6 +44,10 @@ class ProgramFlow:
     def made(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction makes."""
         return [value for value in self.of(instruction).produces if value.kind in kinds]
+
+    def is_sent(self, value: Value) -> bool:
+        """Whether a value goes to another rank."""
+        return value in self._sent
 
     def is_last_backward(self, instruction: Instruction) -> bool:
         """Whether an instruction completes the weight gradients of its stage."""
