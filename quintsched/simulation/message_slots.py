@@ -16,7 +16,7 @@ number that is free, takes as many as are alive at once where most are, and noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -25,11 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from quintsched.graph.profiles import Profile
-from quintsched.ir.columns import Columns, Flags, Ints
+from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import Uses
 from quintsched.ir.instructions import Message, Recv, Send
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import Kind
+from quintsched.ir.ragged import Ragged
+from quintsched.ir.values import Kind, Value
 
 AHEAD = 2
 """How many receives of a stage's activations, and of its gradients, are in flight where they are posted ahead."""
@@ -67,13 +68,13 @@ class MessageRule:
     """When messages are posted, and what is awaited.
 
     Attributes:
-        ahead: how many receives are in flight of each stage's activations, and of its gradients (one number, or one
-            per stage): each is posted when the value of the one that many before it was taken. Sends are issued as
-            soon as there is something to send. None: receives and sends keep their places in the program.
+        ahead: how many receives are in flight of values that are alike but for their microbatch (one number, or what
+            gives it for one of them): each is posted when the value of the one that many before it was taken. Sends are
+            issued as soon as there is something to send. None: receives and sends keep their places in the program.
         max_sends: how many sends of a channel may be in flight; None: any number.
     """
 
-    ahead: int | tuple[int, ...] | None = None
+    ahead: int | Callable[[Value], int] | None = None
     max_sends: int | None = MAX_SENDS
 
     @classmethod
@@ -131,7 +132,7 @@ def receive_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
     rows, places = _messages(plan, plan.flows.produces, Recv)
     taken = plan.flows.first_takers[places]
     first = rows if rule.ahead is None else _posted(plan, rule.ahead, rows, places, taken)
-    return Lifetimes(rows, places, first, _let_go(plan, places, taken))
+    return Lifetimes(rows, places, first, _let_go(plan)[places])
 
 
 def send_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
@@ -175,20 +176,17 @@ def _messages(plan: PlanData, uses: Uses, kind: type[Message]) -> tuple[Ints, In
     return uses.rows[mine], uses.places[mine]
 
 
-def _stages_and_units(plan: PlanData, keys: Ints) -> tuple[Ints, Ints]:
-    """Return the stages and units of values that travel."""
-    numbering = plan.flows.numbering
-    units = numbering.counts[Kind.OUTPUT]
-    return keys // units % numbering.num_stages, keys % units
-
-
-def _posted(plan: PlanData, ahead: int | tuple[int, ...], rows: Ints, places: Ints, taken: Ints) -> Ints:
+def _posted(plan: PlanData, ahead: int | Callable[[Value], int], rows: Ints, places: Ints, taken: Ints) -> Ints:
     """Return before which rows receives are posted ahead of their own."""
-    columns, keys = plan.columns, plan.flows.keys(places)
-    stages, _ = _stages_and_units(plan, keys)
-    is_gradient = plan.flows.numbering.of_kind(keys, Kind.OUTPUT_GRAD)
-    order, begins = _grouped(columns.rank[rows], columns.peer[rows], is_gradient, stages)
-    before = np.arange(len(rows)) - np.broadcast_to(np.array(ahead, np.int64), len(plan.stage_to_pp))[stages[order]]
+    columns, flows = plan.columns, plan.flows
+    names = _Names.of(plan, flows.keys(places))
+    order, begins = _grouped(columns.rank[rows], columns.peer[rows], names.kinds, names.stages, names.lanes)
+    first, alike = np.unique(begins, return_inverse=True)
+    if callable(ahead):
+        in_flight = np.array([ahead(flows.value_at(int(place))) for place in places[order[first]]], np.int64)[alike]
+    else:
+        in_flight = np.full(len(rows), ahead)
+    before = np.arange(len(rows)) - in_flight
     waits = before >= begins
     early = columns.first[columns.rank[rows[order]]]
     early[waits] = taken[order[before[waits]]] + 1
@@ -197,32 +195,60 @@ def _posted(plan: PlanData, ahead: int | tuple[int, ...], rows: Ints, places: In
     return found
 
 
-def _grouped(*names: Ints | Flags) -> tuple[Ints, Ints]:
+def _grouped(*names: Ints) -> tuple[Ints, Ints]:
     """Return the order that puts entries of the same names side by side, and where in it the group of each begins."""
     order = np.lexsort(names)
     is_new = np.zeros(len(order), np.bool_)
     is_new[:1] = True
     for name in names:
-        is_new[1:] |= np.diff(name[order].astype(np.int64)) != 0
-    places = np.arange(len(order))
-    return order, np.maximum.accumulate(np.where(is_new, places, 0))
+        is_new[1:] |= np.diff(name[order]) != 0
+    return order, np.maximum.accumulate(np.where(is_new, np.arange(len(order)), 0))
 
 
-def _let_go(plan: PlanData, places: Ints, taken: Ints) -> Ints:
-    """Return after which rows nobody keeps the memory of received values any more that are taken in rows `taken`.
+def _let_go(plan: PlanData) -> Ints:
+    """Return for the value at each place after which row nobody keeps its memory any more.
 
-    What keeps a value belongs to the stage that took it: the one after the stage of an activation.
+    That is when it was taken, or, where the same instruction makes something of the same microbatch that keeps what it
+    was made of, when nobody keeps that any more.
     """
-    flows, numbering = plan.flows, plan.flows.numbering
-    keys = flows.keys(places)
-    stages, units = _stages_and_units(plan, keys)
-    is_activation = numbering.of_kind(keys, Kind.OUTPUT)
-    stages = np.where(is_activation, plan.layout.all_after(stages, units), stages)
-    keepers = [numbering.keys(kind, stages, units) for kind in KEEPS]
+    flows = plan.flows
+    made, taken = flows.produces, flows.consumes
+    keeps = np.isin(_Names.of(plan, flows.keys(made.places)).kinds, KEEPS)
+    keepers, at = made.places[keeps], _codes(plan, made)[keeps]
+    names, groups = np.unique(at, return_inverse=True)
+    found = _codes(plan, taken)
+    group = np.searchsorted(names, found)
+    kept = np.flatnonzero(group < len(names))
+    kept = kept[names[group[kept]] == found[kept]]
+    which, keeping = Ragged.group(groups, keepers, len(names)).expand(group[kept])
+    last, values = flows.first_takers.copy(), taken.places[kept[which]]
     for _ in KEEPS:
-        for keeper in keepers:
-            taken = np.where(flows.first_makers[keeper] == taken, flows.first_takers[keeper], taken)
-    return taken
+        np.maximum.at(last, values, last[keeping])
+    return last
+
+
+def _codes(plan: PlanData, uses: Uses) -> Ints:
+    """Return a number for the row and the microbatch of each use."""
+    return uses.rows * plan.layout.num_microbatches + _Names.of(plan, plan.flows.keys(uses.places)).units
+
+
+class _Names(NamedTuple):
+    """What values are: their kinds, stages and microbatches, and `lanes` where a microbatch has several of a kind."""
+
+    kinds: Ints
+    stages: Ints
+    units: Ints
+    lanes: Ints
+
+    @classmethod
+    def of(cls, plan: PlanData, keys: Ints) -> _Names:
+        """Return the names of values; those of kinds that are not of microbatches mean nothing."""
+        numbering = plan.flows.numbering
+        counts = np.maximum([numbering.counts[kind] for kind in Kind], 1)
+        lanes = np.maximum(counts // plan.layout.num_microbatches, 1)
+        kinds = np.searchsorted(numbering.firsts, keys, side="right") - 1
+        stages, numbers = np.divmod(keys - numbering.firsts[kinds], counts[kinds])
+        return cls(kinds, stages, *np.divmod(numbers, lanes[kinds]))
 
 
 def _answers(plan: PlanData, keys: Ints) -> tuple[Flags, Ints]:
@@ -230,9 +256,10 @@ def _answers(plan: PlanData, keys: Ints) -> tuple[Flags, Ints]:
 
     Who takes a gradient from another rank waits for it, and it cannot come before the activation has arrived.
     """
-    columns, flows, numbering = plan.columns, plan.flows, plan.flows.numbering
-    gradients = numbering.keys(Kind.OUTPUT_GRAD, *_stages_and_units(plan, keys))
+    columns, flows, names = plan.columns, plan.flows, _Names.of(plan, keys)
+    is_output = names.kinds == Kind.OUTPUT
+    gradients = flows.numbering.keys(Kind.OUTPUT_GRAD, names.stages * is_output, names.units * is_output)
     makers, takers = flows.first_makers[gradients], flows.first_takers[gradients]
-    answered = numbering.of_kind(keys, Kind.OUTPUT) & (makers >= 0)
+    answered = is_output & (makers != ABSENT)
     answered[answered] = columns.are(Recv)[makers[answered]]
     return answered, takers

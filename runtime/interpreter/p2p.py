@@ -80,10 +80,11 @@ def plan_receives(
 
 def message_rule(state: MessageState) -> MessageRule:
     """Return when messages are posted on the rank's transport, and what is awaited."""
-    if state.transport.profile != "tagged":
-        return MessageRule(None, state.max_sends)
-    sizes = [max(sum(spec.nbytes for spec in parcel.specs), 1) for _, parcel in sorted(state.parcels.items())]
-    return MessageRule(tuple(max(AHEAD, AHEAD_BYTES // size) for size in sizes), state.max_sends)
+
+    def ahead(value: Value) -> int:
+        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.parcels[value.stage].specs), 1))
+
+    return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
 
 
 def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:

@@ -96,7 +96,7 @@ class Walk:
         """What keeps a received value, of all that the instruction makes that took it, or what kept it before."""
         owner = value.stage if value.kind is Kind.OUTPUT_GRAD else self._plan.layout.after(value.stage, value.number)
         for made in flow.produces:
-            is_kept = made.kind in (Kind.SAVED, Kind.CHECKPOINT, Kind.PENDING)
+            is_kept = made.kind in KEEPS
             if is_kept and (made.stage, made.number) == (owner, value.number):
                 return made
         return None
@@ -201,7 +201,8 @@ def test_an_unsound_plan_has_no_slots() -> None:
 
 
 def test_what_keeps_memory_is_what_lasts_until_a_backward_has_ended() -> None:
-    assert KEEPS == (Kind.SAVED, Kind.PENDING, Kind.CHECKPOINT)
+    assert {Kind.SAVED, Kind.PENDING, Kind.CHECKPOINT} <= {*KEEPS}
+    assert not {Kind.OUTPUT, Kind.OUTPUT_GRAD, Kind.WEIGHT_GRAD, Kind.LOSS} & {*KEEPS}
 
 
 def test_messages_are_all_there_is() -> None:
