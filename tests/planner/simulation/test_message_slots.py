@@ -36,10 +36,10 @@ SHAPES = [(1, 3), (2, 2), (2, 4), (2, 5), (3, 4), (4, 4), (4, 8), (5, 6)]
 
 
 def plans_of(schedule: Schedule) -> Iterator[qs.Plan]:
-    """Its plans of all shapes that it takes: with more chunks, recomputed, in slices as well."""
+    """Its plans of all shapes that it takes: with more chunks, recomputed, in slices, overlapped as well."""
     for pp, microbatches in SHAPES:
         for chunks in {schedule.min_chunks, min(schedule.min_chunks + 1, schedule.max_chunks)}:
-            for recompute in (0, 1) if schedule.mode == "train" else (0,):
+            for recompute, overlap in ((0, False), (1, False), (0, True)):
                 slices = min(schedule.max_slices, 2)
                 try:
                     yield qs.compile(
@@ -48,7 +48,8 @@ def plans_of(schedule: Schedule) -> Iterator[qs.Plan]:
                         microbatches=microbatches,
                         chunks=chunks,
                         slices=slices,
-                        recompute=recompute,
+                        recompute=recompute if schedule.mode == "train" else 0,
+                        overlap=overlap,
                     )
                 except UsageError:
                     continue

@@ -128,11 +128,13 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2p, "AHEAD_BYTES", 0)
 
 
-def compiled(name: str, recompute: int = 0) -> qs.Plan:
+def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan:
     schedule = next(found for found in TRAINING if found.name == name)
     slices = 2 if schedule.max_slices > 1 else 1
     chunks = 2 if name in CHUNKED else None
-    return qs.compile(name, mesh="pp=4", microbatches=8, chunks=chunks, slices=slices, recompute=recompute)
+    return qs.compile(
+        name, mesh="pp=4", microbatches=8, chunks=chunks, slices=slices, recompute=recompute, overlap=overlap
+    )
 
 
 @pytest.mark.usefixtures("large")
@@ -141,6 +143,17 @@ def compiled(name: str, recompute: int = 0) -> qs.Plan:
 @pytest.mark.parametrize("name", [found.name for found in TRAINING])
 def test_a_run_uses_as_many_buffers_as_its_plan_says(name: str, recompute: int, rules: Rules) -> None:
     plan = compiled(name, recompute)
+    require_as_planned(plan, rules)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "interleaved-1f1b"])
+def test_overlapped_plans_too(name: str, rules: Rules) -> None:
+    require_as_planned(compiled(name, overlap=True), rules)
+
+
+def require_as_planned(plan: qs.Plan, rules: Rules) -> None:
     profile = "channel" if rules == "nccl" else "tagged"
     slots = plan.check(profile=profile).slots
     num_bytes = SAMPLES * LENGTH * WIDTH * torch.float32.itemsize
