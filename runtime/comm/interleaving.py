@@ -1,8 +1,9 @@
-"""How the overlapping computations of one rank run: noted in the first step, side by side from then on.
+"""How the overlapping computations of one rank run: noted in the second step, side by side from then on.
 
-    step 0    Fwd alone, then Bwd alone          what each waited for inside its stage, and for how long, is noted
+    step 0    Fwd alone, then Bwd alone
+    step 1    likewise                           what each waited for inside its stage, and for how long, is noted
               all holders of the stages agree    the same waits; of the times, the mean
-    step 1…   both, in the turns that take least time by these
+    step 2…   both, in the turns that take least time by these
 
     forward    ██ x ████ x █                     █ a computation, x an exchange that takes some time
     backward   █ y ███ y ███
@@ -44,6 +45,7 @@ class Overlaps:
         self._notes: dict[tuple[Side, int], list[Note]] = {}
         self._turns: dict[Pair, Sequence[Side]] | None = None
         self._pairs: set[Pair] = set()
+        self._is_warm = False
 
     def pair(self, forward: Call, backward: Call, stages: Pair) -> Call:
         """Return what runs a forward and a backward, of these two stages, side by side."""
@@ -61,10 +63,16 @@ class Overlaps:
 
         return run
 
-    @property
-    def unsettled(self) -> str | None:
-        """What the sides waited for, in words, until the turns are settled; None afterwards, and without pairs."""
+    def end_step(self) -> str | None:
+        """Return what the sides waited for, in words, when it is time to settle the turns; else None.
+
+        That is after the second step: in the first one layers may do what they never do again.
+        """
         if not self._pairs or self._turns is not None:
+            return None
+        if not self._is_warm:
+            self._is_warm = True
+            self._notes.clear()
             return None
         return str([(key, note.waits) for key in sorted(self._notes) for note in self._notes[key]])
 

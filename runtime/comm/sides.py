@@ -195,8 +195,11 @@ class _Turns:
             self._generators[side] = generator_states(self._device)
             return
         self._place += 1
-        if not self._failures and self._turns[self._place :].count(side):
+        left = self._turns[self._place :]
+        if not self._failures and side in left:
             self._failures.append(_less_than_noted(side))
+        if not self._failures and not left:
+            self._failures.append(_more_than_noted(side.other))
         self._hand_over(side, side.other)
 
     def _hand_over(self, side: Side, following: Side) -> None:
@@ -227,7 +230,7 @@ def _less_than_noted(side: Side) -> MisfitError:
 
 def _other_than_noted(side: Side, how: str) -> MisfitError:
     return MisfitError(
-        f"a {side.name.lower()} that overlaps waits for others {how} often than in the first step, by which the order "
+        f"a {side.name.lower()} that overlaps waits for others {how} often than in the second step, by which the order "
         "was settled; how often a block communicates must not depend on its data: compile the plan without overlap"
     )
 
