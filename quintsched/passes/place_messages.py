@@ -28,7 +28,7 @@ from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints, Pr
 from quintsched.ir.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulator import event_durations
+from quintsched.simulation.durations import event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2
