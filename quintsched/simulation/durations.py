@@ -1,10 +1,10 @@
 """How long each instruction of a plan takes under a cost model.
 
-    Fwd        forward + exchange                             a computation, and communication inside the stage (of tp,
-    Bwd        backward_input + backward_weight               cp and ep) while which it computes nothing
-               + exchange_backward
-    SendAct    latency + size / bandwidth                     of the wire between the two ranks
-    OptStep    optimizer, of each of its stages               and so on: what each class of instruction names
+    Fwd        f + x                       f: forward, x: exchange, the communication inside the stage (of tp, cp, ep)
+    Bwd        b + y                       b: backward_input + backward_weight, y: exchange_backward
+    Overlap    max(f + b, f + x, b + y)    one side exchanges while the other computes
+    SendAct    latency + size / bandwidth  of the wire between the two ranks
+    OptStep    optimizer, of its stages    and so on: what each class of instruction names
 
 The parts of a computation can be had alone: `computation_times` and `exchange_times`, of any stages and microbatches.
 """
@@ -19,7 +19,20 @@ import numpy as np
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.ir.columns import FIELDS, Ints
-from quintsched.ir.instructions import ALL, Compute, Instruction, Message, OnBucket, RecvAct, Send, SendGrad
+from quintsched.ir.instructions import (
+    ALL,
+    COMPUTATIONS,
+    Bwd,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    OnBucket,
+    Overlap,
+    RecvAct,
+    Send,
+    SendGrad,
+)
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.state_memory import bucket_share
@@ -63,12 +76,24 @@ def exposed_exchanges(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return how long each pp rank communicates inside stages while it computes nothing."""
     columns = plan.columns
     exposed = np.zeros(len(columns))
-    for kind in ALL:
+    for kind in COMPUTATIONS:
         rows = columns.rows_where(kind)
-        if issubclass(kind, Compute) and len(rows):
-            exposed[rows] = exchange_times(kind, columns.stage[rows], columns.unit[rows], plan, costs)
+        exposed[rows] = exchange_times(kind, columns.stage[rows], columns.unit[rows], plan, costs)
+    rows = columns.rows_where(Overlap)
+    exposed[rows] = _overlaps(rows, plan, costs)[1]
     of_ranks = (exposed[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks)))
     return tuple(math.fsum(of_rank.tolist()) / plan.schedule.parts for of_rank in of_ranks)
+
+
+def _overlaps(rows: Ints, plan: PlanData, costs: Costs) -> tuple[Times, Times]:
+    """Return how long these compute, and for how long beyond that an exchange is left that nothing hides.
+
+    The sides compute one after the other, and each exchanges while the other computes.
+    """
+    sides = [(kind, *plan.columns.pairs(name, rows)) for kind, name in ((Fwd, "forward"), (Bwd, "backward"))]
+    forward, backward = (computation_times(*side, plan, costs) for side in sides)
+    of_forward, of_backward = (exchange_times(*side, plan, costs) for side in sides)
+    return forward + backward, np.maximum(np.maximum(of_forward - backward, of_backward - forward), 0.0)
 
 
 def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
@@ -76,6 +101,8 @@ def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs
     columns = plan.columns
     if issubclass(kind, Message):
         return _message_times(kind, rows, plan, costs)
+    if kind is Overlap:
+        return np.add(*_overlaps(rows, plan, costs))
     if issubclass(kind, Compute):
         return _added((*kind.costs, *kind.exchanges), columns.stage[rows], columns.unit[rows], plan, costs)
     stages = range(len(plan.stage_to_pp))

@@ -26,7 +26,7 @@ from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
-from quintsched.ir.instructions import Compute, Instruction
+from quintsched.ir.instructions import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations
 from quintsched.simulation.costs import Costs
@@ -191,14 +191,14 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
 def _busy(plan: PlanData, durations: Times) -> Iterator[float]:
     """Yield how long each rank computes."""
     columns = plan.columns
-    work = np.where(columns.are(Compute), durations, 0.0)
+    work = np.where(columns.are(*COMPUTING), durations, 0.0)
     for rows in map(columns.rows_of, range(columns.num_ranks)):
         yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.parts
 
 
 def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
     """Yield each rank's span, from its first computation to its last; times are still undivided."""
-    rows = plan.columns.rows_where(Compute)
+    rows = plan.columns.rows_where(*COMPUTING)
     bounds = np.searchsorted(rows, plan.columns.first).tolist()
     for first, end in pairwise(bounds):
         yield float(ends[rows[end - 1]] - begins[rows[first]]) / plan.schedule.parts if end > first else 0.0

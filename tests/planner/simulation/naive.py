@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd, Message, Recompute, Send, SendAct
+from quintsched.ir.instructions import (
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    Overlap,
+    Recompute,
+    Send,
+    SendAct,
+)
 from quintsched.plan import Plan
 
 DEFAULTS = {"forward": 1, "backward_input": 1, "backward_weight": 1, "activation": 1, "message": 1}
@@ -72,10 +84,15 @@ class Naive:
         slow = size / Fraction(wire["bandwidth"]) if "bandwidth" in wire else Fraction(0)
         return Fraction(wire.get("latency", 0)) + slow
 
-    def pure(self, i: Compute) -> Fraction:
-        return sum((self.cost(name, i.stage, i.microbatch) for name in PURE[type(i)]), Fraction(0))
+    def pure(self, i: Instruction) -> Fraction:
+        return sum((self.cost(n, s.stage, s.microbatch) for s in i.sides for n in PURE[type(s)]), Fraction(0))
 
-    def exchange(self, i: Compute) -> Fraction:
+    def exchange(self, i: Instruction) -> Fraction:
+        """What is exchanged while nothing is computed: of an overlap, what neither side's computation hides."""
+        if isinstance(i, Overlap):
+            forward, backward = i.sides
+            apart = [self.pure(side) + self.exchange(side) for side in i.sides]
+            return max(*apart, self.pure(forward) + self.pure(backward)) - self.pure(i)
         return self.cost(EXCHANGES[type(i)], i.stage, i.microbatch) if type(i) in EXCHANGES else Fraction(0)
 
     def neighbour(self, stage: int, unit: int, step: int) -> int | None:
@@ -110,9 +127,7 @@ class Naive:
 
     def run(self) -> Naive:
         at, clock = defaultdict(int), defaultdict(Fraction)
-        computed = [
-            [(index, i) for index, i in enumerate(program) if isinstance(i, Compute)] for program in self.plan.programs
-        ]
+        computed = [[(index, i) for index, i in enumerate(program) if i.computes] for program in self.plan.programs]
         sends: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for rank, program in enumerate(self.plan.programs):
             for i in program:
@@ -124,13 +139,12 @@ class Naive:
             for rank, program in enumerate(computed):
                 while at[rank] < len(program):
                     index, i = program[at[rank]]
-                    ready = self.ready(i, rank)
-                    if ready is None:
+                    ready = [self.ready(side, rank) for side in i.sides]
+                    if None in ready:
                         break
-                    clock[rank] = max(clock[rank], ready) + self.pure(i) + self.exchange(i)
+                    clock[rank] = max(clock[rank], *ready) + self.pure(i) + self.exchange(i)
                     self.ends[rank, index] = clock[rank]
-                    if (given := self.given(i)) is not None:
-                        self.made[given] = clock[rank]
+                    self.made |= dict.fromkeys(filter(None, map(self.given, i.sides)), clock[rank])
                     at[rank], moved = at[rank] + 1, True
             for channel, waiting in sends.items():
                 while waiting and waiting[0] in self.made:
@@ -157,23 +171,26 @@ class Naive:
 
     def peak(self, program: list[Any]) -> Fraction:
         standing = most = Fraction(0)
-        slices = self.plan.schedule.slices
         for i in program:
-            if not isinstance(i, Compute):
-                continue
-            place = (i.stage, i.microbatch)
-            whole, after, kept = (
-                self.cost(name, *place) for name in ("activation", "activation_after_input", "activation_checkpointed")
-            )
-            first = slices > 1 and i.microbatch % slices == 0
-            keys = self.cost("keys", *place) if first else Fraction(0)
-            again = bool(self.plan.recompute) and self.plan.recompute[i.stage] > 0
-            standing += {
-                Fwd: (kept if again else whole) + keys,
-                Recompute: whole - kept,
-                Bwd: -whole - keys,
-                BwdInput: after - whole - keys,
-                BwdWeight: -after,
-            }[type(i)]
-            most = max(most, standing)
+            if i.computes:
+                changes = [self.change(side) for side in i.sides]
+                most = max(most, standing + sum(change for change in changes if change > 0))
+                standing += sum(changes)
         return most
+
+    def change(self, i: Compute) -> Fraction:
+        """By how much a computation changes what its rank holds."""
+        place = (i.stage, i.microbatch)
+        names = ("activation", "activation_after_input", "activation_checkpointed")
+        whole, after, kept = (self.cost(name, *place) for name in names)
+        slices = self.plan.schedule.slices
+        keys = self.cost("keys", *place) if slices > 1 and i.microbatch % slices == 0 else Fraction(0)
+        again = bool(self.plan.recompute) and self.plan.recompute[i.stage] > 0
+        changes = {
+            Fwd: (kept if again else whole) + keys,
+            Recompute: whole - kept,
+            Bwd: -whole - keys,
+            BwdInput: after - whole - keys,
+            BwdWeight: -after,
+        }
+        return changes[type(i)]

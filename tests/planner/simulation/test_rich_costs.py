@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd, Message, Recompute
+from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Fwd, Message, Overlap, Recompute
 from quintsched.plan import Plan
 from quintsched.simulation.durations import computation_times, exchange_times
 from quintsched.simulation.time_grid import time_grid
@@ -25,21 +25,25 @@ HELD = ("activation", "activation_after_input", "activation_checkpointed", "keys
 
 
 def shapes() -> Iterator[Plan]:
-    """Every schedule in its smallest shapes, some with recomputation, spread over ranks and slices."""
+    """Every schedule in small shapes, with recomputation and overlaps where it takes them."""
     for schedule in qs.all_schedules():
         for pp, microbatches in ((1, 2), (2, 4), (4, 8)):
             chunks = min(schedule.max_chunks, max(schedule.min_chunks, pp - 1))
             for slices in {1, min(schedule.max_slices, 3)}:
-                for recompute in (0, 1) if schedule.mode == "train" else (0,):
-                    options = {"chunks": chunks, "slices": slices, "recompute": recompute}
+                for recompute, overlap in ((0, False), (1, False), (0, True)):
+                    options = {"chunks": chunks, "slices": slices, "recompute": recompute, "overlap": overlap}
                     try:
                         yield qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, **options)
                     except qs.UsageError:
                         continue
 
 
+def is_special(plan: Plan) -> bool:
+    return plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap)))
+
+
 PLANS = list(shapes())
-PLAN = st.sampled_from(PLANS) | st.sampled_from([plan for plan in PLANS if plan.schedule.slices > 1])
+PLAN = st.sampled_from(PLANS) | st.sampled_from([plan for plan in PLANS if is_special(plan)])
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
 SOME = st.integers(1, 8).map(lambda n: n / 4)
 BANDWIDTHS = st.sampled_from([0.25, 0.5, 1, 2, 4])
@@ -91,9 +95,9 @@ def test_a_naive_simulator_agrees(data, plan):
     simulation, naive = plan.simulate(read(file)), Naive(plan, file).run()
     for rank, row in enumerate(simulation.timeline):
         for index, span in enumerate(row):
-            if isinstance(span.instruction, Compute | Message):
+            if span.instruction.computes or isinstance(span.instruction, Message):
                 assert span.end == pytest.approx(float(naive.ends[rank, index]), rel=1e-12)
-        computed = [span.instruction for span in row if isinstance(span.instruction, Compute)]
+        computed = [span.instruction for span in row if span.instruction.computes]
         exchange = sum(map(naive.exchange, computed))
         assert simulation.exchange[rank] == pytest.approx(float(exchange), rel=1e-12)
         assert simulation.busy[rank] == pytest.approx(float(sum(map(naive.pure, computed)) + exchange), rel=1e-12)
@@ -177,6 +181,22 @@ def test_the_parts_of_a_computation_can_be_had_alone():
     for kind, (pure, exchange) in expected.items():
         found = (times(kind, stages, units + 2, plan, costs) for times in (computation_times, exchange_times))
         assert [times.tolist() for times in found] == [[3 * pure] * 2, [3 * exchange] * 2]
+
+
+def test_an_overlap_hides_what_the_other_side_computes_beside():
+    plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, overlap=True)
+    index, _ = next((k, i) for k, i in enumerate(plan.programs[0]) if isinstance(i, Overlap))
+
+    def took(exchange: float, exchange_backward: float) -> float:
+        costs = qs.Costs(forward=2, backward_input=3, exchange=exchange, exchange_backward=exchange_backward)
+        span = plan.simulate(costs).timeline[0][index]
+        return (span.end - span.start) * plan.schedule.chunks
+
+    assert took(0, 0) == 6.0, "the forward's 2, and the backward's 3 and 1"
+    assert took(4, 2) == 6.0, "all hidden"
+    assert took(5, 2) == 7.0, "of the forward's exchange, what its own 2 leave beside the backward's 4"
+    assert took(0, 3) == 7.0
+    assert took(5, 7) == 11.0
 
 
 def test_a_grid_of_very_uneven_costs_is_refused():
