@@ -99,8 +99,9 @@ def stages_of(request: CompileRequest) -> tuple[int, ...]:
 def _own_shape(request: CompileRequest) -> Shape:
     """Return the shape with the schedule's own placement."""
     schedule, pp = load_schedule(request.schedule), Mesh.parse(request.mesh).pp
+    sizes = (pp, request.microbatches, request.chunks, request.slices)
     costs = request.costs if schedule.searches or request.offload is None else None
-    return schedule.shape(pp, request.microbatches, request.chunks, request.slices, costs, request.memory_cap)
+    return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
 
 def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest) -> PlanData:

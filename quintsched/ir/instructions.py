@@ -6,10 +6,13 @@
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
     Fwd → OffloadAct → … → FetchAct → Bwd     (activations in the host's memory meanwhile)
 
-A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
-work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.rules`, and only
-there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule
-there, a handler there, and a step of the symbolic proof; a test over all of them says which is missing.
+    Overlap = a Fwd and a Bwd side by side: while one computes, what the other exchanges inside its stage is on its way
+
+A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`, `exchanges`), and
+what kind of work it does; its fields are the columns of a plan. What it needs and makes is said in
+`quintsched.ir.rules`, and only there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new
+instruction is a class here, a rule there, a handler there, and a step of the symbolic proof; a test over all of them
+says which is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ class Instruction:
     letters: ClassVar[str] = ""
     """How grids and pictures show it; only classes that have letters stand in plans."""
     costs: ClassVar[tuple[str, ...]] = ()
-    """Which of the simulator's costs add up to its time."""
+    """Which of the simulator's costs add up to its time; of a computation, to that without its exchanges."""
+    exchanges: ClassVar[tuple[str, ...]] = ()
+    """Which of the costs add up to its communication inside the stage, which takes its time too."""
+    computes: ClassVar[bool] = False
+    """Whether it occupies the rank that runs it."""
     begins_backward: ClassVar[bool] = False
     """Whether it takes the saved activations of a microbatch."""
     ends_backward: ClassVar[bool] = False
@@ -47,6 +54,11 @@ class Instruction:
         """The name of the instruction in a plan file."""
         return type(self).__name__
 
+    @property
+    def sides(self) -> tuple[Instruction, ...]:
+        """What it comes to, one after the other: itself, unless it is an `Overlap`."""
+        return (self,)
+
     def __str__(self) -> str:
         inner = ", ".join(f"{field.name}={_plain(getattr(self, field.name))}" for field in fields(self))
         return f"{self.op}({inner})"
@@ -59,6 +71,8 @@ def _plain(value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
     """Work of a rank on one microbatch of one stage."""
+
+    computes: ClassVar[bool] = True
 
     stage: int
     microbatch: int
@@ -109,6 +123,7 @@ class Fwd(Compute):
 
     letters: ClassVar[str] = "F"
     costs: ClassVar[tuple[str, ...]] = ("forward",)
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange",)
     needs_weights: ClassVar[bool] = True
 
 
@@ -118,6 +133,7 @@ class Recompute(Compute):
 
     letters: ClassVar[str] = "RF"
     costs: ClassVar[tuple[str, ...]] = ("recompute",)
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange",)
     needs_weights: ClassVar[bool] = True
 
 
@@ -167,6 +183,7 @@ class Bwd(Compute):
 
     letters: ClassVar[str] = "B"
     costs: ClassVar[tuple[str, ...]] = ("backward_input", "backward_weight")
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange_backward",)
     begins_backward: ClassVar[bool] = True
     ends_backward: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = True
@@ -178,6 +195,7 @@ class BwdInput(Compute):
 
     letters: ClassVar[str] = "I"
     costs: ClassVar[tuple[str, ...]] = ("backward_input",)
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange_backward",)
     begins_backward: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = True
 
@@ -189,6 +207,24 @@ class BwdWeight(Compute):
     letters: ClassVar[str] = "W"
     costs: ClassVar[tuple[str, ...]] = ("backward_weight",)
     ends_backward: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap(Instruction):
+    """A `Fwd` and a `Bwd`, each given as (stage, microbatch), side by side: one computes while the other exchanges."""
+
+    letters: ClassVar[str] = "&"
+    costs: ClassVar[tuple[str, ...]] = ("forward", "backward_input", "backward_weight")
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange", "exchange_backward")
+    computes: ClassVar[bool] = True
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[Instruction, ...]:
+        """The forward and the backward."""
+        return Fwd(*self.forward), Bwd(*self.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +328,10 @@ ALL: tuple[type[Instruction], ...] = tuple(
 """Every instruction there is, in the order of this file."""
 
 COMPUTATIONS: tuple[type[Compute], ...] = tuple(kind for kind in ALL if issubclass(kind, Compute))
-"""What a schedule may yield."""
+"""Every computation on one microbatch of one stage."""
+
+COMPUTING: tuple[type[Instruction], ...] = tuple(kind for kind in ALL if kind.computes)
+"""What a schedule may yield: these, and two of them side by side."""
 
 BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
 ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)
@@ -305,7 +344,9 @@ AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 
 
 def short(instruction: Instruction, *, with_stage: bool = True) -> str:
-    """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1)."""
+    """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1), `F3&B1` for two."""
+    if len(instruction.sides) > 1:
+        return instruction.letters.join(short(side, with_stage=with_stage) for side in instruction.sides)
     stage = str(instruction.stage) if with_stage and hasattr(instruction, "stage") else ""
     number: object = getattr(instruction, "microbatch", getattr(instruction, "bucket", ""))
     return f"{stage}{instruction.letters}{number}"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from quintsched.ir.columns import Columns, Ints, Programs
+from quintsched.ir.columns import Columns, Ints
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
 from quintsched.ir.instructions import ENDS_BACKWARD, FetchAct, Instruction
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
+from quintsched.ir.programs import Programs
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.zero import Zero
 
@@ -125,8 +126,9 @@ class PlanData:
 
     def _known_cells(self, *kinds: type[Instruction]) -> tuple[Ints, Ints]:
         """Return the stages and microbatches of all instructions of some classes, but those that there are not."""
-        rows = self.columns.rows_where(*kinds)
-        stage, unit = self.columns.stage[rows], self.columns.unit[rows]
+        columns = self.columns.apart.columns
+        rows = columns.rows_where(*kinds)
+        stage, unit = columns.stage[rows], columns.unit[rows]
         known = (stage >= 0) & (stage < len(self.stage_to_pp)) & (unit >= 0) & (unit < self.schedule.num_units)
         return stage[known], unit[known]
 

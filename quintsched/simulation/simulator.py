@@ -15,7 +15,7 @@ that; weights are gathered into the room of those dropped before. The gradient n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -28,12 +28,12 @@ from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
-from quintsched.ir.columns import FIELDS, Ints
-from quintsched.ir.instructions import ALL, Compute, HostCopy, Instruction, Message, OnBucket
+from quintsched.ir.instructions import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations, peak_host
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.state_memory import bucket_share, peak_memory, peak_state
+from quintsched.simulation.durations import event_durations, exposed_exchanges
+from quintsched.simulation.state_memory import peak_memory, peak_state
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ class Simulation:
         return peak_host(self.plan, self.costs)
 
     @property
+    def exchange(self) -> tuple[float, ...]:
+        """How much of each pp rank's busy time is communication inside stages, while it computes nothing."""
+        return exposed_exchanges(self.plan, self.costs)
+
+    @property
     def peak_state(self) -> tuple[float, ...]:
         """The most that each pp rank holds of weights, gradients and optimizer state: see `state_memory`."""
         return peak_state(self.plan, self.costs)
@@ -151,6 +156,7 @@ class Simulation:
             "bubble": self.bubble,
             "span": self.span,
             "span_bubble": self.span_bubble,
+            "exchange": list(self.exchange),
             "peak_activations": list(self.peak_activations),
             "peak_host": list(self.peak_host),
             "peak_state": list(self.peak_state),
@@ -165,7 +171,7 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     The plan has to be well-formed. Raises `UnsoundError` if it cannot finish, `InputError` for costs that do not fit.
     """
     costs = costs or Costs()
-    costs.check_stages(len(plan.stage_to_pp))
+    costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     events = Events.merge(plan)
     durations = event_durations(plan, events, costs)
     graph = build_graph(events, plan.flows, PROFILES["channel"])
@@ -190,57 +196,17 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     )
 
 
-def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
-    """Return how long each event takes, times the plan's chunks and slices (so that whole numbers stay exact)."""
-    columns = plan.columns
-    durations = np.zeros(len(columns))
-    for kind in ALL:
-        rows = columns.rows_where(kind)
-        if kind.costs and len(rows):
-            durations[rows] = _durations(kind, rows, plan, costs)
-    return durations[events.first_rows]
-
-
-def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
-    """Return how long instructions of one class take: what their class says that adds up to it."""
-    columns, stages, parts = plan.columns, range(len(plan.stage_to_pp)), plan.schedule.parts
-    if issubclass(kind, Message):
-        return costs.p2p * parts
-    if issubclass(kind, Compute):
-        of_stage: Times = np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])
-        return of_stage[columns.stage[rows]]
-    if issubclass(kind, HostCopy):
-        moved: Times = np.array([costs.of_part("activation", s, parts) for s in stages])[columns.stage[rows]]
-        return costs.host_latency * parts + (0.0 if costs.host_bandwidth is None else moved / costs.host_bandwidth)
-    once: Times = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
-    if issubclass(kind, OnBucket):
-        buckets = range(max(plan.layout.buckets) + 1)
-        of_bucket: Times = np.array([[bucket_share(plan, costs, s, b) for b in buckets] for s in stages])
-        return of_bucket[columns.stage[rows], columns.column("bucket")[rows]] * once[columns.stage[rows]]
-    if kind.whole_mesh:
-        held = (plan.layout.stages_of(rank) for rank in range(columns.num_ranks))
-        return max(float(sum(once[stage] for stage in of_rank)) for of_rank in held)
-    if "stages" in FIELDS[kind]:
-        return np.array([sum(once[stage] for stage in named) for named in columns.values("stages", rows)])
-    return once[columns.stage[rows]]
-
-
-def _once(plan: PlanData, costs: Costs, name: str, stages: Iterable[int]) -> float:
-    """Return what is done once for these stages, times the plan's chunks and slices."""
-    return sum(costs.of_stage(name, stage, plan.schedule.chunks, plan.schedule.slices) for stage in stages)
-
-
 def _busy(plan: PlanData, durations: Times) -> Iterator[float]:
     """Yield how long each rank computes."""
     columns = plan.columns
-    work = np.where(columns.are(Compute), durations, 0.0)
+    work = np.where(columns.are(*COMPUTING), durations, 0.0)
     for rows in map(columns.rows_of, range(columns.num_ranks)):
         yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.parts
 
 
 def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
     """Yield each rank's span, from its first computation to its last; times are still undivided."""
-    rows = plan.columns.rows_where(Compute)
+    rows = plan.columns.rows_where(*COMPUTING)
     bounds = np.searchsorted(rows, plan.columns.first).tolist()
     for first, end in pairwise(bounds):
         yield float(ends[rows[end - 1]] - begins[rows[first]]) / plan.schedule.parts if end > first else 0.0

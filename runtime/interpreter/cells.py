@@ -7,10 +7,15 @@ RecvAct ──works──▶ ┌──────┐                    Fwd ─
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from quintsched.ir.values import Kind, Value
 
+from ..blocks.blocks import TensorSpec
 from ..comm import Work
 from ..stage.forward import Outputs
 from .data_flow import activation_of
@@ -30,6 +35,25 @@ class Cell:
         self.works: Sequence[Work] = ()
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
+
+
+class ReceiveBuffers:
+    """The receive buffers of one rank: numbered among those of a shape and type, made when they are first named."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[TensorSpec, list[Tensor]] = defaultdict(list)
+
+    def of(self, spec: TensorSpec, number: int) -> Tensor:
+        """Return a buffer."""
+        buffers = self._buffers[spec]
+        while len(buffers) <= number:
+            buffers.append(spec.empty(self._device))
+        return buffers[number]
+
+    def all(self) -> list[Tensor]:
+        """Return all buffers that there are."""
+        return [buffer for buffers in self._buffers.values() for buffer in buffers]
 
 
 class Waits:
@@ -76,24 +100,34 @@ class Cells:
 
         A gradient that comes back says that the activation it belongs to has arrived: what was sent is released.
         """
-        cell, waits = self.of(value), self._waits
-        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+        cell, await_value = self.of(value), self.awaiter(value, index)
 
         def take() -> Outputs:
-            works = cell.works
-            if works:
-                cell.works = ()
-                if waits.recorder is None:
-                    for work in works:
-                        work.wait()
-                else:
-                    waits.wait(works, index, cell.receive)
-                if answered is not None and answered.sent is not None:
-                    self.release(answered, index)
+            if cell.works:
+                await_value()
             taken, cell.value = cell.value, ()
             return taken
 
         return take
+
+    def awaiter(self, value: Value, index: int) -> Callable[[], None]:
+        """Return what waits for a value on behalf of instruction `index`, if it comes from another rank."""
+        cell, waits = self.of(value), self._waits
+        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+
+        def wait() -> None:
+            works, cell.works = cell.works, ()
+            if not works:
+                return
+            if waits.recorder is None:
+                for work in works:
+                    work.wait()
+            else:
+                waits.wait(works, index, cell.receive)
+            if answered is not None and answered.sent is not None:
+                self.release(answered, index)
+
+        return wait
 
     def release(self, cell: Cell, index: int) -> None:
         """Release what was sent from a cell, once that is done."""

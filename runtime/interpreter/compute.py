@@ -4,6 +4,7 @@
     Bwd        ∂output ──▶ ∂input, ∂weights
     BwdInput   ∂output ──▶ ∂input                 pending: the weight gradients' products, not yet computed
     BwdWeight  products ──▶ ∂weights
+    Overlap    a Fwd and a Bwd, each while the other waits for what it exchanges inside its stage
 
 Each function here binds one instruction: everything that can be known beforehand is worked out once.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,6 +29,8 @@ from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
+from .cells import Cell
+from .clock import NoClock
 from .rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
@@ -46,14 +50,24 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, made)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
-        return _bind_training(state, index, instruction, finish, kept[0])
+        stays = made.kind is Kind.OUTPUT and not state.flows.is_sent(made)
+        neighbour = state.cells.of(made) if stays else None
+        return _bind_training(state, index, instruction, finish, kept[0], neighbour)
     return _bind_evaluation(state, index, instruction, finish)
 
 
 def _bind_training(
-    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
+    state: ComputeState,
+    index: int,
+    instruction: ins.Fwd,
+    finish: Callable[[Outputs], Start],
+    kept: Value,
+    neighbour: Cell | None,
 ) -> Call:
-    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
+    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them.
+
+    What the next stage takes on this rank is put into the cell `neighbour`: it may need it longer than this one does.
+    """
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     if forward.drops:
@@ -73,6 +87,8 @@ def _bind_training(
         with NOTHING if activations is None else activations.saving():
             outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
             start = finish(outputs)
+        if neighbour is not None:
+            neighbour.value = tuple([_apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append(auxiliary.detach())
@@ -228,22 +244,6 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
     return run
 
 
-def bind_offload_act(state: ComputeState, index: int, instruction: ins.OffloadAct) -> Call:
-    """Free the memory of activations that have been copied to the host."""
-    (taken,), (made,) = state.flows.taken(instruction, Kind.SAVED), state.flows.made(instruction, Kind.OFFLOADED)
-    return _in_turn(partial(_rename, state, taken, made), partial(state.host.free, index, taken, made))
-
-
-def bind_fetch_act(state: ComputeState, index: int, instruction: ins.FetchAct) -> Call:
-    """Begin to copy activations back."""
-    (taken,), (made,) = state.flows.taken(instruction, Kind.OFFLOADED), state.flows.made(instruction, Kind.FETCHED)
-    return _in_turn(partial(_rename, state, taken, made), partial(state.host.fetch, index, taken, made))
-
-
-def _rename(state: ComputeState, taken: Value, made: Value) -> None:
-    state.saved[made] = state.saved.pop(taken)
-
-
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
     backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
@@ -252,6 +252,28 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     if state.flows.is_last_backward(instruction) and not comes_twice:
         return _in_turn(lambda: backward(last_backward(stage)), _adding_partial_sums(state, instruction))
     return _in_turn(run, _adding_partial_sums(state, instruction))
+
+
+def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
+    """Run a forward and a backward side by side, once both have what they take."""
+    untimed = replace(state, clock=NoClock())
+    forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
+    taken = [*state.flows.taken(forward, Kind.OUTPUT), *state.flows.taken(backward, Kind.OUTPUT_GRAD)]
+    waits = [state.cells.awaiter(value, index) for value in taken]
+    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
+    both = state.overlaps.pair(
+        bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward), (forward.stage, backward.stage)
+    )
+    clock = state.clock
+
+    def run() -> None:
+        for wait in waits:
+            wait()
+        clock.start()
+        both()
+        clock.stop()
+
+    return run
 
 
 def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:

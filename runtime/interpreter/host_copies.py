@@ -6,8 +6,10 @@ begins to copy   memory is free  waits for the copy     begins to copy     waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +46,10 @@ class HostCopies:
         link: carries the copies.
         device: where the rank computes.
         resident: finds the tensors whose memory is resident in a step whatever is saved.
+        kept: what forwards keep for backwards, by the value that it is.
 
     Attributes:
+        flows: what its instructions take and make.
         track: counts what is saved on the device, if somebody wants to know.
     """
 
@@ -56,7 +60,9 @@ class HostCopies:
         link: HostLink,
         device: torch.device,
         resident: Callable[[], Iterable[Tensor]],
+        kept: MutableMapping[Value, Any],
     ) -> None:
+        self.flows, self._kept = flows, kept
         self.track: Track | None = None
         self._waits, self._link, self._device, self._find_resident = waits, link, device, resident
         offloads = [i for i in flows.program if isinstance(i, ins.OffloadAct)]
@@ -98,6 +104,7 @@ class HostCopies:
 
     def free(self, index: int, saved: Value, offloaded: Value) -> None:
         """Let what `leave` copies be on the host alone; the next computation waits for that."""
+        self._kept[offloaded] = self._kept.pop(saved)
         unit = self._leaving.pop(saved)
         self._link.release(unit.copy)
         for memory, on_host in zip(unit.memories, unit.on_host, strict=True):
@@ -108,6 +115,7 @@ class HostCopies:
 
     def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
         """Begin to copy back what is still wanted."""
+        self._kept[fetched] = self._kept.pop(offloaded)
         memories = [memory for memory in self._away.pop(offloaded) if memory.handles]
         on_device, copy = self._link.to_device([memory.bytes for memory in memories])
         for memory, there in zip(memories, on_device, strict=True):
@@ -120,8 +128,9 @@ class HostCopies:
             self._wait(index, *self._room.pop(0))
 
     def wait_for(self, fetched: Value, index: int) -> None:
-        """Wait, as instruction `index`, until activations are back."""
-        self._wait(index, *self._coming.pop(fetched))
+        """Wait, as instruction `index`, until activations are back; who has waited already need not."""
+        if fetched in self._coming:
+            self._wait(index, *self._coming.pop(fetched))
 
     def _wait(self, index: int, copied: int, copy: Copy) -> None:
         """Wait for a copy, and write down when it ran as that of instruction `copied`."""
@@ -130,9 +139,21 @@ class HostCopies:
             self._waits.recorder.mark(copied, start=copy.begin, end=copy.end)
 
 
+def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct) -> Call:
+    """Free the memory of activations that have been copied to the host."""
+    (taken,), (made,) = copies.flows.taken(instruction, Kind.SAVED), copies.flows.made(instruction, Kind.OFFLOADED)
+    return partial(copies.free, index, taken, made)
+
+
+def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> Call:
+    """Begin to copy activations back."""
+    (taken,), (made,) = copies.flows.taken(instruction, Kind.OFFLOADED), copies.flows.made(instruction, Kind.FETCHED)
+    return partial(copies.fetch, index, taken, made)
+
+
 def with_room(copies: HostCopies, index: int, instruction: ins.Instruction, call: Call) -> Call:
     """Return `call` so that a computation which follows an `OffloadAct` waits until that memory is free."""
-    if not isinstance(instruction, ins.Compute) or not copies.frees_before(index):
+    if not instruction.computes or not copies.frees_before(index):
         return call
 
     def run() -> None:
@@ -146,7 +167,7 @@ def _first_behind(program: Iterable[ins.Instruction]) -> frozenset[int]:
     """Return the places of the computations that are the first behind an `OffloadAct`."""
     found, is_behind = set(), False
     for index, instruction in enumerate(program):
-        if isinstance(instruction, ins.Compute) and is_behind:
+        if instruction.computes and is_behind:
             found.add(index)
-        is_behind = isinstance(instruction, ins.OffloadAct) or (is_behind and not isinstance(instruction, ins.Compute))
+        is_behind = isinstance(instruction, ins.OffloadAct) or (is_behind and not instruction.computes)
     return frozenset(found)

@@ -12,18 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintsched.errors import UsageError
+from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, TensorSpec
-from ..blocks.shapes import announce_spec, find_shapes
+from ..blocks.shapes import agree, announce_spec, find_shapes
 from ..comm import Transport
+from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.forward import StageForward
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from .activation_memory import resident_tensors
-from .cells import Cells, Waits
+from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
@@ -35,6 +37,7 @@ from .rank_state import (
     MessageState,
     MetricFn,
     RankState,
+    Saved,
     StepEndState,
     UnitPlace,
     ZeroState,
@@ -97,6 +100,7 @@ class PlanRunner:
     ) -> None:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder = clock, options, recorder
+        self._buffers = ReceiveBuffers(transport.device)
         self.interpreters: dict[str, Interpreter] = {}
         self.steps = StepCount()
         self._latest: Interpreter | None = None
@@ -126,11 +130,19 @@ class PlanRunner:
         self._latest, self._is_broken = interpreter, True
         state.current.number = self.steps.total
         interpreter.run(batch, self.steps.in_run, calls)
+        self._settle(state.compute.overlaps)
         self._is_broken = False
         if state.flows.trains:
             self.steps.in_run += 1
         tally, outcome = state.compute.tally, state.step_end.outcome
         return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+
+    def _settle(self, overlaps: Overlaps) -> None:
+        """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
+        noted = overlaps.end_step()
+        if noted is not None:
+            agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
+            overlaps.settle(self._groups.holders)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
@@ -151,7 +163,7 @@ class PlanRunner:
         model, gradients, options = self._model, self._state.gradients, self._options
         parcels = {stage: of_blocks[blocks.stop - 1] for stage, blocks in enumerate(model.cuts)}
         current, waits, tally = CurrentStep(), Waits(), Tally(len(options.metrics), self._transport.device)
-        cells = Cells(waits)
+        cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,
             current=current,
@@ -171,7 +183,10 @@ class PlanRunner:
                 self._transport.host_link(),
                 self._transport.device,
                 lambda: resident_tensors(model.stages, self._state.weights, current.batch),
+                saved,
             ),
+            saved=saved,
+            overlaps=Overlaps(self._groups.sides, self._transport.device),
         )
         step_end = StepEndState(
             waits=waits,
@@ -182,7 +197,7 @@ class PlanRunner:
             optimizers=self._state.optimizers,
             clip=options.clip,
         )
-        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends)
+        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 

@@ -28,13 +28,14 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..blocks.blocks import Parcel, TensorSpec
 from ..comm import Group, Transport
+from ..comm.interleaving import Overlaps
 from ..parallel.context.context import Context
 from ..stage.forward import Outputs, StageForward
 from ..stage.microbatches import NOTHING, Batch
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
-from .cells import Cells, Waits
+from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
@@ -125,6 +126,7 @@ class ComputeState:
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
     host: HostCopies
+    overlaps: Overlaps
     saved: dict[Value, Saved] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
@@ -132,13 +134,17 @@ class ComputeState:
 
 @dataclass(frozen=True)
 class MessageState:
-    """What sends and receives touch; `max_sends` is how many of a channel may be in flight, None: any number."""
+    """What sends and receives touch; `max_sends` is how many of a channel may be in flight, None: any number.
+
+    All plans that the rank runs have the same `buffers`: they run one after the other.
+    """
 
     flows: ProgramFlow
     cells: Cells
     parcels: Mapping[int, Parcel]
     transport: Transport
     max_sends: int | None
+    buffers: ReceiveBuffers
 
 
 @dataclass

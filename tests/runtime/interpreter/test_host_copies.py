@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct
+from quintsched.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
@@ -68,6 +68,15 @@ def test_every_axis_gives_the_same_bits(schedule: str, shape: dict[str, Any]) ->
     task, blocks = ids_task(2, 16, 8), tiny_gpt(8, depth=6)
     runs = [train_on(plan, task, blocks, dtype=torch.float64, clip=0.5, rules="nccl") for plan in plans]
     require_same_bits(*runs)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "interleaved-1f1b"])
+def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
+    """A side of an overlap saves what goes, and takes what was fetched."""
+    plans = pair(schedule, mesh="pp=2,tp=2", microbatches=6, overlap=True)
+    assert any(isinstance(i, Overlap) for program in plans[1].programs for i in program)
+    task, blocks = ids_task(2, 12, 8), tiny_gpt(8, depth=6)
+    require_same_bits(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
 
 
 def test_with_sequence_parallelism_and_bf16() -> None:
