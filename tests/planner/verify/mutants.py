@@ -113,9 +113,6 @@ def offloaded_plans() -> list[Plan]:
             shape |= {"recompute": [stage % 2 for stage in range(stages)]} if "recompute" in shape else {}
             plan = qs.compile(schedule, **shape)
             found.append(qs.compile(schedule, **shape, offload=least_cap(plan, light), costs=light))
-            if schedule.name in ("dualpipe", "dualpipe-v", "interleaved-1f1b"):
-                plan = qs.compile(schedule, **shape, overlap=True)
-                found.append(qs.compile(schedule, **shape, overlap=True, offload=least_cap(plan, light), costs=light))
     return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
 
 
