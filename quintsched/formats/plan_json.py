@@ -26,7 +26,15 @@ from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints, Progra
 from quintsched.ir.communication import MOST, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES, Mesh
-from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
+from quintsched.ir.plan_data import (
+    MAX_BLOCKS,
+    MAX_BUCKETS,
+    MAX_RECOMPUTE,
+    MAX_ZERO_EVERY,
+    Mode,
+    PlanData,
+    ScheduleSpec,
+)
 from quintsched.ir.zero import Zero
 from quintsched.verify.wellformed import malformations
 
@@ -77,6 +85,7 @@ class _PlanFile(_Strict):
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
     stage_to_pp: list[Index] = Field(min_length=1)
     stage_to_part: list[Index] | None = None
+    blocks_per_stage: list[Annotated[int, Field(ge=0, le=MAX_BLOCKS)]] | None = Field(default=None, min_length=1)
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
@@ -105,6 +114,7 @@ def dumps(plan: PlanData) -> str:
         "mesh": [list(axis) for axis in plan.mesh.axes],
         "stage_to_pp": list(plan.stage_to_pp),
         **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
+        **({"blocks_per_stage": list(plan.blocks_per_stage)} if plan.blocks_per_stage else {}),
         "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
         "buckets_per_stage": plan.buckets_per_stage,
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
@@ -258,6 +268,7 @@ def _plan_of(file: _PlanFile, programs: Programs) -> PlanData:
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
         communication=_communication_of(file),
         zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
+        blocks_per_stage=tuple(file.blocks_per_stage or ()),
     )
 
 

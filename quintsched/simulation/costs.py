@@ -15,6 +15,7 @@ stage, taken as it is. What is done once per slice, like a forward, costs 1/slic
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +108,18 @@ class Costs(BaseModel):
         value = self._of(name)
         return float(value[stage]) * chunks * slices if isinstance(value, tuple) else float(value) * slices
 
+    def spread(self, shares: Sequence[float], slices: int) -> Costs:
+        """Return these costs with what is for a whole rank's worth of layers spread over stages, a value for each.
+
+        `shares` says how much of a rank's worth each stage is; where it is empty, the costs stay as they are.
+        """
+        found: dict[str, tuple[float, ...]] = {}
+        for name, value in self if shares else ():
+            if name not in _NOT_OF_A_STAGE and isinstance(value, float | int):
+                parts = slices if name in _OF_A_UNIT else 1
+                found[name] = tuple(value * share / parts for share in shares)
+        return self.model_copy(update=found)
+
     def experts_of(self, stage: int) -> float:
         """The share of a stage's weights that are experts'."""
         return self.experts[stage] if isinstance(self.experts, tuple) else self.experts
@@ -115,6 +128,15 @@ class Costs(BaseModel):
         value: PerStage | None = getattr(self, name)
         return getattr(self, _INSTEAD[name]) if value is None else value
 
+
+_OF_A_UNIT = frozenset(
+    {"forward", "backward_input", "backward_weight", "recompute"}
+    | {"activation", "activation_after_input", "activation_checkpointed"}
+)
+"""What costs anew for each slice; all else of a stage is there, or done, once."""
+
+_NOT_OF_A_STAGE = frozenset({"unit", "p2p", "experts"})
+"""What does not depend on how much of the model a stage is."""
 
 _INSTEAD = {"recompute": "forward", "activation_after_input": "activation"}
 """Which cost stands for one that is not given."""

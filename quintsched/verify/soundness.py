@@ -121,7 +121,8 @@ def _prove(plan: PlanData) -> Verdict:
     cycles: dict[str, tuple[Finding, ...]] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
         profiles, cycles = deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
-    activations, receives = peak_activations(plan, Costs()), peak_receives(plan)
+    costs = Costs().spread(plan.stage_shares, plan.schedule.slices)
+    activations, receives = peak_activations(plan, costs), peak_receives(plan)
     return Verdict(plan, tuple(findings), profiles, activations, receives, cycles)
 
 
