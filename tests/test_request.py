@@ -35,6 +35,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "chunks": (1, 1, ["1"]),
     "buckets_per_stage": (2, 2, ["2"]),
     "stage_to_pp": ((1, 0), [1, 0], ["1,0"]),
+    "stages": ((3, 1), [3, 1], ["3,1"]),
     "slices": (1, 1, ["1"]),
     "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
     "memory_cap": (1.5, 1.5, ["1.5"]),
@@ -54,6 +55,7 @@ OTHER: dict[str, Any] = {
     "mesh": "pp=2",
     "communication": "ring",
     "stage_to_pp": [0, 1],
+    "stages": [1, 3],
     "recompute": 1,
     "tied": {"v": [0, 1]},
 }

@@ -73,6 +73,7 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
         "instructions": verdict.plan.num_instructions,
         "peak_activations": list(verdict.peak_activations),
         "peak_receives": list(verdict.peak_receives),
+        **({"blocks_per_stage": list(blocks)} if (blocks := verdict.plan.blocks_per_stage) else {}),
         "findings": [
             {"point": f.point.value, "message": f.message, "rank": f.rank, "index": f.index} for f in verdict.findings
         ],
