@@ -83,7 +83,7 @@ def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...])
     That is so where it does not follow, where each rank holds as many stages as in its own, and for schedules that run
     with any placement.
     """
-    if schedule.any_placement or Counter(own) == Counter(wanted):
+    if schedule.any_placement or wanted == own or Counter(own) == Counter(wanted):
         return None
     ways = 2 if schedule.bidirectional else 1
     half, rest = divmod(len(wanted), ways)
