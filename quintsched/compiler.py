@@ -111,14 +111,20 @@ def _placed(schedule: Schedule, request: CompileRequest) -> tuple[int, ...]:
 
 def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Shape:
     """Return the shape of the schedule's own stages, with the costs of those."""
-    costs, blocks = request.costs, request.stages
-    if schedule.searches and blocks and len(blocks) == len(placed):
-        model = sum(blocks) // (2 if schedule.bidirectional else 1)
-        costs = (costs or Costs()).spread(shares_of(blocks, max(model, 1), Mesh.parse(request.mesh).pp), request.slices)
-    if runs and costs:
-        costs = runs.merge(costs)
-    pp = Mesh.parse(request.mesh).pp
+    pp, costs = Mesh.parse(request.mesh).pp, request.costs
+    if schedule.searches:
+        costs = _by_blocks(schedule, request, len(placed), pp)
+        costs = runs.merge(costs) if runs and costs else costs
     return schedule.shape(pp, request.microbatches, request.chunks, request.slices, costs, request.memory_cap)
+
+
+def _by_blocks(schedule: Schedule, request: CompileRequest, num_stages: int, pp: int) -> Costs | None:
+    """Return the request's costs spread over stages of so many blocks; as they are where that is not known."""
+    blocks = request.stages
+    if not blocks or len(blocks) != num_stages:
+        return request.costs
+    model = sum(blocks) // (2 if schedule.bidirectional else 1)
+    return (request.costs or Costs()).spread(shares_of(blocks, max(model, 1), pp), request.slices)
 
 
 def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest, runs: Runs | None) -> PlanData:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
+from quintsched import torch_csv
 from quintsched.compiler import evaluation_of
 from quintsched.ir.instructions import Bwd, Compute, Fwd, Recompute
 from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
@@ -248,3 +249,15 @@ def test_the_blocks_of_stages_are_shown():
     assert plan.check().explain().endswith("; the stages have 3,4,4,2 blocks of the model")
     many = qs.compile("gpipe", mesh="pp=20", microbatches=1, stages=[1] * 20)
     assert f"stages of {'1,' * 16}… blocks" in many.title
+
+
+def test_costs_are_for_schedules_that_search_also_in_runs():
+    with pytest.raises(qs.UsageError, match="1f1b: its order does not depend on costs"):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1], costs=qs.Costs(forward=(1.0, 2.0)))
+
+
+def test_pytorchs_csv_has_the_stages_of_runs_but_no_place_for_blocks():
+    plan = qs.compile("zbv", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 2, 1, 2, 3, 0])
+    again = torch_csv.loads(torch_csv.dumps(plan)).plan
+    assert (again.stage_to_pp, again.blocks_per_stage) == (plan.stage_to_pp, ())
+    assert again.programs == plan.programs
