@@ -115,7 +115,8 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
     if schedule.searches:
         costs = _by_blocks(schedule, request, len(placed), pp)
         costs = runs.merge(costs) if runs and costs else costs
-    return schedule.shape(pp, request.microbatches, request.chunks, request.slices, costs, request.memory_cap)
+    sizes = (pp, request.microbatches, request.chunks, request.slices)
+    return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
 
 def _by_blocks(schedule: Schedule, request: CompileRequest, num_stages: int, pp: int) -> Costs | None:

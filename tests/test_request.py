@@ -37,6 +37,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "stage_to_pp": ((1, 0), [1, 0], ["1,0"]),
     "stages": ((3, 1), [3, 1], ["3,1"]),
     "slices": (1, 1, ["1"]),
+    "overlap": (False, False, ["--no-overlap"]),
     "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
     "memory_cap": (1.5, 1.5, ["1.5"]),
     "recompute": ((0, 1), [0, 1], ["0,1"]),
@@ -56,6 +57,7 @@ OTHER: dict[str, Any] = {
     "communication": "ring",
     "stage_to_pp": [0, 1],
     "stages": [1, 3],
+    "overlap": True,
     "recompute": 1,
     "tied": {"v": [0, 1]},
 }
@@ -81,7 +83,8 @@ def from_job(names: set[str]) -> qs.Plan:
 
 
 def from_command(names: set[str], folder: Path) -> qs.Plan:
-    words = [word for name in sorted(names) for word in (option_of(name), *SAID[name][2])]
+    said = {name: SAID[name][2] for name in sorted(names)}
+    words = [word for name, text in said.items() for word in ([] if text[0][:2] == "--" else [option_of(name)]) + text]
     with pytest.raises(SystemExit) as end:
         make_app(COMMANDS)(args=["compile", *words, "-o", str(folder / "out.json")])
     assert not end.value.code

@@ -24,9 +24,12 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
-from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints, Programs
-from quintsched.ir.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
+from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints
+from quintsched.ir.instructions import Instruction, RecvAct, RecvGrad, SendAct, SendGrad
+from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.programs import Programs
+from quintsched.ir.values import Kind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import event_durations
 from quintsched.text.listing import excerpt
@@ -57,7 +60,7 @@ def place_messages(plan: PlanData) -> PlanData:
         np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
     )
     first = np.r_[0, np.cumsum(np.bincount(rank, minlength=columns.num_ranks))]
-    return replace(plan, programs=Programs(messages.beside(columns).take(order, first)))
+    return replace(plan, programs=Programs(messages.beside(columns, plan.layout).take(order, first)))
 
 
 def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
@@ -73,13 +76,17 @@ def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
 class _Messages:
     """What crosses from rank to rank: an entry per message, channel after channel, as the receiver takes them.
 
-    `made` and `taken` are rows of the plan, `number` is the entry's place in this order.
+    `made` and `taken` are rows of the plan, `number` is the entry's place in this order. `is_activation` says what it
+    is, of which `stage` and `unit`.
     """
 
     source: Ints
     target: Ints
     made: Ints
     taken: Ints
+    is_activation: Flags
+    stage: Ints
+    unit: Ints
 
     @classmethod
     def of(cls, plan: PlanData) -> _Messages:
@@ -90,10 +97,18 @@ class _Messages:
         taken = flows.consumes.rows[travels]
         made = flows.first_senders[keys[travels]]
         crosses = (made != ABSENT) & (rank[made] != rank[taken])
-        made, taken = made[crosses], taken[crosses]
-        order = np.argsort((rank[made] * plan.columns.num_ranks + rank[taken]) * len(rank) + taken)
-        made, taken = made[order], taken[order]
-        return cls(rank[made], rank[taken], made, taken)
+        made, taken, keys = made[crosses], taken[crosses], keys[travels][crosses]
+        order = np.argsort((rank[made] * plan.columns.num_ranks + rank[taken]) * len(rank) + taken, kind="stable")
+        made, taken, keys = made[order], taken[order], keys[order]
+        is_activation = flows.numbering.of_kind(keys, Kind.OUTPUT)
+        kinds = [(Kind.OUTPUT, is_activation), (Kind.OUTPUT_GRAD, ~is_activation)]
+        stage, unit = np.empty_like(keys), np.empty_like(keys)
+        for kind, here in kinds:
+            stage[here], unit[here] = (
+                flows.numbering.stages(keys[here], kind),
+                flows.numbering.numbers(keys[here], kind),
+            )
+        return cls(rank[made], rank[taken], made, taken, is_activation, stage, unit)
 
     @property
     def number(self) -> Ints:
@@ -112,19 +127,21 @@ class _Messages:
             np.maximum.accumulate(times[first:last], out=times[first:last])
         return times, np.where(freed == times, AFTER, BEFORE)
 
-    def beside(self, columns: Columns) -> Columns:
+    def beside(self, columns: Columns, layout: Layout) -> Columns:
         """Return all sends, all receives and the computations, in this order; what it says of ranks does not count."""
-        is_activation = columns.are(Fwd)[self.taken]
         op = np.concatenate(
-            [_codes(is_activation, SendAct, SendGrad), _codes(is_activation, RecvAct, RecvGrad), columns.op]
+            [_codes(self.is_activation, SendAct, SendGrad), _codes(self.is_activation, RecvAct, RecvGrad), columns.op]
         )
-        unit = columns.unit[self.made]
+        after = layout.all_after(self.stage, self.unit)
+        sent, received = np.where(self.is_activation, (self.stage, after), (after, self.stage))
         fields = {
-            "stage": np.concatenate([columns.stage[self.made], columns.stage[self.taken], columns.stage]),
-            "microbatch": np.concatenate([unit, unit, columns.unit]),
+            "stage": np.concatenate([sent, received, columns.stage]),
+            "microbatch": np.concatenate([self.unit, self.unit, columns.unit]),
             "peer": np.concatenate([self.target, self.source, np.full(len(columns), ABSENT)]),
         }
-        return Columns(np.array([0, len(op)]), op, fields)
+        for name in columns.columns.keys() - fields.keys():
+            fields[name] = np.r_[np.full(2 * len(self.made), ABSENT), columns.column(name)]
+        return Columns(np.array([0, len(op)]), op, fields, columns.table)
 
 
 def _codes(which: Flags, yes: type[Instruction], no: type[Instruction]) -> Codes:

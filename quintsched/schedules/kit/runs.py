@@ -8,7 +8,8 @@
     user's               0 1 2 3 0 1 2         runs  [0] [1] [2] [3] [4] [5] [6] []
 
 A computation of a stage becomes those of all stages of its run: forwards in order, backwards and their halves in
-reverse. What a stage without a run would do is left out. Nothing new waits for anything: what could run, still can.
+reverse, overlaps in pairs. What a stage without a run would do is left out. Nothing new waits for anything: what could
+run, still can.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from quintsched.errors import UnsoundError
-from quintsched.ir.columns import Columns
-from quintsched.ir.instructions import Fwd, Recompute
+from quintsched.ir.columns import Columns, Flags, Ints, woven
+from quintsched.ir.instructions import Bwd, Fwd, Overlap, Recompute
 from quintsched.ir.ragged import Ragged
 from quintsched.schedules.kit.registry import Schedule, Shape
 from quintsched.simulation.costs import Costs
@@ -64,17 +65,47 @@ class Runs:
 
         Raises `UnsoundError`, which begins with `where`, for a stage that the schedule does not have.
         """
-        unknown = np.flatnonzero((order.stage < 0) | (order.stage >= len(self.own)))
+        each, origin = order.apart
+        unknown = np.flatnonzero((each.stage < 0) | (each.stage >= len(self.own)))
         if len(unknown):
-            index = int(unknown[0])
+            index = int(origin[unknown[0]])
             found = order.instruction(index)
             raise UnsoundError(f"{where}: instruction {index}, {found}: it has the stages 0 to {len(self.own) - 1}")
-        in_reverse = ~order.are(Fwd, Recompute)
-        rows, stages = self._both_ways.expand(order.stage + in_reverse * len(self.own))
+        in_reverse = ~each.are(Fwd, Recompute)
+        rows, stages = self._both_ways.expand(each.stage + in_reverse * len(self.own))
         recomputed = np.array(shape.recompute or (0,) * len(shape.stage_to_pp)) > 0
-        kept = np.flatnonzero(recomputed[stages] | ~order.are(Recompute)[rows])
-        taken = order.take(rows[kept], np.array([0, len(kept)]))
-        return replace(taken, columns={**taken.columns, "stage": stages[kept]})
+        kept = np.flatnonzero(recomputed[stages] | ~each.are(Recompute)[rows])
+        taken = each.take(rows[kept], np.array([0, len(kept)]))
+        alone = replace(taken, columns={**taken.columns, "stage": stages[kept]})
+        return _side_by_side(alone, origin[rows[kept]], order.are(Overlap))
+
+
+def _side_by_side(alone: Columns, origin: Ints, overlap: Flags) -> Columns:
+    """Return one rank's rows with the sides of every `Overlap` of runs in pairs, as far as both go; the rest follow.
+
+    forwards 0 1 2 beside backwards 5 4  ─▶  Overlap(0, 5) Overlap(1, 4) Fwd 2
+
+    `origin` says in which of the schedule's instructions each row is, `overlap` which of these are an `Overlap`.
+    """
+    sides = np.flatnonzero(overlap[origin])
+    if not len(sides):
+        return alone
+    backward = alone.are(Bwd)[sides]
+    _, first, run = np.unique(2 * origin[sides] + backward, return_index=True, return_inverse=True)
+    name = origin[sides] * len(alone) + np.arange(len(sides)) - first[run]  # of an Overlap, and a place in its runs
+    _, ahead, behind = np.intersect1d(name[~backward], name[backward], assume_unique=True, return_indices=True)
+    forwards, backwards = sides[~backward][ahead], sides[backward][behind]
+    fields = {
+        field: list(zip(alone.stage[rows].tolist(), alone.unit[rows].tolist(), strict=True))
+        for field, rows in (("forward", forwards), ("backward", backwards))
+    }
+    pairs = Columns.make(Overlap, np.zeros(len(forwards), np.int64), 1, **fields)
+    stays = np.ones(len(alone), np.bool_)
+    stays[backwards] = False
+    place = np.cumsum(stays) - 1
+    rest = np.setdiff1d(np.flatnonzero(stays), forwards)
+    first_rows = np.array([0, int(stays.sum())])
+    return woven(first_rows, (place[rest], alone.take(rest, np.array([0, len(rest)]))), (place[forwards], pairs))
 
 
 def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...]) -> Runs | None:

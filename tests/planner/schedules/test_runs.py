@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.compiler import evaluation_of
-from quintsched.ir.instructions import Bwd, Compute, Fwd, Recompute
+from quintsched.ir.instructions import COMPUTING, Bwd, Compute, Fwd, Overlap, Recompute, short
 from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.runs import find_runs
 from quintsched.testing import assert_plan_sound
@@ -69,6 +69,36 @@ def test_both_directions_of_dualpipe_have_like_runs(pp, where, blocks):
     assert [route.stages for route in plan.routes] == [(*range(len(blocks)),), (*range(len(blocks), len(where)),)]
     assert plan.stage_to_part == (*range(len(blocks)),) * 2
     assert_plan_sound(plan)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "where", "overlaps"),
+    [
+        ("dualpipe-v", 2, 4, [0, 0, 1, 1, 1, 0], 7),
+        ("dualpipe-v", 3, 6, [0, 1, 2, 1, 0], 11),
+        ("dualpipe", 2, 8, [0, 0, 1, 1, 1, 0], 12),
+        ("interleaved-1f1b", 2, 4, [0, 0, 1, 0, 1, 1], 10),
+        ("interleaved-1f1b", 4, 8, [0, 1, 2, 3, 0, 1, 2], 24),
+    ],
+)
+def test_overlaps_of_runs_become_overlaps_of_pairs_as_far_as_both_go(schedule, pp, microbatches, where, overlaps):
+    shape = {"mesh": {"pp": pp}, "microbatches": microbatches, "overlap": True}
+    plan = qs.compile(schedule, **shape, stage_to_pp=where)
+    assert_plan_sound(plan)
+    assert sum(isinstance(i, Overlap) for program in plan.programs for i in program) == overlaps
+    assert qs.Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_an_overlap_has_on_one_side_only_follows_it():
+    def order(rank: int, shape: Shape) -> Order:
+        yield from (Fwd(0, 0), Overlap((0, 1), (0, 0)), Bwd(0, 1))
+
+    plan = qs.compile(own_schedule(order), mesh="pp=1", microbatches=2, stage_to_pp=[0, 0])
+    found = [short(i) for i in plan.programs[0] if isinstance(i, COMPUTING)]
+    assert found == ["0F0", "1F0", "0F1&1B0", "1F1&0B0", "1B1", "0B1"]
+    plan = qs.compile("dualpipe-v", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], overlap=True)
+    found = " ".join(short(i) for i in plan.programs[0] if isinstance(i, COMPUTING))
+    assert "0F3&5B1 1F3 5F2&1B0 0B0" in found
 
 
 def computations(plan: qs.Plan, own_of: dict[int, int]) -> list[list[Compute]]:

@@ -64,6 +64,21 @@ def test_every_schedule_equals_one_process(
     require_equality(qs.compile(schedule, **shape, stage_to_pp=where, stages=blocks), rules="nccl")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "microbatches", "where", "blocks"),
+    [
+        ("dualpipe-v", "pp=2", 4, [0, 0, 1, 1, 1, 0], [1, 1, 0, 2, 2, 0]),
+        ("interleaved-1f1b", "pp=2,tp=2", 4, [0, 0, 1, 0, 1], [1, 2, 1, 2, 0]),
+        ("dualpipe", "pp=2,tp=2", 4, [0, 0, 1, 1, 1, 0], [1, 5, 0, 1, 5, 0]),
+    ],
+)
+def test_overlaps_on_uneven_stages_equal_one_process(
+    schedule: str, mesh: str, microbatches: int, where: list[int], blocks: list[int]
+) -> None:
+    shape: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "overlap": True}
+    require_equality(qs.compile(schedule, **shape, stage_to_pp=where, stages=blocks))
+
+
 LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE = [5, 1, 0], [4, 0, 2], [1, 3, 2]
 
 
