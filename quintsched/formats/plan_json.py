@@ -26,15 +26,7 @@ from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints
 from quintsched.ir.communication import MOST, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES, Mesh
-from quintsched.ir.plan_data import (
-    MAX_BLOCKS,
-    MAX_BUCKETS,
-    MAX_RECOMPUTE,
-    MAX_ZERO_EVERY,
-    Mode,
-    PlanData,
-    ScheduleSpec,
-)
+from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
 from quintsched.ir.programs import Programs
 from quintsched.ir.zero import Zero
 from quintsched.verify.wellformed import malformations
@@ -86,7 +78,7 @@ class _PlanFile(_Strict):
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
     stage_to_pp: list[Index] = Field(min_length=1)
     stage_to_part: list[Index] | None = None
-    blocks_per_stage: list[Annotated[int, Field(ge=0, le=MAX_BLOCKS)]] | None = Field(default=None, min_length=1)
+    blocks_per_stage: list[Index] | None = Field(default=None, min_length=1)
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
