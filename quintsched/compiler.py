@@ -16,7 +16,7 @@ from typing import ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.plan_data import PlanData, listed, shares_of
+from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.spell_collectives import spell_out
@@ -113,19 +113,22 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
     """Return the shape of the schedule's own stages, with the costs of those."""
     pp, costs = Mesh.parse(request.mesh).pp, request.costs
     if schedule.searches:
-        costs = _by_blocks(schedule, request, len(placed), pp)
-        costs = runs.merge(costs) if runs and costs else costs
+        costs = _searched(schedule, request, placed, runs)
     sizes = (pp, request.microbatches, request.chunks, request.slices)
     return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
 
-def _by_blocks(schedule: Schedule, request: CompileRequest, num_stages: int, pp: int) -> Costs | None:
-    """Return the request's costs spread over stages of so many blocks; as they are where that is not known."""
-    blocks = request.stages
-    if not blocks or len(blocks) != num_stages:
-        return request.costs
-    model = sum(blocks) // (2 if schedule.bidirectional else 1)
-    return (request.costs or Costs()).spread(shares_of(blocks, max(model, 1), pp), request.slices)
+def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Costs | None:
+    """Return the costs of the schedule's own stages, by the blocks of the plan's stages where these are known."""
+    pp, costs, blocks, slices = Mesh.parse(request.mesh).pp, request.costs, request.stages, max(request.slices, 1)
+    if blocks and len(blocks) == len(placed):
+        model = sum(blocks) // (2 if schedule.bidirectional else 1)
+        costs = (costs or Costs()).spread(shares_of(blocks, max(model, 1), pp), slices)
+    if costs is None or runs is None:
+        return costs
+    counts = ScheduleSpec(schedule.name, request.microbatches, request.chunks or schedule.min_chunks, slices)
+    costs.check_fits(counts, len(placed), pp)
+    return runs.merge(costs)
 
 
 def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest, runs: Runs | None) -> PlanData:

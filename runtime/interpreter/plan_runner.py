@@ -135,11 +135,11 @@ class PlanRunner:
         return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
     def _settle(self, overlaps: Overlaps) -> None:
-        """After a first step, settle how computations overlap, the same way on all holders of the same stages."""
-        noted = overlaps.unsettled
+        """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
+        noted = overlaps.end_step()
         if noted is not None:
             agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
-            overlaps.settle()
+            overlaps.settle(self._groups.holders)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)

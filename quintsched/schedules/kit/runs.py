@@ -27,6 +27,7 @@ from quintsched.ir.columns import Columns, Flags, Ints, woven
 from quintsched.ir.instructions import Bwd, Fwd, Overlap, Recompute
 from quintsched.ir.ragged import Ragged
 from quintsched.schedules.kit.registry import Schedule, Shape
+from quintsched.simulation.cost_forms import PerStage
 from quintsched.simulation.costs import Costs
 
 
@@ -44,16 +45,17 @@ class Runs:
         return replace(shape, stage_to_pp=self.own, recompute=recompute)
 
     def merge(self, costs: Costs) -> Costs:
-        """Return costs whose lists, of a value per stage of the plan, have one per stage of the schedule.
+        """Return costs whose lists, of a value per stage of the plan, have one per stage of the schedule."""
 
-        Raises `InputError` where a list does not have one per stage of the plan.
-        """
-        costs.check_stages(sum(map(len, self.stages)))
-        lists = {name: value for name, value in costs if isinstance(value, tuple)}
-        sums = {name: tuple(sum(value[s] for s in run) for run in self.stages) for name, value in lists.items()}
-        if "experts" in lists:  # shares of a stage, which do not add up
-            sums["experts"] = tuple(max((lists["experts"][s] for s in run), default=0.0) for run in self.stages)
-        return costs.model_copy(update=sums)
+        def per_run(name: str, value: PerStage) -> PerStage:
+            if not isinstance(value, tuple):
+                return value
+            if name == "message":  # what the last stage of a run gives, or what passes by where there is none
+                return tuple(value[max(run.stop - 1, 0)] for run in self.stages)
+            together = max if name == "experts" else sum
+            return tuple(together([0.0, *(value[stage] for stage in run)]) for run in self.stages)
+
+        return costs.with_stages(per_run)
 
     @cached_property
     def _both_ways(self) -> Ragged:

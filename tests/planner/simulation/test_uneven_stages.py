@@ -1,8 +1,11 @@
 """What a whole rank's worth of the model costs is spread over stages by their blocks, where these are known."""
 
+import json
+
 import pytest
 
 import quintsched as qs
+from quintsched.schedules.kit.runs import Runs
 
 SCALARS = qs.Costs(forward=2.0, backward_weight=0.5, optimizer=4.0, weights=8.0, keys=1.0, p2p=0.25, activation=3.0)
 
@@ -34,6 +37,42 @@ def test_even_blocks_cost_what_even_stages_do(schedule, microbatches, slices, st
     plain = qs.compile(schedule, **shape).simulate(SCALARS)
     for name in ("makespan", "busy", "spans", "peak_activations", "peak_state", "peak_memory"):
         assert getattr(even, name) == getattr(plain, name), name
+
+
+def costs_of_all_kinds() -> qs.Costs:
+    """Costs in which every field has another number, and some differ from microbatch to microbatch."""
+    values: dict[str, object] = {"unit": "ms", "microbatches": [1, 2, 0.5, 1], "experts": 0.25}
+    for number, name in enumerate(sorted({*qs.Costs.model_fields} - {*values, "slices"})):
+        values[name] = 0.5 + number / 4
+    for name in ("keys", "forward"):
+        values[name] = {"stages": values[name], "microbatches": [1, 1, 2, 2]}
+    return qs.Costs.model_validate_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,ep=2,pp=2"])
+@pytest.mark.parametrize(
+    ("schedule", "slices", "stages"), [("seq-1f1b", 2, 2), ("interleaved-1f1b", 1, 4), ("zb-h1", 1, 2)]
+)
+def test_every_cost_is_spread_over_even_blocks_as_over_even_stages(schedule, slices, stages, mesh):
+    shape: dict = {"mesh": mesh, "microbatches": 4, "slices": slices, "recompute": [1] * (stages - 1) + [0]}
+    shape |= {"zero": 3} if "dp" in mesh else {}
+    costs = costs_of_all_kinds()
+    even = qs.compile(schedule, **shape, stages=[3] * stages).simulate(costs)
+    plain = qs.compile(schedule, **shape).simulate(costs)
+    for name in ("makespan", "busy", "spans", "peak_activations", "peak_state", "peak_memory"):
+        assert getattr(even, name) == pytest.approx(getattr(plain, name), rel=1e-12), name
+
+
+def test_costs_that_are_an_object_are_spread_and_merged_too():
+    costs = qs.Costs.model_validate(
+        {"forward": {"stages": 2.0, "microbatches": (1.0, 3.0)}, "message": (1.0, 2.0, 3.0)}
+    )
+    spread = costs.spread((0.5, 0.5, 2.0), slices=1)
+    assert (spread.forward.stages, spread.forward.microbatches) == ((1.0, 1.0, 4.0), (1.0, 3.0))
+    merged = Runs((0, 1, 0), (range(2), range(2, 3), range(3, 3))).merge(spread)
+    assert (merged.forward.stages, merged.forward.microbatches) == ((2.0, 4.0, 0.0), (1.0, 3.0))
+    assert merged.message == (2.0, 3.0, 3.0)
+    assert merged.p2p == 0.0
 
 
 def test_a_proof_counts_activations_by_blocks():
