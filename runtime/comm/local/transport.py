@@ -172,7 +172,7 @@ def run_local(
 
     `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
     wires. A message is under way for `wire_s`, one number or one for each channel {(source, destination): seconds},
-    and a channel carries one at a time. A collective takes `collective_s`, and a group does one at a time.
+    and a channel carries one at a time. A collective takes `collective_s`; a group does one at a time.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
     The threads take over the caller's grad mode; they have torch's global random generator in common.
