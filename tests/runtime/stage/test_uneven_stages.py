@@ -207,11 +207,6 @@ def test_what_rides_along_passes_a_stage_without_blocks(recompute: int) -> None:
         assert all(difference(weight, expected[name].detach()) <= 1e-12 for name, weight in weights.items())
 
 
-@pytest.mark.slow
-def test_stages_without_blocks_are_not_compiled_and_equal_one_process() -> None:
-    require_equality(qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=[5, 0, 1]), compiled=True)
-
-
 @pytest.mark.parametrize(
     ("schedule", "blocks", "words"),
     [
