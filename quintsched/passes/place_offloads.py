@@ -43,6 +43,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
         raise UsageError(f"{plan.schedule.name}: offload: the plan only computes forward and keeps no activations")
     costs = costs or Costs()
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
+    costs = costs.spread(plan.stage_shares, plan.schedule.slices)
     kept, changes = _Kept.of(plan, costs), activation_changes(plan, costs)
     ranks = [_Rank(plan, kept, changes, rank, cap) for rank in range(plan.columns.num_ranks)]
     if not all(rank.fits() for rank in ranks):
@@ -57,7 +58,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
 
 def least_cap(plan: PlanData, costs: Costs | None = None) -> float:
     """Return the least cap that works: the peak where all activations that can go to the host do so, at once."""
-    costs = costs or Costs()
+    costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
     kept = _Kept.of(plan, costs)
     offloads = [(cell, forward + 1) for cell, forward in kept.forwards.items()]
     fetches = [(cell, kept.backwards[cell]) for cell in kept.forwards]

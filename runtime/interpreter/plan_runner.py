@@ -157,7 +157,7 @@ class PlanRunner:
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
         shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
-        return inputs, model.tensor.tokens.travelling(shapes)
+        return inputs, model.tensor.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
@@ -206,6 +206,7 @@ class PlanRunner:
         return {
             number: StageForward(
                 {int(block): module for block, module in stage.blocks.items()},
+                model.cuts[number].start,
                 parcels,
                 masks=model.masks,
                 recompute=layout.recompute_every(number) if flows.trains else 0,

@@ -114,6 +114,7 @@ class Case:
     recompute: int | tuple[int, ...] = 0
     zero: int = 0
     offload: float | None = None
+    overlap: bool = False
     model: Model = "vit"
     through: Callable[[qs.Plan], qs.Plan] | None = None
     file: str = ""
@@ -128,6 +129,7 @@ class Case:
             "recompute": self.recompute or None,
             "zero": self.zero or None,
             "offload": self.offload,
+            "overlap": self.overlap or None,
             "through": self.through and self.through.__name__.removeprefix("through_"),
         }
         words = [f"{name}={value}".replace(" ", "") for name, value in more.items() if value is not None]
@@ -147,6 +149,7 @@ class Case:
             recompute=self.recompute,
             zero=self.zero,
             offload=self.offload,
+            overlap=self.overlap,
             tied=self._tied_stages(),
         )
         return self.through(compiled) if self.through else compiled
@@ -354,3 +357,10 @@ OFFLOADED = [
 ]
 
 CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT, *OFFLOADED]
+
+OVERLAPPING: Mapping[int, Case] = {
+    2: Case("dualpipe-v", "tp=2", 4, chunks=2, overlap=True, model="gpt"),
+    4: Case("dualpipe", "pp=2,tp=2", 4, overlap=True, model="gpt"),
+    8: Case("interleaved-1f1b", "dp=2,pp=2,tp=2", 4, chunks=2, overlap=True, model="gpt", zero=3),
+}
+"""What is trained with overlap and without, by the number of ranks; the turns are settled after two steps."""

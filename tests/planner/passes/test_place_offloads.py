@@ -48,6 +48,10 @@ def copies(plan: Plan) -> list[Instruction]:
     return [i for program in plan.programs for i in program if isinstance(i, HostCopy)]
 
 
+def without_copies(plan: Plan) -> list[list[Instruction]]:
+    return [[i for i in program if not isinstance(i, HostCopy)] for program in plan.programs]
+
+
 def test_what_is_not_the_newest_goes_and_comes_back_one_computation_ahead() -> None:
     plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, offload=2)
     assert letters(plan, 0).startswith("F0 F1 OA0 F2 OA1 F3 OA2 FA0 B0 OA3 FA1 F4 B1 OA4 FA2 F5 B2 OA5 FA3 F6 B3 OA6")
@@ -112,7 +116,7 @@ def test_any_cap_is_kept_and_proved(schedule: qs.Schedule, pp: int, microbatches
     assert list(plan.check().profiles.values()) == [True] * len(PROFILES)
     assert equivalence(plan).holds
     assert qs.Plan.from_json(plan.to_json()) == plan
-    assert [i for p in plan.programs for i in p if not isinstance(i, HostCopy)] == [i for p in free.programs for i in p]
+    assert without_copies(plan) == [[*program] for program in free.programs]
     gone = [i for i in copies(plan) if isinstance(i, OffloadAct)]
     assert len({*gone}) == len(gone) == len(copies(plan)) / 2
     if cap >= max(free.simulate(LIGHT).peak_activations):
@@ -181,6 +185,30 @@ def test_what_is_recomputed_stays_and_the_others_go() -> None:
     plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, recompute=[0, 1, 0, 1], offload=0.5)
     assert {i.stage for i in copies(plan)} == {0, 2}
     assert max(plan.simulate().peak_activations) == 0.5
+
+
+def test_stages_of_other_sizes_hold_by_their_blocks() -> None:
+    """Stages of 6 and 2 blocks: a rank's worth is 4."""
+    shape = {"mesh": "pp=2", "microbatches": 4, "stages": [6, 2]}
+    with pytest.raises(qs.UsageError, match=r"the least that works: 1\.5$"):
+        qs.compile("gpipe", **shape, offload=1)
+    plan = qs.compile("gpipe", **shape, offload=3)
+    assert plan.simulate().peak_activations == (3.0, 2.0)
+    assert plan.check(memory_cap=3).sound
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe-v", "interleaved-1f1b"])
+def test_sides_of_overlaps_are_moved_like_others(schedule: str) -> None:
+    shape = {"mesh": "pp=2,tp=2", "microbatches": 8, "overlap": True}
+    free = qs.compile(schedule, **shape)
+    for cap in (least_cap(free), least_cap(free) + 0.5):
+        plan = qs.compile(schedule, **shape, offload=cap)
+        assert copies(plan)
+        assert max(plan.simulate().peak_activations) <= cap < max(free.simulate().peak_activations)
+        assert equivalence(plan).holds
+        assert [i for p in plan.programs for i in p if not isinstance(i, HostCopy)] == [
+            i for p in free.programs for i in p
+        ]
 
 
 def test_a_plan_says_how_it_was_capped_and_others_keep_their_title() -> None:
