@@ -41,7 +41,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
     "memory_cap": (1.5, 1.5, ["1.5"]),
     "recompute": ((0, 1), [0, 1], ["0,1"]),
-    "offload": (4, 4, ["4"]),
+    "offload": (8, 8, ["8"]),
     "tied": ({"w": (0, 1)}, {"w": [0, 1]}, ["w=0,1"]),
     "communication": ("auto", "auto", ["auto"]),
     "latency_s": (1e-3, 1e-3, ["1e-3"]),

@@ -119,7 +119,7 @@ class SavedActivations:
     def _moves(self, tensor: Tensor) -> bool:
         """Whether a tensor is an activation like most, which can be had again from its bytes."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-        if not plain or tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
+        if not plain or tensor.device.type != self._device.type or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() > 0 and not self._is_resident(identity(storage))
