@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.ir.instructions import ClipGrad, Compute, OptStep, Recv
+from quintsched.ir.instructions import ClipGrad, OptStep, Recv
 from quintsched.trace.measured import Trace
 from quintsched.trace.trace_json import RankTrace, digest_of
 
@@ -28,7 +28,7 @@ def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans
     flows = plan.flows.of_rows(plan.columns.rows_of(pp_rank))
     at, spans, taken = 0.0, {}, {}
     for index, span in enumerate(row):
-        if not isinstance(span.instruction, Compute | ClipGrad | OptStep):
+        if not (span.instruction.computes or isinstance(span.instruction, ClipGrad | OptStep)):
             spans[index] = (at, at, 0.0)
             continue
         for value in flows[index].consumes:

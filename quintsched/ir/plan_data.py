@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from quintsched.ir.columns import Columns
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD
+from quintsched.ir.instructions import ENDS_BACKWARD, Overlap
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.programs import Programs
@@ -152,7 +152,10 @@ class PlanData:
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
+        overlap = ", with overlap" if len(self.columns.rows_where(Overlap)) else ""
         zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         microbatches = f"{self.schedule.microbatches} microbatches"
-        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{zero}{spelled}"
+        return (
+            f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{overlap}{recomputing}{zero}{spelled}"
+        )
