@@ -18,6 +18,7 @@ from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.message_slots import MAX_SENDS
 
 from .blocks.blocks import Blocks
 from .blocks.shapes import agree
@@ -26,7 +27,6 @@ from .comm.connection import connect_for
 from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
-from .interpreter.p2p import MAX_SENDS
 from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
@@ -63,7 +63,7 @@ class Engine:
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
-            fast as can be.
+            fast as can be; where the plan says how many blocks each has, that is what they get, and no costs.
         bucket_mb: gradients are reduced in buckets of at most this many megabytes.
         dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
             the optimizer works on float32 masters, and gradients are added up in float32.

@@ -22,9 +22,10 @@ from quintsched.graph.profiles import find_profile
 from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
-from quintsched.ir.plan_data import PlanData
+from quintsched.ir.plan_data import PlanData, listed
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
 from quintsched.text.listing import excerpt
 from quintsched.verify.collectives import broken_collectives
 from quintsched.verify.deadlock import deadlocks
@@ -41,7 +42,7 @@ class Verdict:
     """What `check` found.
 
     `profiles` says under which transport profiles the plan is free of deadlock, and `cycles` why it is not under the
-    others: the waits that close a circle, one finding per rank's part of it.
+    others: the waits that close a circle, one finding per rank's part of it. `profile` is the one that was asked for.
     """
 
     plan: PlanData
@@ -50,6 +51,15 @@ class Verdict:
     peak_activations: tuple[float, ...]
     peak_receives: tuple[int, ...]
     cycles: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
+    profile: str = "channel"
+
+    @property
+    def slots(self) -> MessageSlots:
+        """How many receive and send slots each pp rank needs under the profile; none unless the plan is sound."""
+        if not self.sound:
+            return MessageSlots((), ())
+        rule = MessageRule.of(find_profile(self.profile), may_wait=self.profiles.get("blocking", False))
+        return self.plan.remember(f"slots {rule}", lambda: message_slots(self.plan, rule))
 
     @property
     def sound(self) -> bool:
@@ -64,7 +74,7 @@ class Verdict:
             head = (
                 f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
                 f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
-                f"and {receives} received messages stand on a rank"
+                f"and {receives} received messages stand on a rank{self._blocks}"
             )
             return "\n".join([head, *self._why_not_elsewhere()])
         cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
@@ -74,6 +84,11 @@ class Verdict:
             lines.append(f"… and {len(self.findings) - len(shown)} more")
         places = [(f.rank, f.index) for f in shown if f.rank is not None and f.index is not None]
         return "\n".join([f"not sound: {self.plan.title}", *lines, *excerpt(self.plan, places)])
+
+    @property
+    def _blocks(self) -> str:
+        blocks = self.plan.blocks_per_stage
+        return f"; the stages have {listed(blocks)} blocks of the model" if blocks else ""
 
     def _why_not_elsewhere(self) -> list[str]:
         """Say, for the profiles under which the plan is not free, which waits close a circle there."""
@@ -101,7 +116,7 @@ def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = N
         raise UsageError(f"memory cap {memory_cap:g}: give the most activations a rank may hold, at least 0")
     proof = plan.remember("proof", lambda: _prove(plan))
     findings = (*proof.findings, *proof.cycles.get(profile, ()), *_over_cap(proof.peak_activations, memory_cap))
-    return replace(proof, plan=plan, findings=findings)
+    return replace(proof, plan=plan, findings=findings, profile=profile)
 
 
 def _prove(plan: PlanData) -> Verdict:
@@ -121,7 +136,8 @@ def _prove(plan: PlanData) -> Verdict:
     cycles: dict[str, tuple[Finding, ...]] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
         profiles, cycles = deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
-    activations, receives = peak_activations(plan, Costs()), peak_receives(plan)
+    costs = Costs().spread(plan.stage_shares, plan.schedule.slices)
+    activations, receives = peak_activations(plan, costs), peak_receives(plan)
     return Verdict(plan, tuple(findings), profiles, activations, receives, cycles)
 
 

@@ -23,7 +23,7 @@ from ..stage.forward import StageForward
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from .cells import Cells, Waits
+from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .interpreter import Call, Interpreter
@@ -97,6 +97,7 @@ class PlanRunner:
     ) -> None:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder = clock, options, recorder
+        self._buffers = ReceiveBuffers(transport.device)
         self.interpreters: dict[str, Interpreter] = {}
         self.steps = StepCount()
         self._latest: Interpreter | None = None
@@ -134,11 +135,11 @@ class PlanRunner:
         return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
     def _settle(self, overlaps: Overlaps) -> None:
-        """After a first step, settle how computations overlap, the same way on all holders of the same stages."""
-        noted = overlaps.unsettled
+        """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
+        noted = overlaps.end_step()
         if noted is not None:
             agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
-            overlaps.settle()
+            overlaps.settle(self._groups.holders)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
@@ -153,7 +154,7 @@ class PlanRunner:
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
         shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
-        return inputs, model.tensor.tokens.travelling(shapes)
+        return inputs, model.tensor.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
@@ -184,7 +185,7 @@ class PlanRunner:
             optimizers=self._state.optimizers,
             clip=options.clip,
         )
-        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends)
+        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
@@ -193,6 +194,7 @@ class PlanRunner:
         return {
             number: StageForward(
                 {int(block): module for block, module in stage.blocks.items()},
+                model.cuts[number].start,
                 parcels,
                 masks=model.masks,
                 recompute=layout.recompute_every(number) if flows.trains else 0,

@@ -7,6 +7,7 @@ so slices, pieces in another order and microbatches seen twice all show in the w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -21,11 +22,14 @@ from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..planner.verify.mutants import any_mutant, overlapping_plans, small_plans, spelled_plans
+from ..planner.verify.mutants import any_mutant, overlapping_plans, small_plans, spelled_plans, uneven_plans
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
-PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4, *overlapping_plans() * 4] if plan.mode == "train"]
+UNEVEN = [replace(plan, blocks_per_stage=()) for plan in uneven_plans()]
+"""Each piece of the model is one block here."""
+SEEDS = [*small_plans(), *spelled_plans() * 4, *overlapping_plans() * 4, *UNEVEN * 4]
+PLANS = [plan for plan in SEEDS if plan.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
@@ -118,7 +122,7 @@ def accepted(seed: int, count: int, plans: Sequence[qs.Plan] = PLANS) -> list[qs
     random, found = Random(seed), {}
     for _ in range(count):
         plan = random.choice(plans)
-        changed = any_mutant(plan, random)
+        changed = replace(any_mutant(plan, random), blocks_per_stage=())
         if changed != plan and changed.check(profile="blocking").sound:
             found[changed.to_json()] = changed
     return list(found.values())

@@ -46,6 +46,7 @@ class LocalWorld:
         timeout_s: longest that one wait may take, in seconds.
         rules: what a wire does with a message.
         wire_s: how long a message is under way, in seconds: on all channels, or on each (source, destination).
+        collective_s: how long a collective of several ranks takes, in seconds, once all of them have come to it.
 
     Raises:
         UsageError: no such rules, or no such time.
@@ -59,10 +60,13 @@ class LocalWorld:
         *,
         rules: Rules = "mailbox",
         wire_s: WireTimes = 0.0,
+        collective_s: float = 0.0,
     ) -> None:
         if rules not in get_args(Rules):
             raise UsageError(f"unknown rules {rules!r}{suggest(rules, get_args(Rules))}")
         _check_wires(wire_s, world_size)
+        if not (collective_s >= 0 and math.isfinite(collective_s)):
+            raise UsageError(f"a collective cannot take {collective_s!r} s")
         self.world_size = world_size
         self.device = torch.device(device)
         self.timeout_s = timeout_s
@@ -70,7 +74,7 @@ class LocalWorld:
         self.failure: tuple[int, BaseException] | None = None
         self.lock = threading.Lock()
         self.wire = Wire(rules, wire_s)
-        self.meetings = Meetings(one_order=rules == "nccl")
+        self.meetings = Meetings(one_order=rules == "nccl", collective_s=collective_s)
         self._partitions: dict[int, tuple[int, list[tuple[int, ...]]]] = {}
         # A bell for each rank: who posts a message wakes one rank, not all of them.
         self._bells = [threading.Condition(self.lock) for _ in range(world_size)]

@@ -150,6 +150,18 @@ def _tied(plan: Plan, random: Random) -> Plan:
     return _with_programs(changed, programs)
 
 
+def _blocks(plan: Plan, random: Random) -> Plan:
+    """Say how many blocks stages have; half of the time as many for twins."""
+    stages = len(plan.stage_to_pp) + random.choice((0, 0, 0, 0, 0, -1, 1))
+    blocks = [random.choice((0, 1, 1, 2, 3)) for _ in range(stages)]
+    if random.random() < 0.1:
+        blocks[random.randrange(stages)] = -1
+    pieces = plan.stage_to_part or ()
+    if len(pieces) == stages and random.random() < 0.5:
+        blocks = [blocks[pieces.index(piece)] for piece in pieces]
+    return replace(plan, blocks_per_stage=tuple(blocks))
+
+
 def _sizes(plan: Plan, random: Random) -> Plan:
     if random.random() < 0.5:
         return replace(plan, buckets_per_stage=random.randint(0, 3))
@@ -270,6 +282,7 @@ EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
     _tied,
     _tied,
     _sizes,
+    _blocks,
     _collective,
     _rename_units,
     _halves,

@@ -71,6 +71,11 @@ def head_faults(plan: Plan) -> list[str]:
             found.append("a weight is tied wrongly")
         elif not any(set(held) <= set(route.stages) for route in plan.routes):
             found.append("no microbatch sees all that is tied")
+    counts = {(piece, blocks) for piece, blocks in zip(pieces, plan.blocks_per_stage, strict=False)}
+    if plan.blocks_per_stage and (len(plan.blocks_per_stage) != stages or min(plan.blocks_per_stage) < 0):
+        found.append("the blocks do not fit the stages")
+    elif plan.blocks_per_stage and (len(counts) > len(model) or (0, 0) in counts):
+        found.append("a piece has other blocks elsewhere, or the first one none")
     return found + zero_faults(plan, sizes, trains) + communication_faults(plan, sizes)
 
 
