@@ -126,6 +126,11 @@ def overlapping_plans() -> list[Plan]:
         if "dp" in mesh:
             kinds = ({"zero": 1}, {"zero": 2, "zero_every": 2}, {"zero": 3}, {"zero": 3, "recompute": recompute})
             found += [qs.compile(schedule, **shape, **kind) for kind in kinds]
+    uneven = (("interleaved-1f1b", "pp=2", [0, 0, 1, 0]), ("dualpipe-v", "dp=2,pp=2", [0, 1, 1, 1, 0]))
+    found += [
+        qs.compile(schedule, mesh=mesh, microbatches=4, stage_to_pp=where, overlap=True)
+        for schedule, mesh, where in uneven
+    ]
     return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
 
 
