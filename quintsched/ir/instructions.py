@@ -61,8 +61,9 @@ class Instruction:
 
 
 def _plain(value: object, of_type: object) -> str:
-    several = isinstance(value, tuple) and of_type != "tuple[int, int]"
-    return "+".join(map(str, value)) if several else str(value)
+    if isinstance(value, tuple) and of_type != "tuple[int, int]":
+        return "+".join(map(str, value))
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)

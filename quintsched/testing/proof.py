@@ -125,7 +125,7 @@ def _cases(
     num_shapes = math.prod(map(len, sizes))
     if not 1 <= num_shapes <= MAX_SHAPES:
         raise UsageError(f"assert_sound: {num_shapes} shapes; give 1 to {MAX_SHAPES}")
-    return sorted(_Case(p * v * s * m, p, v, s, m, *others) for p, v, s, m, *others in product(*sizes))
+    return sorted(_Case(p * v * s * m, p, v, s, m, r, bool(overlap)) for p, v, s, m, r, overlap in product(*sizes))
 
 
 @dataclass(eq=False)

@@ -111,7 +111,8 @@ class Pairs:
         """
         took, stages = np.median(run[..., self.rows], axis=(0, 1)), len(forwards)
         forward, inputs, weights = self._filled(run[..., self.rows], alone)
-        backward, pair = inputs + weights, self.forward_stage * stages + self.backward_stage
+        backward = inputs + weights
+        pairs, pair = np.unique(self.forward_stage * stages + self.backward_stage, return_inverse=True)
         of_forward, of_backward = np.ones((2, forwards.shape[1]))
         for _ in range(ROUNDS):
             forward, backward = _usual(forwards, of_forward, forward), _usual(backwards, of_backward, backward)
@@ -119,7 +120,7 @@ class Pairs:
             other = backward[self.backward_stage] * of_backward[self.backward_unit]
             both = forward[self.forward_stage] + backward[self.backward_stage]
             of_pairs = (one + other) / np.maximum(both, TINY)
-            usual = _means(took / np.maximum(of_pairs, TINY), pair, stages**2)[pair]
+            usual = _means(took / np.maximum(of_pairs, TINY), pair, len(pairs))[pair]
             more = took / np.maximum(usual * of_pairs, TINY)
             of_forward = _unit_means(forwards, forward, (self.forward_stage, self.forward_unit), one * more)
             of_backward = _unit_means(backwards, backward, (self.backward_stage, self.backward_unit), other * more)
@@ -159,7 +160,8 @@ def _typical(took: Times, group: Ints, groups: int) -> tuple[Times, Ints]:
     means = np.zeros((*took.shape[:-1], groups))
     for number in np.flatnonzero(counts):
         means[..., number] = took[..., group == number].mean(axis=-1)
-    return np.median(means, axis=(0, 1)), counts
+    found: Times = np.median(means, axis=(0, 1))
+    return found, counts
 
 
 def _means(values: Times, group: Ints, groups: int) -> Times:
@@ -171,4 +173,5 @@ def _means(values: Times, group: Ints, groups: int) -> Times:
 
 def _taken_over(more: Times, pairs: Ints, alone: Ints) -> Times:
     """Return by how much all of a stage have to take longer for its pairs to take so much more than their sides."""
-    return np.maximum(more, 0.0) * pairs / np.maximum(pairs + alone, 1)
+    found: Times = np.maximum(more, 0.0) * pairs / np.maximum(pairs + alone, 1)
+    return found

@@ -131,8 +131,9 @@ def _alone(plan: PlanData, run: Times) -> Alone:
     """Return what computations take that do not run side by side with another one."""
     forward, num_forward = _of_kind(plan, run, Fwd)
     whole, inputs, weights = _backwards(plan, run)
-    halves = (np.array(half) for half in _halves(whole, inputs, weights))
-    return Alone(np.array(forward), np.array(num_forward), *halves, np.array(whole[1]) + inputs[1])
+    backward_input, backward_weight = map(np.array, _halves(whole, inputs, weights))
+    num_backward = np.add(whole[1], inputs[1])
+    return Alone(np.array(forward), np.array(num_forward), backward_input, backward_weight, num_backward)
 
 
 def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...], Times], Times]:
