@@ -26,7 +26,7 @@ from quintsched.schedules import Schedule, Shape
 from quintsched.schedules.kit.order import order_of_computation
 from quintsched.user_code import load_schedule
 from quintsched.verify.soundness import check, check_order
-from quintsched.verify.wellformed import recompute_faults, tied_faults, zero_faults
+from quintsched.verify.wellformed import recompute_faults, skip_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
@@ -106,6 +106,7 @@ def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest
     order = order_of_computation(schedule, shape, mesh, request.buckets_per_stage)
     _require_one_order(schedule, shape, order)
     order = _with_tied(order, request.tied or {})
+    order = _with_skips(order, request.skip or {})
     order = replace(order, zero=_zero(request.zero, request.zero_every, order))
     check_order(order).raise_if_unsound()
     return order
@@ -184,6 +185,7 @@ def evaluation_of(plan: Plan) -> Plan:
         microbatches=plan.schedule.microbatches,
         chunks=plan.schedule.chunks,
         stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
+        skip=plan.skips,
         zero=plan.zero.stage if plan.zero.shards_weights else 0,
     )
 
@@ -203,6 +205,16 @@ def _with_tied(order: PlanData, tied: Mapping[str, Sequence[int]]) -> PlanData:
         return order
     plan = replace(order, tied={name: tuple(stages) for name, stages in tied.items()})
     for fault in tied_faults(plan):
+        raise UsageError(f"{plan.schedule.name}: {fault}")
+    return plan
+
+
+def _with_skips(order: PlanData, skips: Mapping[str, Sequence[int]]) -> PlanData:
+    """Return the order with skips between its stages; raises `UsageError`."""
+    if not skips:
+        return order
+    plan = replace(order, skips={name: tuple(stages) for name, stages in skips.items()})
+    for fault in skip_faults(plan):
         raise UsageError(f"{plan.schedule.name}: {fault}")
     return plan
 

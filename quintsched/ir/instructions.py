@@ -3,6 +3,8 @@
     RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
                └─ Recompute ─────────────────▶ BwdInput → BwdWeight
 
+    Fwd → SendSkip ~~▶ RecvSkip → Fwd        Bwd → SendSkipGrad ~~▶ RecvSkipGrad → Bwd     (past the stages between)
+
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
 
 A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
@@ -14,7 +16,7 @@ there, a handler there, and a step of the symbolic proof; a test over all of the
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,24 @@ class SendAct(Send):
 
 
 @dataclass(frozen=True, slots=True)
+class RecvSkip(Recv):
+    """Receive what `stage`, and later stages of this rank, take of a named skip."""
+
+    letters: ClassVar[str] = "RK"
+
+    skip: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSkip(Send):
+    """Send a named skip, which `stage` makes, to a rank whose stages take it."""
+
+    letters: ClassVar[str] = "SK"
+
+    skip: str
+
+
+@dataclass(frozen=True, slots=True)
 class RecvGrad(Recv):
     """Receive the gradient of `stage`'s output."""
 
@@ -175,6 +195,24 @@ class SendGrad(Send):
     """Send the gradient of `stage`'s input."""
 
     letters: ClassVar[str] = "SG"
+
+
+@dataclass(frozen=True, slots=True)
+class RecvSkipGrad(Recv):
+    """Receive the gradient of a skip that `stage` makes or takes, added up over all stages that take it after it."""
+
+    letters: ClassVar[str] = "RKG"
+
+    skip: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSkipGrad(Send):
+    """Send the gradient of a skip that `stage` takes, added up over it and all stages that take it after it."""
+
+    letters: ClassVar[str] = "SKG"
+
+    skip: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +301,9 @@ ALL: tuple[type[Instruction], ...] = tuple(
 
 COMPUTATIONS: tuple[type[Compute], ...] = tuple(kind for kind in ALL if issubclass(kind, Compute))
 """What a schedule may yield."""
+
+SkipMessage: TypeAlias = RecvSkip | SendSkip | RecvSkipGrad | SendSkipGrad
+SKIP_MESSAGES = (RecvSkip, SendSkip, RecvSkipGrad, SendSkipGrad)
 
 BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
 ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)

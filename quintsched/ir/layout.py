@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,14 +36,23 @@ class Tie:
     number: int
 
 
+class Hop(NamedTuple):
+    """A skip, by its number, between two stages: its value goes from the earlier one to the later, or its gradient back."""
+
+    skip: int
+    earlier: int
+    later: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Stages on ranks, routes of microbatches, and what happens to activations and gradients.
 
     `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied` and `zero` are those of
-    a plan. `backward_order` says per stage in which order backwards end, where gradients are reduced as they come.
+    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied`, `skips` and `zero` are
+    those of a plan. `backward_order` says per stage in which order backwards end, where gradients are reduced as they
+    come.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -53,6 +64,7 @@ class Layout:
     stage_to_part: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    skips: tuple[tuple[str, tuple[int, ...]], ...] = ()
     zero: Zero = field(default_factory=Zero)
     backward_order: tuple[tuple[int, ...], ...] = ()
 
@@ -213,6 +225,33 @@ class Layout:
     def ties_of(self, stage: int) -> tuple[Tie, ...]:
         """The ties of a stage's weights, in the order of `ties`."""
         return self._ties[stage]
+
+    @cached_property
+    def skip_hops(self) -> tuple[Hop, ...]:
+        """The ways of the values of skips: to each rank once, from the stage that makes it; there, from taker to taker.
+
+        Skip 0, 3, 5, 7 on the ranks 0, 1, 1, 0: hops 0 to 3, 3 to 5 (in place) and 0 to 7 (in place).
+        """
+        hops = []
+        for number, (_, (source, *takers)) in enumerate(self.skips):
+            latest = {self.rank_of(source): source}
+            for taker in takers:
+                hops.append(Hop(number, latest.get(self.rank_of(taker), source), taker))
+                latest[self.rank_of(taker)] = taker
+        return tuple(hops)
+
+    @cached_property
+    def skip_chains(self) -> tuple[Hop, ...]:
+        """The ways of their gradients: from each taker to the one before it, which adds its own, and to the source.
+
+        So one is added at a time, and in the order in which riders are that go through all stages: the bits are theirs.
+        """
+        return tuple(Hop(number, *hop) for number, (_, stages) in enumerate(self.skips) for hop in pairwise(stages))
+
+    @cached_property
+    def skip_numbers(self) -> Mapping[str, int]:
+        """The number of each skip, by its name."""
+        return {name: number for number, (name, _) in enumerate(self.skips)}
 
     def recompute_every(self, stage: int) -> int:
         """k, where every k-th block of `stage` is recomputed; 0 where all activations are kept."""

@@ -37,6 +37,8 @@ class Whose(Enum):
     """The stage before it on the microbatch's route; nobody's where the route begins."""
     HELD = auto()
     """All stages that the rank holds."""
+    LATER = auto()
+    """The stages to which skips go from the instruction's stage."""
     NAMED = auto()
     """The stages that the instruction names, of those that the rank holds."""
     RANK = auto()
@@ -62,6 +64,10 @@ class Which(Enum):
     """Those of all reductions of all buckets."""
     REDUCTION_BEFORE = auto()
     """Those of all buckets, in the reduction before that of the instruction's microbatch."""
+    SKIP = auto()
+    """That of the skip that the message names, and that goes between the ranks of its ends."""
+    EVERY_SKIP = auto()
+    """Those of all skips that go to, or from, the stage."""
     TIE = auto()
     """That of the tie that the instruction names."""
     EVERY_TIE = auto()
@@ -107,7 +113,7 @@ class Term(NamedTuple):
 
 
 CONSUMES, READS, PRODUCES, FOLLOWS = Role
-OWN, BEFORE, HELD, NAMED, OF_RANK = Whose
+OWN, BEFORE, HELD, LATER, NAMED, OF_RANK = Whose
 
 _ON_WEIGHTS = Term(READS, Kind.PARAMS, which=Which.GATHERING, when=When.SHARDS_WEIGHTS)
 
@@ -116,6 +122,8 @@ _BACKWARD = (
     Term(CONSUMES, Kind.SAVED),
     Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
     Term(PRODUCES, Kind.OUTPUT_GRAD, BEFORE),
+    Term(CONSUMES, Kind.SKIP_GRAD, LATER, Which.EVERY_SKIP),
+    Term(PRODUCES, Kind.SKIP_GRAD, which=Which.EVERY_SKIP),
     Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
     Term(CONSUMES, Kind.KEYS_GRAD, when=When.HAS_LATER),
     Term(PRODUCES, Kind.KEYS_GRAD, which=Which.EARLIER, when=When.HAS_EARLIER),
@@ -143,6 +151,8 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         _ON_WEIGHTS,
         Term(CONSUMES, Kind.OUTPUT, BEFORE),
         Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
+        Term(CONSUMES, Kind.SKIP, which=Which.EVERY_SKIP),
+        Term(PRODUCES, Kind.SKIP, LATER, Which.EVERY_SKIP),
         Term(PRODUCES, Kind.LOSS, when=When.LAST),
         Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
         Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
@@ -156,11 +166,15 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
     ),
     ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
+    ins.RecvSkip: (Term(PRODUCES, Kind.SKIP, which=Which.SKIP),),
+    ins.SendSkip: (Term(CONSUMES, Kind.SKIP, LATER, Which.SKIP),),
     ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
     ins.Bwd: (*_BACKWARD, *_WEIGHT_GRADIENT),
     ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),
     ins.BwdWeight: (Term(CONSUMES, Kind.PENDING), *_WEIGHT_GRADIENT),
     ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, BEFORE),),
+    ins.RecvSkipGrad: (Term(PRODUCES, Kind.SKIP_GRAD, LATER, Which.SKIP),),
+    ins.SendSkipGrad: (Term(CONSUMES, Kind.SKIP_GRAD, which=Which.SKIP),),
     ins.GatherParams: (Term(PRODUCES, Kind.PARAMS, which=Which.GATHERING),),
     ins.FreeParams: (Term(CONSUMES, Kind.PARAMS, which=Which.GATHERING),),
     ins.SyncTied: (

@@ -24,14 +24,34 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
-from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints, Programs
-from quintsched.ir.instructions import Fwd, Instruction, RecvAct, RecvGrad, SendAct, SendGrad
+from quintsched.ir.columns import ABSENT, CODES, Columns, Ints, Programs
+from quintsched.ir.instructions import (
+    Recv,
+    RecvAct,
+    RecvGrad,
+    RecvSkip,
+    RecvSkipGrad,
+    Send,
+    SendAct,
+    SendGrad,
+    SendSkip,
+    SendSkipGrad,
+)
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.values import SKIPS, TRAVELS, Kind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2
+
+MESSAGES: dict[Kind, tuple[type[Send], type[Recv]]] = {
+    Kind.OUTPUT: (SendAct, RecvAct),
+    Kind.OUTPUT_GRAD: (SendGrad, RecvGrad),
+    Kind.SKIP: (SendSkip, RecvSkip),
+    Kind.SKIP_GRAD: (SendSkipGrad, RecvSkipGrad),
+}
+"""What carries each kind of value that travels."""
 
 BEFORE, COMPUTE, AFTER = 0, 1, 2
 """At one moment: messages first, then computations, then messages that waited for one of these to begin."""
@@ -57,7 +77,7 @@ def place_messages(plan: PlanData) -> PlanData:
         np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
     )
     first = np.r_[0, np.cumsum(np.bincount(rank, minlength=columns.num_ranks))]
-    return replace(plan, programs=Programs(messages.beside(columns).take(order, first)))
+    return replace(plan, programs=Programs(messages.beside(plan).take(order, first)))
 
 
 def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
@@ -73,13 +93,14 @@ def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
 class _Messages:
     """What crosses from rank to rank: an entry per message, channel after channel, as the receiver takes them.
 
-    `made` and `taken` are rows of the plan, `number` is the entry's place in this order.
+    `made` and `taken` are rows of the plan, `keys` those of the values, `number` is the entry's place in this order.
     """
 
     source: Ints
     target: Ints
     made: Ints
     taken: Ints
+    keys: Ints
 
     @classmethod
     def of(cls, plan: PlanData) -> _Messages:
@@ -87,13 +108,14 @@ class _Messages:
         flows, rank = plan.flows, plan.columns.rank
         keys = flows.keys(flows.consumes.places)
         travels = keys < flows.numbering.num_travelling
-        taken = flows.consumes.rows[travels]
-        made = flows.first_senders[keys[travels]]
+        taken, keys = flows.consumes.rows[travels], keys[travels]
+        made = flows.first_senders[keys]
         crosses = (made != ABSENT) & (rank[made] != rank[taken])
-        made, taken = made[crosses], taken[crosses]
-        order = np.argsort((rank[made] * plan.columns.num_ranks + rank[taken]) * len(rank) + taken)
+        made, taken, keys = made[crosses], taken[crosses], keys[crosses]
+        channel = rank[made] * plan.columns.num_ranks + rank[taken]
+        order = np.argsort(channel * len(rank) + taken, kind="stable")
         made, taken = made[order], taken[order]
-        return cls(rank[made], rank[taken], made, taken)
+        return cls(rank[made], rank[taken], made, taken, keys[order])
 
     @property
     def number(self) -> Ints:
@@ -112,23 +134,27 @@ class _Messages:
             np.maximum.accumulate(times[first:last], out=times[first:last])
         return times, np.where(freed == times, AFTER, BEFORE)
 
-    def beside(self, columns: Columns) -> Columns:
+    def beside(self, plan: PlanData) -> Columns:
         """Return all sends, all receives and the computations, in this order; what it says of ranks does not count."""
-        is_activation = columns.are(Fwd)[self.taken]
-        op = np.concatenate(
-            [_codes(is_activation, SendAct, SendGrad), _codes(is_activation, RecvAct, RecvGrad), columns.op]
-        )
+        columns, numbering = plan.columns, plan.flows.numbering
+        sends, receives = np.zeros((2, len(self.keys)), np.uint8)
+        skip = np.full(len(self.keys), ABSENT)
+        for kind in TRAVELS:
+            carried = numbering.of_kind(self.keys, kind)
+            sends[carried], receives[carried] = (CODES[end] for end in MESSAGES[kind])
+            if kind in SKIPS and plan.skips:
+                skip[carried] = numbering.numbers(self.keys[carried], kind) % len(plan.skips)
+        op = np.concatenate([sends, receives, columns.op])
         unit = columns.unit[self.made]
         fields = {
             "stage": np.concatenate([columns.stage[self.made], columns.stage[self.taken], columns.stage]),
             "microbatch": np.concatenate([unit, unit, columns.unit]),
             "peer": np.concatenate([self.target, self.source, np.full(len(columns), ABSENT)]),
         }
-        return Columns(np.array([0, len(op)]), op, fields)
-
-
-def _codes(which: Flags, yes: type[Instruction], no: type[Instruction]) -> Codes:
-    return np.where(which, np.uint8(CODES[yes]), np.uint8(CODES[no]))
+        names = tuple(name for name, _ in plan.layout.skips)
+        if names:
+            fields["skip"] = np.concatenate([skip, skip, np.full(len(columns), ABSENT)])
+        return Columns(np.array([0, len(op)]), op, fields, names)
 
 
 def _explain_order(plan: PlanData, waiting: Ints) -> str:

@@ -14,6 +14,7 @@ from quintsched.ir.dataflow import peer_of
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData
+from quintsched.ir.values import MAX_SKIPS
 from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
 from quintsched.verify.meaning import piece_faults
@@ -80,7 +81,9 @@ def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
 
 
 def _names_its_peer(rows: Ints, kind: type[ins.Message], layout: Layout, columns: Columns) -> Flags:
-    """Which messages name the rank of the neighbouring stage, which is another one."""
+    """Which messages name the rank of the neighbouring stage, which is another one; those of skips are looked at."""
+    if kind in ins.SKIP_MESSAGES:
+        return np.zeros(len(rows), np.bool_)
     other_stage = layout.all_after if issubclass(kind, ins.SendAct | ins.RecvGrad) else layout.all_before
     other, peer = other_stage(columns.stage[rows], columns.unit[rows]), columns.peer[rows]
     found: Flags = (other >= 0) & (peer == np.array(layout.stage_to_pp)[other]) & (peer != columns.rank[rows])
@@ -127,6 +130,7 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)
+    yield from skip_faults(plan)
     yield from communication_faults(plan)
     yield from zero_faults(plan.zero, plan.mesh, plan.mode)
 
@@ -159,6 +163,28 @@ def tied_faults(plan: PlanData) -> Iterator[str]:
             yield f"tied: {name!r} must name at least two stages, each once and in rising order; it names {stages}"
         elif not any(stages_of_route.issuperset(stages) for stages_of_route in visited):
             yield f"tied: no route visits all stages of {name!r}, {stages}; the plan has {len(plan.stage_to_pp)} stages"
+
+
+def skip_faults(plan: PlanData) -> Iterator[str]:
+    """Yield what is wrong with the skips of a plan: which stage makes each, and which take it."""
+    if plan.skips and len(plan.routes) != 1:
+        yield f"skips: the microbatches of {plan.schedule.name} take {len(plan.routes)} routes; skips need a single one"
+        return
+    if len(plan.skips) > MAX_SKIPS:
+        yield f"skips: {len(plan.skips)} names are more than {MAX_SKIPS}"
+    for name, stages in plan.skips.items():
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 200:
+            yield f"skips: {name!r} is not a name that a block's forward can take"
+        route = plan.routes[0].stages
+        unknown = [stage for stage in stages if type(stage) is not int or stage not in route]
+        places = [route.index(stage) for stage in stages if stage not in unknown]
+        if unknown:
+            yield f"skips: {name!r} names stage {unknown[0]}; the plan has the stages 0 to {len(plan.stage_to_pp) - 1}"
+        elif len(stages) < 2 or sorted({*places}) != places:
+            yield (
+                f"skips: {name!r} must name the stage that makes it, then those that take it, each once and later on "
+                f"the route than the one before; it names {stages}"
+            )
 
 
 def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:
@@ -210,10 +236,22 @@ def _message_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
     expected = peer_of(i, plan.layout)
     if i.peer == rank:
         return f"its peer is rank {rank} itself; stages on one rank hand over in place, without a message"
+    if isinstance(i, ins.SKIP_MESSAGES):
+        return _skip_fault(i, plan, expected)
     if expected < 0:
         return "the route begins or ends here: there is nobody to exchange this with"
     if i.peer != expected:
         return f"peer {i.peer} does not hold the neighbouring stage; rank {expected} does"
+    return None
+
+
+def _skip_fault(i: ins.SkipMessage, plan: PlanData, expected: int) -> str | None:
+    if i.skip not in plan.skips:
+        return f"the plan has no skip {i.skip!r}"
+    if expected < 0:
+        return f"stage {i.stage} exchanges nothing of the skip {i.skip!r} with another rank there"
+    if i.peer != expected:
+        return f"stage {i.stage} does not exchange the skip {i.skip!r} with rank {i.peer}, but with rank {expected}"
     return None
 
 
