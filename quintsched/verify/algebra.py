@@ -6,7 +6,8 @@ computes on each slice of a microbatch
     y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
 
 with the gradients worked out by hand. A named weight that several stages hold is one more number, added to w on each of
-these stages. `quintsched.verify.equivalence` runs plans on it.
+these stages. A skip is m·y of the piece that makes it, and a piece that takes it adds t times that to its own output; m
+and t are numbers of the model that are not trained. `quintsched.verify.equivalence` runs plans on it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,14 @@ class Model:
         for _, stages in layout.tied:
             more = self._draw()
             self.weights |= {s: self.weights[s]._replace(w=(self.weights[s].w + more) % PRIME) for s in stages}
+        self.makes = {(skip, layout.part_of(stages[0])): self._draw() for skip, (_, stages) in enumerate(layout.skips)}
+        """By how much a piece multiplies its output for each skip that it makes."""
+        self.takes = {
+            (skip, layout.part_of(stage)): self._draw()
+            for skip, (_, stages) in enumerate(layout.skips)
+            for stage in stages[1:]
+        }
+        """By how much a piece multiplies each skip that it takes."""
         self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
         self.targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
 
@@ -192,15 +201,30 @@ class Sequential:
     def _microbatch(self, units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
         model, saved, last = self.model, {}, [*self._holders][-1]
         values = {unit: model.inputs[unit] for unit in units}
+        skips: dict[tuple[int, int], Number] = {}
         for piece, holder in self._holders.items():
             keys = model.zero
             for unit in units:
                 saved[piece, unit] = Saved(values[unit], keys)
                 values[unit], keys = forward(model.weights[holder], saved[piece, unit])
+                for skip, times in _of_piece(model.takes, piece):
+                    values[unit] = model.modulo(values[unit] + times * skips[skip, unit])
+                for skip, times in _of_piece(model.makes, piece):
+                    skips[skip, unit] = model.modulo(times * values[unit])
         losses = {unit: model.loss(unit, values[unit]) for unit in units}
         grads = {unit: model.loss_grad(unit, values[unit]) for unit in units}
+        of_skips = dict.fromkeys(skips, model.zero)
         for piece, holder in reversed(self._holders.items()):
             grad_k = model.zero
             for unit in reversed(units):
+                for skip, times in _of_piece(model.makes, piece):
+                    grads[unit] = model.modulo(grads[unit] + times * of_skips[skip, unit])
+                for skip, times in _of_piece(model.takes, piece):
+                    of_skips[skip, unit] = model.modulo(of_skips[skip, unit] + times * grads[unit])
                 grads[unit], grad_k, share = backward(model.weights[holder], saved[piece, unit], grads[unit], grad_k)
                 yield (piece, unit), model.share(holder, share), losses[unit] if piece == last else model.zero
+
+
+def _of_piece(numbers: dict[tuple[int, int], int], piece: int) -> list[tuple[int, int]]:
+    """Return the (skip, number) of a piece."""
+    return [(skip, number) for (skip, of), number in numbers.items() if of == piece]

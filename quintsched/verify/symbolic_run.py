@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import METRICS, NORM, Kind, Value
+from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Kind, Value
 from quintsched.verify.algebra import PRIME, Gradient, Model, Number, Saved, Weights, added, backward, forward
 
 
@@ -117,17 +117,35 @@ class SymbolicRun:
 
 
 def _send(run: SymbolicRun, rank: SymbolicRank, i: ins.Send) -> None:
-    stage = i.stage if isinstance(i, ins.SendAct) else run.plan.layout.before(i.stage, i.microbatch)
-    number = rank.take(Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, stage, i.microbatch)
-    run.channels.setdefault((rank.number, i.peer), deque()).append(number)
+    run.channels.setdefault((rank.number, i.peer), deque()).append(rank.take(*_carried(run, i)))
 
 
 def _recv(run: SymbolicRun, rank: SymbolicRank, i: ins.Recv) -> None:
-    number = run.channels[i.peer, rank.number].popleft()
-    if isinstance(i, ins.RecvAct):
-        rank.put(Kind.OUTPUT, run.plan.layout.before(i.stage, i.microbatch), i.microbatch, number)
-    else:
-        rank.put(Kind.OUTPUT_GRAD, i.stage, i.microbatch, number)
+    rank.put(*_carried(run, i), run.channels[i.peer, rank.number].popleft())
+
+
+def _carried(run: SymbolicRun, i: ins.Message) -> tuple[Kind, int, int]:
+    """Return the value that a message carries."""
+    layout = run.plan.layout
+    match i:
+        case ins.SendAct() | ins.RecvGrad():
+            return Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, i.stage, i.microbatch
+        case ins.RecvSkip() | ins.SendSkipGrad():
+            kind = Kind.SKIP if isinstance(i, ins.RecvSkip) else Kind.SKIP_GRAD
+            return kind, i.stage, i.microbatch * MAX_SKIPS + layout.skip_numbers[i.skip]
+        case ins.SendSkip() | ins.RecvSkipGrad():
+            skip = layout.skip_numbers[i.skip]
+            kind, hops = Kind.SKIP, layout.skip_hops
+            if isinstance(i, ins.RecvSkipGrad):
+                kind, hops = Kind.SKIP_GRAD, layout.skip_chains
+            later = next(
+                hop.later
+                for hop in hops
+                if (hop.skip, hop.earlier) == (skip, i.stage) and layout.rank_of(hop.later) == i.peer
+            )
+            return kind, later, i.microbatch * MAX_SKIPS + skip
+    before = layout.before(i.stage, i.microbatch)
+    return Kind.OUTPUT if isinstance(i, ins.RecvAct) else Kind.OUTPUT_GRAD, before, i.microbatch
 
 
 def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
@@ -136,6 +154,13 @@ def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
     x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
     saved = Saved(x, _keys_before(run, rank, i))
     y, keys = forward(_weights(run, rank, s), saved)
+    skips = {h.skip: rank.take(Kind.SKIP, s, u * MAX_SKIPS + h.skip) for h in layout.skip_hops if h.later == s}
+    skipped = sum((model.takes[skip, layout.part_of(s)] * number for skip, number in skips.items()), model.zero)
+    y = model.modulo(y + skipped)
+    for hop in layout.skip_hops:
+        if hop.earlier == s:
+            made = skips[hop.skip] if hop.skip in skips else model.makes[hop.skip, layout.part_of(s)] * y
+            rank.put(Kind.SKIP, hop.later, u * MAX_SKIPS + hop.skip, model.modulo(made))
     if layout.after(s, u) >= 0:
         rank.put(Kind.OUTPUT, s, u, y)
     else:
@@ -143,14 +168,15 @@ def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
     if (u + 1) % layout.slices:
         rank.put(Kind.KEYS, s, u, keys)
     if layout.trains and layout.recomputes(s):
-        rank.put(Kind.CHECKPOINT, s, u, x)
+        rank.put(Kind.CHECKPOINT, s, u, (x, skipped))
     elif layout.trains:
         _save(run, rank, i, saved, y)
 
 
 def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
-    saved = Saved(rank.take(Kind.CHECKPOINT, i.stage, i.microbatch), _keys_before(run, rank, i))
-    _save(run, rank, i, saved, forward(_weights(run, rank, i.stage), saved)[0])
+    x, skipped = rank.take(Kind.CHECKPOINT, i.stage, i.microbatch)
+    saved = Saved(x, _keys_before(run, rank, i))
+    _save(run, rank, i, saved, run.model.modulo(forward(_weights(run, rank, i.stage), saved)[0] + skipped))
 
 
 def _weights(run: SymbolicRun, rank: SymbolicRank, stage: int) -> Weights:
@@ -189,6 +215,7 @@ def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradie
     saved, grad_y = rank.take(Kind.SAVED, s, u)
     if grad_y is None:
         grad_y = rank.take(Kind.OUTPUT_GRAD, s, u)
+    grad_y = _pass_skip_grads(run, rank, i, grad_y)
     grad_k = model.zero
     if (u + 1) % layout.slices:
         rank.take(Kind.KEYS, s, u)
@@ -199,6 +226,23 @@ def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradie
     if u % layout.slices:
         rank.put(Kind.KEYS_GRAD, s, u - 1, of_keys)
     return model.share(s, share)
+
+
+def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_y: Number) -> Number:
+    """Add the gradients of the skips that a stage makes to its output's, and to those that it takes its own."""
+    layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
+    sums = {
+        hop.skip: rank.take(Kind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
+        for hop in layout.skip_chains
+        if hop.earlier == s
+    }
+    made = (model.makes[skip, layout.part_of(s)] * number for skip, number in sums.items() if layout.skips[skip][1][0] == s)
+    grad_y = model.modulo(sum(made, grad_y))
+    for hop in layout.skip_chains:
+        if hop.later == s:
+            total = sums.get(hop.skip, model.zero) + model.takes[hop.skip, layout.part_of(s)] * grad_y
+            rank.put(Kind.SKIP_GRAD, s, u * MAX_SKIPS + hop.skip, model.modulo(total))
+    return grad_y
 
 
 def _bwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Bwd) -> None:
@@ -304,11 +348,15 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.Fwd: _fwd,
     ins.Recompute: _recompute,
     ins.SendAct: _send,
+    ins.RecvSkip: _recv,
+    ins.SendSkip: _send,
     ins.RecvGrad: _recv,
     ins.Bwd: _bwd,
     ins.BwdInput: _bwd_input,
     ins.BwdWeight: _bwd_weight,
     ins.SendGrad: _send,
+    ins.RecvSkipGrad: _recv,
+    ins.SendSkipGrad: _send,
     ins.SyncTied: _sync_tied,
     ins.AllReduceBucket: _all_reduce_bucket,
     ins.ReduceScatterBucket: _reduce_scatter_bucket,
