@@ -37,7 +37,7 @@ class Tie:
 
 
 class Hop(NamedTuple):
-    """A skip, by its number, between two stages: its value goes from the earlier one to the later, or its gradient back."""
+    """A skip, by its number, between two stages: its value goes to the later one, its gradient back."""
 
     skip: int
     earlier: int

@@ -60,10 +60,11 @@ class PlanData:
 
     `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are kept as
     columns. `recompute` says per stage whether its activations are kept (0), or those of every k-th block recomputed
-    (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight, `skips`
-    which stage makes each named skip and which later ones take it, `zero` what replicas shard among them, `communication` how buckets are exchanged. A plan that was put together by hand is
-    not checked before `check` is asked, but for its instructions' fields: a program with something else than numbers
-    where numbers belong is refused with an `UnsoundError`.
+    (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight,
+    `skips` which stage makes each named skip and then which ones take it, `zero` what replicas shard among them,
+    `communication` how buckets are exchanged. A plan that was put together by hand is not checked before `check` is
+    asked, but for its instructions' fields: a program with something else than numbers where numbers belong is refused
+    with an `UnsoundError`.
     """
 
     mode: Mode

@@ -236,7 +236,9 @@ def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_
         for hop in layout.skip_chains
         if hop.earlier == s
     }
-    made = (model.makes[skip, layout.part_of(s)] * number for skip, number in sums.items() if layout.skips[skip][1][0] == s)
+    made = (
+        model.makes[skip, layout.part_of(s)] * number for skip, number in sums.items() if layout.skips[skip][1][0] == s
+    )
     grad_y = model.modulo(sum(made, grad_y))
     for hop in layout.skip_chains:
         if hop.later == s:

@@ -10,7 +10,7 @@ Each function here binds one instruction: everything that can be known beforehan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -27,6 +27,7 @@ from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
+from .cells import Parts
 from .rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
@@ -41,7 +42,7 @@ DIFFERENTIABLE = frozenset(
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
     (made,) = state.flows.made(instruction, Kind.OUTPUT, Kind.LOSS)
-    finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, made)
+    finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, instruction)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
         return _bind_training(state, index, instruction, finish, kept[0])
@@ -97,8 +98,13 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
     """Return what takes a forward's input; None where that is one of the batch."""
-    taken = state.flows.taken(instruction, Kind.OUTPUT)
-    return state.cells.taker(taken[0], index) if taken else None
+    taken, names = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP), state.forwards[instruction.stage].arriving
+    return state.cells.row_taker(_parts(state, taken, names), index) if taken else None
+
+
+def _parts(state: ComputeState, values: Sequence[Value], names: Sequence[str]) -> Parts:
+    """Return which places values have in a row of an activation and what goes by these names."""
+    return [(value, state.cargo.places(value, names)) for value in values]
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
@@ -137,15 +143,17 @@ def _with_unit(
     return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
 
 
-def _hand_on(state: ComputeState, made: Value) -> Callable[[Outputs], Start]:
-    """Return what leaves a stage's outputs for the next one; what does not fit the agreed shape goes no further."""
-    cell, parcel = state.cells.of(made), state.parcels[made.stage]
+def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
+    """Return what leaves a stage's outputs for later ones; what does not fit the agreed shape goes no further."""
+    made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
+    cell, parcel = state.cells.of(made[0]), state.forwards[stage].parcel
+    give = state.cells.row_giver(_parts(state, made, parcel.names))
     (shape, dtype), only_one = (parcel.activation.shape, parcel.activation.dtype), not parcel.riders
 
     def check(outputs: Outputs) -> None:
         for output, spec in zip(outputs, parcel.specs, strict=True):
             if output.shape != spec.shape or output.dtype != spec.dtype:
-                raise MisfitError(f"stage {made.stage} gave {TensorSpec.of(output)}; the ranks agreed on {parcel}")
+                raise MisfitError(f"stage {stage} gave {TensorSpec.of(output)}; the ranks agreed on {parcel}")
 
     def hand_on(outputs: Outputs) -> Start:
         output = outputs[0]
@@ -153,7 +161,7 @@ def _hand_on(state: ComputeState, made: Value) -> Callable[[Outputs], Start]:
             cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
         check(outputs)
-        cell.value = tuple(output.detach() for output in outputs)
+        give(tuple([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
@@ -263,9 +271,11 @@ def _backward(
     """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, Kind.SAVED)
-    taken, made = flows.taken(instruction, Kind.OUTPUT_GRAD), flows.made(instruction, Kind.OUTPUT_GRAD)
-    take = cells.taker(taken[0], index) if taken else None
-    cell = cells.of(made[0]) if made else None
+    taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    forward = state.forwards[instruction.stage]
+    take = cells.row_taker(_parts(state, taken, forward.parcel.names), index) if taken else None
+    give = cells.row_giver(_parts(state, made, forward.arriving)) if made else None
     forget = _forget_past(state, instruction)
     clock, saved = state.clock, state.saved
 
@@ -275,8 +285,8 @@ def _backward(
         given, start, _ = saved.pop(kept_as)
         with around:
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
-        if cell is not None:
-            cell.value = tuple([_gradient_of(tensor, gradients) for tensor in given])
+        if give is not None:
+            give(tuple([_gradient_of(tensor, gradients) for tensor in given]))
         if forget is not None:
             forget()
         clock.stop()

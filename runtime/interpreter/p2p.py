@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quintsched.ir.instructions import Recv, Send
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 
 from .data_flow import Flow, ProgramFlow
 from .rank_state import MessageState
@@ -41,14 +41,14 @@ That wait is free of deadlock only for plans that are so under the `blocking` pr
 MOST_TAGS = 2**31
 
 KEEPS = (Kind.SAVED, Kind.CHECKPOINT, Kind.PENDING)
-"""What holds on to the memory of what an instruction took."""
+"""What holds on to the memory of what an instruction took; a skip that is taken again later does so to a skip's."""
 
 Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Posting:
-    """A receive of `value` from pp rank `peer`, issued before instruction `at`, into buffer `slot` of its kind.
+    """A receive of `value` from pp rank `peer`, issued before instruction `at`, into buffer `slot` of its line.
 
     `index` is its place in the program.
     """
@@ -60,21 +60,30 @@ class Posting:
     index: int
 
 
-def plan_receives(flow_of: ProgramFlow, ahead: Callable[[int], int] | None) -> list[Posting]:
+Line = tuple[Kind, int, int]
+"""Values that are alike but for their microbatch, and take turns in buffers: their kind, stage and skip."""
+
+
+def line_of(value: Value) -> Line:
+    """Return the line of a value."""
+    return value.kind, value.stage, value.number % MAX_SKIPS if value.kind in SKIPS else 0
+
+
+def plan_receives(flow_of: ProgramFlow, ahead: Callable[[Value], int] | None) -> list[Posting]:
     """Return the receives of a program in the order in which they are issued.
 
-    `ahead` says of each stage how many receives are in flight of what it leaves, or of its gradient; where it is None,
-    each keeps its place in the program. Slots are numbered per (kind, stage) of the value from 0, as few as suffice.
+    `ahead` says of a value how many receives are in flight of its line; where it is None, each keeps its place in the
+    program. Slots are numbered per line from 0, as few as suffice.
     """
     flows = flow_of.all()
     taken = {value: index for index, flow in enumerate(flows) for value in flow.consumes}
-    tagged: dict[tuple[int, Kind, int], list[int]] = defaultdict(list)
+    tagged: dict[tuple[int, Line], list[int]] = defaultdict(list)
     posted: list[tuple[int, int, Value, int]] = []
     for index, instruction in enumerate(flow_of.program):
         if isinstance(instruction, Recv):
             value = flows[index].produces[0]
-            before = tagged[instruction.peer, value.kind, value.stage]
-            most = ahead(value.stage) if ahead else 0
+            before = tagged[instruction.peer, line_of(value)]
+            most = ahead(value) if ahead else 0
             early = index if not most else before[-most] + 1 if len(before) >= most else 0
             posted.append((min(early, index), index, value, instruction.peer))
             before.append(taken[value])
@@ -84,18 +93,19 @@ def plan_receives(flow_of: ProgramFlow, ahead: Callable[[int], int] | None) -> l
 def _releases(flows: Sequence[Flow], taken: dict[Value, int]) -> dict[Value, int]:
     """Return after which instruction the memory of each value is free: when nothing that keeps it is left."""
 
-    def release(index: int) -> int:
-        kept = [value for value in flows[index].produces if value.kind in KEEPS]
-        return release(taken[kept[0]]) if kept else index
+    def release(value: Value, index: int) -> int:
+        again = (Kind.SKIP,) if value.kind is Kind.SKIP else ()
+        kept = [made for made in flows[index].produces if made.kind in (*KEEPS, *again)]
+        return max([release(made, taken[made]) for made in kept], default=index)
 
-    return {value: release(index) for value, index in taken.items()}
+    return {value: release(value, index) for value, index in taken.items()}
 
 
 def _assign_slots(posted: Sequence[tuple[int, int, Value, int]], release: dict[Value, int]) -> list[Posting]:
-    busy_until: dict[tuple[Kind, int], list[int]] = defaultdict(list)
+    busy_until: dict[Line, list[int]] = defaultdict(list)
     postings = []
     for at, index, value, peer in posted:
-        slots = busy_until[value.kind, value.stage]
+        slots = busy_until[line_of(value)]
         slot = next((number for number, last in enumerate(slots) if last < at), len(slots))
         slots[slot : slot + 1] = [release[value]]
         postings.append(Posting(value, peer, at, slot, index))
@@ -105,17 +115,17 @@ def _assign_slots(posted: Sequence[tuple[int, int, Value, int]], release: dict[V
 def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
     """Return the calls that post the receives, in the order in which they are issued, each slot's buffers made once."""
 
-    def ahead(stage: int) -> int:
-        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.parcels[stage].specs), 1))
+    def ahead(value: Value) -> int:
+        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.cargo.specs(value)), 1))
 
     postings = plan_receives(state.flows, ahead if state.transport.profile == "tagged" else None)
-    slots: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
+    slots: dict[tuple[Line, int], tuple[Tensor, ...]] = {}
     device = state.transport.device
     for posting in postings:
-        key = (posting.value.kind, posting.value.stage, posting.slot)
+        key = (line_of(posting.value), posting.slot)
         if key not in slots:
-            slots[key] = tuple(spec.empty(device) for spec in state.parcels[posting.value.stage].specs)
-    return [(p, _bind_receive(state, p, slots[p.value.kind, p.value.stage, p.slot])) for p in postings]
+            slots[key] = tuple(spec.empty(device) for spec in state.cargo.specs(posting.value))
+    return [(p, _bind_receive(state, p, slots[line_of(p.value), p.slot])) for p in postings]
 
 
 def _bind_receive(state: MessageState, posting: Posting, buffers: tuple[Tensor, ...]) -> Call:
@@ -195,6 +205,9 @@ def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
 
 def _tags(state: MessageState, value: Value) -> list[int]:
     """Return the tags of the tensors that carry a value: no other value has them."""
-    width = max(len(parcel.specs) for parcel in state.parcels.values())
-    number = (value.number * len(state.flows.plan.stage_to_pp) + value.stage) * 2 + (value.kind is Kind.OUTPUT_GRAD)
-    return [(number * width + k) % MOST_TAGS for k in range(len(state.parcels[value.stage].specs))]
+    plan, lane, unit = state.flows.plan, value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD), value.number
+    if value.kind in SKIPS:
+        unit, skip = divmod(value.number, MAX_SKIPS)
+        lane += 2 * (1 + skip)
+    number = (unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane
+    return [(number * state.cargo.width + k) % MOST_TAGS for k in range(len(state.cargo.specs(value)))]

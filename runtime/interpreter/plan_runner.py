@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel, TensorSpec
+from ..blocks.blocks import Parcel, TensorSpec, on_meta
 from ..blocks.shapes import announce_spec, find_shapes
 from ..comm import Transport
 from ..parallel.mesh_groups import MeshGroups
+from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
@@ -144,11 +145,12 @@ class PlanRunner:
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
         shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
+        require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
         return inputs, model.tensor.tokens.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
-        parcels = {stage: of_blocks[blocks.stop - 1] for stage, blocks in enumerate(model.cuts)}
+        cargo = Cargo(flows.plan, model.cuts, of_blocks)
         current, waits, tally = CurrentStep(), Waits(), Tally(len(options.metrics), self._transport.device)
         cells = Cells(waits)
         compute = ComputeState(
@@ -157,8 +159,8 @@ class PlanRunner:
             cells=cells,
             clock=self._clock,
             tally=tally,
-            forwards=self._forwards(flows, of_blocks),
-            parcels=parcels,
+            forwards=self._forwards(flows, cargo),
+            cargo=cargo,
             place=self._place(inputs),
             loss_fn=options.loss_fn,
             metrics=options.metrics,
@@ -174,16 +176,16 @@ class PlanRunner:
             optimizers=self._state.optimizers,
             clip=options.clip,
         )
-        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends)
+        messages = MessageState(flows, cells, cargo, self._transport, options.max_sends)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
-    def _forwards(self, flows: ProgramFlow, parcels: list[Parcel]) -> dict[int, StageForward]:
+    def _forwards(self, flows: ProgramFlow, cargo: Cargo) -> dict[int, StageForward]:
         model, layout = self._model, flows.plan.layout
         return {
             number: StageForward(
                 {int(block): module for block, module in stage.blocks.items()},
-                parcels,
+                cargo.of_stage(number),
                 masks=model.masks,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,

@@ -81,6 +81,10 @@ class StageForward:
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
     ) -> None:
         numbers = list(blocks)
+        self.arriving = parcels[numbers[0] - 1].names if numbers[0] else ()
+        """The names of what the stage is given beside the activation, in order."""
+        self.parcel = parcels[numbers[-1]]
+        """What it leaves: its output, and what rides along from there or is taken past stages."""
         self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
 
