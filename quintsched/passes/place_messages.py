@@ -7,8 +7,8 @@ every call blocks the host until its partner has come: the order itself is a run
     rank 0         F0    SendAct 0  F1          SendAct 1
     rank 1               RecvAct 0        F0    RecvAct 1
 
-The order is that in which a simulated run at unit costs produces the messages, with at most two messages of a
-channel received and not yet taken. Messages of a channel go in the order in which the receiver takes them: then
+The order is that in which a simulated run at unit costs produces the messages, with the messages of at most two
+computations on a channel received and not yet taken (one each, but where skips come beside them). Messages of a channel go in the order in which the receiver takes them: then
 neither that limit nor the channel's order ever makes the run wait.
 """
 
@@ -126,8 +126,10 @@ class _Messages:
         """Return each message's time and phase in the global order; `start` and `end` are those of the rows."""
         num_ranks = int(max(self.source.max(initial=0), self.target.max(initial=0))) + 1
         channel = self.source * num_ranks + self.target
-        older = np.maximum(self.number - RECEIVES_OUTSTANDING, 0)
-        has_older = (self.number >= RECEIVES_OUTSTANDING) & (channel[older] == channel) if len(channel) else channel
+        begins = np.flatnonzero(np.r_[True, (np.diff(channel) != 0) | (np.diff(self.taken) != 0)][: len(channel)])
+        taker = np.searchsorted(begins, self.number, side="right") - 1
+        older = begins[np.maximum(taker - RECEIVES_OUTSTANDING, 0)] if len(begins) else taker
+        has_older = (taker >= RECEIVES_OUTSTANDING) & (channel[older] == channel)
         freed = np.where(has_older, start[self.taken[older]], -1.0)
         times = np.maximum(end[self.made], freed)
         for first, last in pairwise([0, *(np.flatnonzero(np.diff(channel)) + 1).tolist(), len(channel)]):
