@@ -8,8 +8,9 @@ every call blocks the host until its partner has come: the order itself is a run
     rank 1               RecvAct 0        F0    RecvAct 1
 
 The order is that in which a simulated run at unit costs produces the messages, with the messages of at most two
-computations on a channel received and not yet taken (one each, but where skips come beside them). Messages of a channel go in the order in which the receiver takes them: then
-neither that limit nor the channel's order ever makes the run wait.
+computations on a channel received and not yet taken (one each, but where skips come beside them). Messages of a
+channel go in the order in which the receiver takes them: then neither that limit nor the channel's order ever makes the
+run wait.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def summed(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return (output - target).square().sum(), float(len(output))
 
 
-def train(plan: qs.Plan, blocks: Sequence[Any], rules: Rules = "mailbox", **more: Any) -> list[Outcome]:
+def train(plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", **more: Any) -> list[Outcome]:
     inputs, targets = data()
 
     def run(transport: Transport) -> Outcome:
@@ -114,7 +114,7 @@ def train(plan: qs.Plan, blocks: Sequence[Any], rules: Rules = "mailbox", **more
         losses.append(float(engine.evaluate(*mine).loss))
         return losses, engine.full_weights()
 
-    return run_local(plan.mesh.size, run, rules=rules)
+    return run_local(plan.mesh.size, run, rules=wire)
 
 
 def train_plainly(blocks: Sequence[Any]) -> Outcome:
