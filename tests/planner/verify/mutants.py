@@ -12,6 +12,7 @@ from random import Random
 
 import quintsched as qs
 from quintsched.ir.instructions import (
+    SKIP_MESSAGES,
     AllGatherBucket,
     AllReduceBucket,
     Bwd,
@@ -47,8 +48,8 @@ MOST_INSTRUCTIONS = 120
 def small_plans() -> list[Plan]:
     """Every schedule there is at those small shapes that it takes; with slices where it takes them.
 
-    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, and with
-    optimizer state, gradients or weights shared out over its replicas.
+    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with skips
+    past stages, and with optimizer state, gradients or weights shared out over its replicas.
     """
     found = []
     for schedule in qs.all_schedules():
@@ -65,10 +66,19 @@ def small_plans() -> list[Plan]:
                 plans = [plan]
                 if schedule.mode == "train":
                     plans.append(qs.compile(schedule, **shape, recompute=recompute, tied=tied))
+                if last and not schedule.bidirectional:
+                    plans.append(qs.compile(schedule, **shape, skip=skips_between(last)))
                 if "2" in mesh.split("pp")[0]:
                     plans += zero_plans(schedule, shape, recompute, tied)
                 found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
     return found
+
+
+def skips_between(last: int) -> dict[str, tuple[int, ...]]:
+    """A skip from the first stage to all others, and one that goes past some, if there are such."""
+    return (
+        {"all": tuple(range(last + 1)), "past": (0, last)} if last < 3 else {"all": (0, 1, 2, last), "past": (1, last)}
+    )
 
 
 def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict) -> list[Plan]:
@@ -130,6 +140,7 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     kinds = ["swap", "neighbours", "drop", "duplicate", "move"]
     kinds += ["retarget"] if isinstance(i, Message) else []
     kinds += ["renumber", "restage"] if isinstance(i, Compute | Message) else []
+    kinds += ["reskip"] if isinstance(i, SKIP_MESSAGES) else []
     kinds += ["rebucket"] if isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket) else []
     kinds += ["repart"] if isinstance(i, ReduceScatterBucket) else []
     kinds += ["restage"] if isinstance(i, GatherParams | FreeParams) else []
@@ -156,6 +167,8 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             program[index] = replace(i, microbatch=random.randint(0, units))
         case "restage":
             program[index] = replace(i, stage=random.randint(0, stages))
+        case "reskip":
+            program[index] = replace(i, skip=random.choice(["all", "past", "none"]))
         case "rebucket":
             program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage + 1))
         case "repart":
