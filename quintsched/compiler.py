@@ -26,7 +26,7 @@ from quintsched.schedules import Schedule, Shape
 from quintsched.schedules.kit.order import order_of_computation
 from quintsched.user_code import load_schedule
 from quintsched.verify.soundness import check, check_order
-from quintsched.verify.wellformed import recompute_faults, skip_faults, tied_faults, zero_faults
+from quintsched.verify.wellformed import loss_faults, recompute_faults, skip_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
@@ -107,6 +107,7 @@ def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest
     _require_one_order(schedule, shape, order)
     order = _with_tied(order, request.tied or {})
     order = _with_skips(order, request.skip or {})
+    order = _with_losses(order, request.losses or ())
     order = replace(order, zero=_zero(request.zero, request.zero_every, order))
     check_order(order).raise_if_unsound()
     return order
@@ -186,6 +187,7 @@ def evaluation_of(plan: Plan) -> Plan:
         chunks=plan.schedule.chunks,
         stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
         skip=plan.skips,
+        losses=plan.losses,
         zero=plan.zero.stage if plan.zero.shards_weights else 0,
     )
 
@@ -217,6 +219,14 @@ def _with_skips(order: PlanData, skips: Mapping[str, Sequence[int]]) -> PlanData
     for fault in skip_faults(plan):
         raise UsageError(f"{plan.schedule.name}: {fault}")
     return plan
+
+
+def _with_losses(order: PlanData, losses: Sequence[int]) -> PlanData:
+    """Return the order with losses on these stages; raises `UsageError`."""
+    plan = replace(order, losses=tuple(losses))
+    for fault in loss_faults(plan):
+        raise UsageError(f"{plan.schedule.name}: {fault}")
+    return plan if len(losses) > 1 else order
 
 
 def _zero(stage: int, every: int, order: PlanData) -> Zero:

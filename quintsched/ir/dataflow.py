@@ -298,8 +298,8 @@ _OF_PLAN: dict[When, Callable[[Layout], bool]] = {
 """The conditions on the whole plan."""
 
 _OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
-    When.LAST: lambda stages, units, layout: layout.all_after(stages, units) < 0,
     When.NOT_LAST: lambda stages, units, layout: layout.all_after(stages, units) >= 0,
+    When.HAS_LOSS: lambda stages, units, layout: layout.have_loss(stages, units),
     When.KEEPS: lambda stages, units, layout: layout.trains & ~layout.recomputing[stages],
     When.RECOMPUTES: lambda stages, units, layout: layout.trains & layout.recomputing[stages],
     When.HAS_EARLIER: lambda stages, units, layout: units % layout.slices > 0,

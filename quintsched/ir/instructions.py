@@ -103,7 +103,7 @@ class RecvAct(Recv):
 
 @dataclass(frozen=True, slots=True)
 class Fwd(Compute):
-    """Run the stage forward; on the last stage of the route, the loss too."""
+    """Run the stage forward; on the last stage of the route, and others that have one, the loss too."""
 
     letters: ClassVar[str] = "F"
     costs: ClassVar[tuple[str, ...]] = ("forward",)
@@ -258,7 +258,7 @@ class ReduceScatterBucket(OnBucket):
 
 @dataclass(frozen=True, slots=True)
 class ShareMetrics(Instruction):
-    """Give loss, loss weight and metrics of the last stage to every rank, without waiting for them."""
+    """Give losses, loss weight and metrics of all stages to every rank, without waiting for them."""
 
     letters: ClassVar[str] = "metrics"
     whole_mesh: ClassVar[bool] = True

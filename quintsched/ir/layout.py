@@ -50,9 +50,9 @@ class Layout:
 
     `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied`, `skips` and `zero` are
-    those of a plan. `backward_order` says per stage in which order backwards end, where gradients are reduced as they
-    come.
+    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
+    `zero` are those of a plan. `backward_order` says per stage in which order backwards end, where gradients are
+    reduced as they come.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -65,6 +65,7 @@ class Layout:
     recompute: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
     skips: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    losses: tuple[int, ...] = ()
     zero: Zero = field(default_factory=Zero)
     backward_order: tuple[tuple[int, ...], ...] = ()
 
@@ -121,6 +122,11 @@ class Layout:
         """`after`, for many at once."""
         route_of, _, after = self._tables
         return after[route_of[microbatches], stages]
+
+    def have_loss(self, stages: Ints, microbatches: Ints) -> Flags:
+        """Which of these stages have a loss of these microbatches: the last ones of routes, and those named."""
+        found: Flags = self.all_after(stages, microbatches) < 0
+        return found | np.isin(stages, self.losses) if self.losses else found
 
     @cached_property
     def visits_all(self) -> Flags:

@@ -61,10 +61,10 @@ class PlanData:
     `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are kept as
     columns. `recompute` says per stage whether its activations are kept (0), or those of every k-th block recomputed
     (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight,
-    `skips` which stage makes each named skip and then which ones take it, `zero` what replicas shard among them,
-    `communication` how buckets are exchanged. A plan that was put together by hand is not checked before `check` is
-    asked, but for its instructions' fields: a program with something else than numbers where numbers belong is refused
-    with an `UnsoundError`.
+    `skips` which stage makes each named skip and then which ones take it, `losses` which stages have a loss (() where
+    the last one of each route has), `zero` what replicas shard among them, `communication` how buckets are exchanged. A
+    plan that was put together by hand is not checked before `check` is asked, but for its instructions' fields: a
+    program with something else than numbers where numbers belong is refused with an `UnsoundError`.
     """
 
     mode: Mode
@@ -78,6 +78,7 @@ class PlanData:
     recompute: tuple[int, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     skips: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    losses: tuple[int, ...] = ()
     communication: Communication = NATIVE
     zero: Zero = field(default_factory=Zero)
 
@@ -116,6 +117,7 @@ class PlanData:
             recompute=self.recompute,
             tied=tuple(sorted(self.tied.items())),
             skips=tuple(sorted(self.skips.items())),
+            losses=self.losses,
             zero=self.zero,
             backward_order=self._backward_order() if self.zero.shards_gradients else (),
         )

@@ -82,10 +82,10 @@ class When(Enum):
     """Where a term holds: everywhere, or only …"""
 
     ALWAYS = auto()
-    LAST = auto()
-    """on the last stage of the microbatch's route."""
     NOT_LAST = auto()
-    """on all others."""
+    """on all stages but the last of the microbatch's route."""
+    HAS_LOSS = auto()
+    """on stages that have a loss: that last one, and those that the plan names."""
     KEEPS = auto()
     """in plans that train, on stages that keep their activations."""
     RECOMPUTES = auto()
@@ -153,7 +153,7 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
         Term(CONSUMES, Kind.SKIP, which=Which.EVERY_SKIP),
         Term(PRODUCES, Kind.SKIP, LATER, Which.EVERY_SKIP),
-        Term(PRODUCES, Kind.LOSS, when=When.LAST),
+        Term(PRODUCES, Kind.LOSS, when=When.HAS_LOSS),
         Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
         Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
         Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
@@ -192,7 +192,7 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(PRODUCES, Kind.REDUCED, which=Which.BUCKET),
     ),
     ins.ShareMetrics: (
-        Term(CONSUMES, Kind.LOSS, HELD, Which.EVERY_UNIT, When.LAST),
+        Term(CONSUMES, Kind.LOSS, HELD, Which.EVERY_UNIT, When.HAS_LOSS),
         Term(PRODUCES, Kind.METRICS, OF_RANK, Which.RANK),
     ),
     ins.ClipGrad: (

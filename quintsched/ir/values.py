@@ -34,7 +34,7 @@ class Kind(IntEnum):
     SAVED = 4
     """What a forward keeps for its backward."""
     LOSS = 5
-    """The loss of a microbatch, on the last stage."""
+    """The loss of a microbatch, on the last stage and on others that have one."""
     WEIGHT_GRAD = 6
     """A microbatch's term of a stage's weight gradients."""
     REDUCED = 7

@@ -207,6 +207,11 @@ def every_stage(value: int | tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     return (value,) * len(plan.stage_to_pp) if isinstance(value, int) else value
 
 
+def losses_in(value: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Return which stages have a loss; where none is named, the last one of each route."""
+    return tuple(value) or tuple(route.stages[-1] for route in plan.routes)
+
+
 def wire_in(plan: Plan) -> Wire | None:
     """Return what a plan's "auto" reckoned with; the others look at no wire."""
     return plan.communication.wire if plan.communication.means == "auto" else None

@@ -97,6 +97,8 @@ def _beyond_torch(plan: PlanData) -> str | None:
         )
     if plan.skips:
         return f"its stages exchange skips, {', '.join(map(repr, plan.skips))}; torch has no word for that"
+    if len(plan.losses) > 1:
+        return f"its stages {', '.join(map(str, plan.losses))} have losses; torch has one, on the last stage"
     idle = next((rank for rank in range(plan.mesh.pp) if rank not in plan.stage_to_pp), None)
     if idle is not None:
         return f"rank {idle} holds no stage; every rank of torch's holds one"

@@ -163,8 +163,8 @@ def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
             rank.put(Kind.SKIP, hop.later, u * MAX_SKIPS + hop.skip, model.modulo(made))
     if layout.after(s, u) >= 0:
         rank.put(Kind.OUTPUT, s, u, y)
-    else:
-        rank.put(Kind.LOSS, s, u, model.loss(u, y))
+    if _has_loss(run, i):
+        rank.put(Kind.LOSS, s, u, model.loss(layout.part_of(s), u, y))
     if (u + 1) % layout.slices:
         rank.put(Kind.KEYS, s, u, keys)
     if layout.trains and layout.recomputes(s):
@@ -204,17 +204,22 @@ def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Number
 
 
 def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y: Number) -> None:
-    """Keep what the backward needs; on the last stage the gradient of the loss too."""
-    is_last = run.plan.layout.after(i.stage, i.microbatch) < 0
-    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, run.model.loss_grad(i.microbatch, y) if is_last else None))
+    """Keep what the backward needs; the gradient of the loss too, where there is one."""
+    piece = run.plan.layout.part_of(i.stage)
+    grad = run.model.loss_grad(piece, i.microbatch, y) if _has_loss(run, i) else run.model.zero
+    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, grad))
+
+
+def _has_loss(run: SymbolicRun, i: ins.Compute) -> bool:
+    return run.plan.layout.after(i.stage, i.microbatch) < 0 or i.stage in run.plan.layout.losses
 
 
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
     """Run the backward of a unit and hand its gradients on; return that of the weights."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     saved, grad_y = rank.take(Kind.SAVED, s, u)
-    if grad_y is None:
-        grad_y = rank.take(Kind.OUTPUT_GRAD, s, u)
+    if layout.after(s, u) >= 0:
+        grad_y = grad_y + rank.take(Kind.OUTPUT_GRAD, s, u)
     grad_y = _pass_skip_grads(run, rank, i, grad_y)
     grad_k = model.zero
     if (u + 1) % layout.slices:

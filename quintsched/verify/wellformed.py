@@ -131,6 +131,7 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)
     yield from skip_faults(plan)
+    yield from loss_faults(plan)
     yield from communication_faults(plan)
     yield from zero_faults(plan.zero, plan.mesh, plan.mode)
 
@@ -184,6 +185,23 @@ def skip_faults(plan: PlanData) -> Iterator[str]:
             yield (
                 f"skips: {name!r} must name the stage that makes it, then those that take it, each once and later on "
                 f"the route than the one before; it names {stages}"
+            )
+
+
+def loss_faults(plan: PlanData) -> Iterator[str]:
+    """Yield what is wrong with the stages of a plan that are to have a loss."""
+    if plan.losses and len(plan.routes) != 1:
+        yield (
+            f"losses: the microbatches of {plan.schedule.name} take {len(plan.routes)} routes, of which only the last "
+            "stage can have one"
+        )
+    elif plan.losses:
+        route = plan.routes[0].stages
+        known = {stage for stage in plan.losses if type(stage) is int and stage in route}
+        if sorted(known, key=route.index) != [*plan.losses] or plan.losses[-1:] != route[-1:]:
+            yield (
+                "losses must name stages in the order of the route, each once, and end with the last one; they are "
+                f"{plan.losses}, of the route {route}"
             )
 
 

@@ -162,6 +162,13 @@ def _skips(plan: Plan, random: Random) -> Plan:
     return replace(plan, skips={**plan.skips, name: tuple(sorted({*ends})) if random.random() < 0.7 else ends})
 
 
+def _losses(plan: Plan, random: Random) -> Plan:
+    """Losses on other stages: programs are as good with them, but the model is another one."""
+    stages = range(len(plan.stage_to_pp) + 1)
+    drawn = tuple(random.choices(stages, k=random.randint(0, 2)))
+    return replace(plan, losses=(*sorted({*drawn}), len(stages) - 2) if random.random() < 0.6 else drawn)
+
+
 def _sizes(plan: Plan, random: Random) -> Plan:
     if random.random() < 0.5:
         return replace(plan, buckets_per_stage=random.randint(0, 3))
@@ -279,6 +286,7 @@ EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
     _tied,
     _tied,
     _skips,
+    _losses,
     _sizes,
     _collective,
     _rename_units,

@@ -76,6 +76,10 @@ def head_faults(plan: Plan) -> list[str]:
             found.append("a weight is tied wrongly")
         elif not any(set(held) <= set(route.stages) for route in plan.routes):
             found.append("no microbatch sees all that is tied")
+    if plan.losses:
+        on_route = [stage for stage in plan.routes[0].stages if stage in plan.losses]
+        if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*plan.routes[0].stages[-1:]]:
+            found.append("a loss is not where one can be")
     return found + skip_head_faults(plan) + _zero_faults(plan, sizes, trains) + _communication_faults(plan, sizes)
 
 
@@ -218,7 +222,7 @@ class Judge:
                 self._compute(rank, i)
         elif isinstance(i, ShareMetrics):
             for stage, unit in self._owned(rank):
-                if self.neighbours[stage, unit][1] is None:
+                if self.neighbours[stage, unit][1] is None or stage in self.plan.losses:
                     self._take(rank, "loss", stage, unit)
             self._give(rank, "metrics")
         elif isinstance(i, ClipGrad):
@@ -327,7 +331,10 @@ class Judge:
             if later:
                 self._give(rank, "keys", s, m)
             self._exchange(rank, *self.skips.forward(s, m))
-            self._give(rank, "loss" if after is None else "act", s, m)
+            if after is not None:
+                self._give(rank, "act", s, m)
+            if after is None or s in self.plan.losses:
+                self._give(rank, "loss", s, m)
             if self.trains:
                 self._give(rank, "checkpoint" if self._recomputes(s) else "saved", s, m)
             return

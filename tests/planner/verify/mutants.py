@@ -49,7 +49,8 @@ def small_plans() -> list[Plan]:
     """Every schedule there is at those small shapes that it takes; with slices where it takes them.
 
     Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with skips
-    past stages, and with optimizer state, gradients or weights shared out over its replicas.
+    past stages, with a loss on a stage before the last, and with optimizer state, gradients or weights shared out over
+    its replicas.
     """
     found = []
     for schedule in qs.all_schedules():
@@ -68,6 +69,7 @@ def small_plans() -> list[Plan]:
                     plans.append(qs.compile(schedule, **shape, recompute=recompute, tied=tied))
                 if last and not schedule.bidirectional:
                     plans.append(qs.compile(schedule, **shape, skip=skips_between(last)))
+                    plans.append(qs.compile(schedule, **shape, losses=[last // 2, last], skip={"past": (0, last)}))
                 if "2" in mesh.split("pp")[0]:
                     plans += zero_plans(schedule, shape, recompute, tied)
                 found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
