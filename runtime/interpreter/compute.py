@@ -24,7 +24,7 @@ from quintsched.ir.values import Kind, Value
 from ..autograd.kv_store import Past, Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
-from ..blocks.blocks import TensorSpec
+from ..blocks.blocks import TARGETS, TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
 from .cells import Parts
@@ -41,8 +41,8 @@ DIFFERENTIABLE = frozenset(
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
-    (made,) = state.flows.made(instruction, Kind.OUTPUT, Kind.LOSS)
-    finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, instruction)
+    goes_on = bool(state.flows.made(instruction, Kind.OUTPUT))
+    finish = _hand_on(state, instruction) if goes_on else partial(_lose, state, instruction.microbatch)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
         return _bind_training(state, index, instruction, finish, kept[0])
@@ -57,8 +57,8 @@ def _bind_training(
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     if forward.drops:
         extras_of = _with_unit(state, instruction, extras_of)
-    clock, saved, losses, whole = state.clock, state.saved, state.tally.losses, forward.whole
-    differentiable = DIFFERENTIABLE
+    clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
+    differentiable, place = DIFFERENTIABLE, _place_of_loss(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
@@ -71,7 +71,7 @@ def _bind_training(
         start = finish(outputs)
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
-            losses.append(auxiliary.detach())
+            losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns)
         clock.stop()
 
@@ -82,18 +82,23 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
-    clock, losses = state.clock, state.tally.losses
+    clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         outputs, auxiliary = forward(given, extras_of(given), [])
         if auxiliary is not None:
-            losses.append(auxiliary)
+            losses.append((place, auxiliary))
         finish(tuple(_apart(output, given) for output in outputs))
         clock.stop()
 
     return run
+
+
+def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
+    """Return the place in the tally of a loss that blocks return: by the piece of the model, then the microbatch."""
+    return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
 
 
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
@@ -108,7 +113,15 @@ def _parts(state: ComputeState, values: Sequence[Value], names: Sequence[str]) -
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
-    """Return what gives a stage its extras: those of the unit, the keys and values before its slice, its context."""
+    """Return what gives a stage its extras: of the unit, keys and values before its slice, its context, targets."""
+    stage, unit, current = instruction.stage, instruction.microbatch, state.current
+    if state.forwards[stage].takes_targets:
+        extras_of = _extras_of_unit(state, instruction)
+        return lambda given: {**extras_of(given), TARGETS: current.batch.targets[unit]}
+    return _extras_of_unit(state, instruction)
+
+
+def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     slices, context, stores = state.flows.plan.schedule.slices, state.place.context, state.stores
     if context is not None:
@@ -177,12 +190,12 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
         raise MisfitError(
             f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {_named(found)}"
         )
-    tally.losses.append(loss.detach())
-    tally.weights.append(weight.detach() if isinstance(weight, Tensor) else weight)
+    tally.losses.append((unit, loss.detach()))
+    tally.weights.append((unit, weight.detach() if isinstance(weight, Tensor) else weight))
     if state.metrics:
         with torch.no_grad():
             for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
-                column.append(metric(output, targets))
+                column.append((unit, metric(output, targets)))
     return Start().with_loss(loss)
 
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel, TensorSpec, on_meta
+from ..blocks.blocks import TARGETS, Parcel, TensorSpec, on_meta, takes_targets
 from ..blocks.shapes import announce_spec, find_shapes
 from ..comm import Transport
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
+from ..stage.losses import require_planned_losses
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
@@ -130,7 +131,7 @@ class PlanRunner:
         if state.flows.trains:
             self.steps.in_run += 1
         tally, outcome = state.compute.tally, state.step_end.outcome
-        return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
@@ -144,14 +145,23 @@ class PlanRunner:
         mine = TensorSpec.of(batch.inputs[0]) if self._model.pp_rank == source else None
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
-        shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
+        extras = {name: TensorSpec.of(extra) for name, extra in batch.extras[0].items()}
+        if any(map(takes_targets, model.outlines)):
+            last = plan.layout.rank_of(plan.routes[0].stages[-1])
+            mine = TensorSpec.of(batch.targets[0]) if model.pp_rank == last else None
+            extras[TARGETS] = announce_spec(mine, last, self._groups.pipeline, device)
+        shapes = find_shapes(model.outlines, inputs, extras, model.options.dtype, self._groups.world, device)
+        if plan.mode == "train":
+            require_planned_losses(plan.layout, model.cuts, shapes)
         require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
         return inputs, model.tensor.tokens.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
         cargo = Cargo(flows.plan, model.cuts, of_blocks)
-        current, waits, tally = CurrentStep(), Waits(), Tally(len(options.metrics), self._transport.device)
+        layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
+        pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device)
         cells = Cells(waits)
         compute = ComputeState(
             flows=flows,

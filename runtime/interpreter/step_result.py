@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..comm import Work
+from .tally import Figures
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class StepResult:
     says that it was not finite, so that no rank stepped its optimizer.
     """
 
-    _sums: Tensor
-    _work: Work
+    _figures: Figures
     _metrics: Sequence[str]
     grad_norm: Tensor | None = None
     skipped: bool = False
@@ -27,23 +26,21 @@ class StepResult:
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        self._work.wait()
-        return self._sums[1]
+        return self._figures.sums()[1]
 
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        self._work.wait()
-        return self._sums[0] / self._sums[1]
+        loss, weight = self._figures.sums()[:2]
+        return loss / weight
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        self._work.wait()
-        return dict(zip(("loss", "weight", *self._metrics), self._sums, strict=True))
+        return dict(zip(("loss", "weight", *self._metrics), self._figures.sums(), strict=True))
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Each metric over the whole batch: its sum over total weight."""
-        weight = self.weight
-        return {name: self._sums[number] / weight for number, name in enumerate(self._metrics, start=2)}
+        _, weight, *metrics = self._figures.sums()
+        return {name: metric / weight for name, metric in zip(self._metrics, metrics, strict=True)}

@@ -10,6 +10,7 @@ it has nothing to do. So every gradient is added up in the same order, and the b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -61,7 +62,7 @@ class Cargo:
 
 
 def _without(parcel: Parcel, names: Mapping[str, object] | set[str]) -> Parcel:
-    return Parcel(parcel.activation, tuple(rider for rider in parcel.riders if rider[0] not in names))
+    return replace(parcel, riders=tuple(rider for rider in parcel.riders if rider[0] not in names))
 
 
 def require_planned_skips(
