@@ -205,7 +205,7 @@ def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
 
 def _tags(state: MessageState, value: Value) -> list[int]:
     """Return the tags of the tensors that carry a value: no other value has them."""
-    plan, lane, unit = state.flows.plan, value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD), value.number
+    plan, lane, unit = state.flows.plan, int(value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), value.number
     if value.kind in SKIPS:
         unit, skip = divmod(value.number, MAX_SKIPS)
         lane += 2 * (1 + skip)

@@ -31,8 +31,8 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        loss, weight = self._figures.sums()[:2]
-        return loss / weight
+        sums = self._figures.sums()
+        return sums[0] / sums[1]
 
     @property
     def sums(self) -> dict[str, Tensor]:

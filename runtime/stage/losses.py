@@ -34,7 +34,8 @@ def target_stages(
         if stage not in has_loss:
             wanted = ",".join(map(str, sorted({*stages, *has_loss}, key=layout.routes[0].stages.index)))
             raise MisfitError(
-                f"a block of stage {stage} takes targets, but the plan has no loss there; compile it with --losses {wanted}"
+                f"a block of stage {stage} takes targets, but the plan has no loss there: compile it with --losses "
+                f"{wanted}"
             )
     for number in taking:
         if tokens.inside(number):
