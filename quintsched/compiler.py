@@ -98,7 +98,8 @@ def stages_of(request: CompileRequest) -> tuple[int, ...]:
 def _own_shape(request: CompileRequest) -> Shape:
     """Return the shape with the schedule's own placement."""
     schedule, pp = load_schedule(request.schedule), Mesh.parse(request.mesh).pp
-    return schedule.shape(pp, request.microbatches, request.chunks, request.slices, request.costs, request.memory_cap)
+    sizes = (pp, request.microbatches, request.chunks, request.slices)
+    return schedule.shape(*sizes, request.costs, request.memory_cap, overlap=request.overlap)
 
 
 def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest) -> PlanData:

@@ -36,6 +36,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "buckets_per_stage": (2, 2, ["2"]),
     "stage_to_pp": ((1, 0), [1, 0], ["1,0"]),
     "slices": (1, 1, ["1"]),
+    "overlap": (False, False, ["--no-overlap"]),
     "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
     "memory_cap": (1.5, 1.5, ["1.5"]),
     "recompute": ((0, 1), [0, 1], ["0,1"]),
@@ -54,6 +55,7 @@ OTHER: dict[str, Any] = {
     "mesh": "pp=2",
     "communication": "ring",
     "stage_to_pp": [0, 1],
+    "overlap": True,
     "recompute": 1,
     "tied": {"v": [0, 1]},
 }
@@ -79,7 +81,8 @@ def from_job(names: set[str]) -> qs.Plan:
 
 
 def from_command(names: set[str], folder: Path) -> qs.Plan:
-    words = [word for name in sorted(names) for word in (option_of(name), *SAID[name][2])]
+    said = {name: SAID[name][2] for name in sorted(names)}
+    words = [word for name, text in said.items() for word in ([] if text[0][:2] == "--" else [option_of(name)]) + text]
     with pytest.raises(SystemExit) as end:
         make_app(COMMANDS)(args=["compile", *words, "-o", str(folder / "out.json")])
     assert not end.value.code

@@ -38,6 +38,8 @@ def taking_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(entry: Entry) -> inspect.Parameter:
     kind: Any = list[str] if entry.setting.text is list else float if entry.part_of else entry.setting.text
+    if entry.setting.text is bool:
+        return _flag(entry)
     spellings = [option_of(entry.name), *([f"-{entry.setting.letter}"] if entry.setting.letter else [])]
     words = f"{entry.doc[0].upper()}{entry.doc[1:]}"
     default = inspect.Parameter.empty if entry.default is MISSING else entry.default
@@ -51,6 +53,13 @@ def _parameter(entry: Entry) -> inspect.Parameter:
             kind if default is not None else kind | None, typer.Option(*spellings, metavar=entry.metavar, help=words)
         ],
     )
+
+
+def _flag(entry: Entry) -> inspect.Parameter:
+    spelling = f"{option_of(entry.name)}/--no-{entry.name.replace('_', '-')}"
+    option = typer.Option(spelling, help=f"{entry.doc[0].upper()}{entry.doc[1:]}")
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(entry.name, kind, default=entry.default, annotation=Annotated[bool, option])
 
 
 def read_request(settings: dict[str, Any], **more: Any) -> CompileRequest:

@@ -22,11 +22,12 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir import instructions as ins
-from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints, Programs
+from quintsched.ir.columns import ABSENT, FIELDS, NUMBERS, Columns, Ints
 from quintsched.ir.communication import MOST, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES, Mesh
 from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
+from quintsched.ir.programs import Programs
 from quintsched.ir.zero import Zero
 from quintsched.verify.wellformed import malformations
 
@@ -331,6 +332,13 @@ def _read_indices(value: object, name: str) -> tuple[int, ...]:
     return tuple(_read_index(item, name) for item in value)
 
 
+def _read_pair(value: object, name: str) -> tuple[int, ...]:
+    found = _read_indices(value, name)
+    if len(found) != 2:
+        raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a stage and a microbatch")
+    return found
+
+
 def _read_axes(value: object, name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(axis in AXES for axis in value):
         raise InputError(f"/{name}: {shorten(json.dumps(value))} is not a list of axes among {', '.join(AXES)}")
@@ -347,6 +355,7 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "int": _read_index,
     "str": _read_name,
     "tuple[int, ...]": _read_indices,
+    "tuple[int, int]": _read_pair,
     "tuple[str, ...]": _read_axes,
 }
 

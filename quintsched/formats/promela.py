@@ -17,7 +17,7 @@ What instructions need and make comes from `quintsched.ir.dataflow`; nothing is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from string import Template
@@ -37,6 +37,7 @@ from quintsched.ir.instructions import (
     SyncTied,
 )
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.ragged import Ragged
 from quintsched.ir.values import AMBIENT, TRAVELS, Value
 from quintsched.verify.wellformed import malformations
 
@@ -172,11 +173,11 @@ class _Model:
             return members if len(members) > 1 else ()
         return tuple(range(len(self.plan.programs))) if isinstance(i, WHOLE_MESH) else ()
 
-    def _flow(self, rank: int, index: int, i: Instruction, gathering: int) -> Flow | None:
+    def _flow(self, rank: int, index: int, i: Instruction, gatherings: Sequence[int]) -> Flow | None:
         """Return what an instruction needs and makes; None for one that makes no sense, but for whom it talks to."""
         layout = self.plan.layout
         if (rank, index) not in self.malformed:
-            return flow(i, layout, rank, gathering)
+            return flow(i, layout, rank, *gatherings)
         if not isinstance(i, Message) or not 0 <= i.peer < len(self.plan.programs):
             return None
         known = 0 <= i.stage < len(self.plan.stage_to_pp) and layout.visits(i.stage, i.microbatch)
@@ -184,16 +185,16 @@ class _Model:
         return found if found != Flow() else None
 
     @property
-    def _gatherings(self) -> list[list[int]]:
-        """Which gathering of its stage's weights each instruction of each rank uses."""
-        columns = self.plan.columns
-        numbers = gatherings_of(columns).tolist()
+    def _gatherings(self) -> list[list[tuple[int, ...]]]:
+        """Which gatherings of its stages' weights each instruction of each rank uses."""
+        columns, (apart, origin) = self.plan.columns, self.plan.columns.apart
+        numbers = Ragged.group(origin, gatherings_of(apart), len(columns)).lists()
         return [numbers[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks))]
 
     @cached_property
     def _flows(self) -> list[list[Flow | None]]:
         return [
-            [self._flow(rank, index, i, gathering) for index, (i, gathering) in enumerate(zip(*both, strict=True))]
+            [self._flow(rank, index, i, gatherings) for index, (i, gatherings) in enumerate(zip(*both, strict=True))]
             for rank, both in enumerate(zip(self.plan.programs, self._gatherings, strict=True))
         ]
 

@@ -7,24 +7,24 @@
     peer         -1   1        -1   …
     stages       -1   -1       -1   …        what is not a number stands in `table`, and its place there in the column
 
-`Programs` and `Program` show them as sequences of instructions, each made when somebody looks at it.
+`quintsched.ir.programs` shows them as sequences of instructions, each made when somebody looks at it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, SupportsIndex, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import UnsoundError
-from quintsched.ir.instructions import ALL, Instruction
+from quintsched.ir.instructions import ALL, Bwd, Fwd, Instruction, Overlap
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Codes: TypeAlias = npt.NDArray[np.uint8]
@@ -45,12 +45,15 @@ NUMBERS = frozenset(field.name for kind in ALL for field in fields(kind) if str(
 """The fields that are numbers; all others stand in the table."""
 
 ENTRIES: dict[str, type | None] = {
-    field.name: {"str": None, "tuple[int, ...]": int, "tuple[str, ...]": str}[str(field.type)]
+    field.name: {"str": None, "tuple[int, ...]": int, "tuple[int, int]": int, "tuple[str, ...]": str}[str(field.type)]
     for kind in ALL
     for field in fields(kind)
     if field.name not in NUMBERS
 }
 """Of what a field in the table is a tuple; None for a name."""
+
+PAIRS = frozenset(field.name for kind in ALL for field in fields(kind) if str(field.type) == "tuple[int, int]")
+"""The fields in the table that are a stage and a microbatch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +229,30 @@ class Columns:
         """The field `name` of these rows, which all have it."""
         return self._values(name, self.column(name)[rows])
 
+    def pairs(self, name: str, rows: Ints) -> tuple[Ints, Ints]:
+        """The stages and the microbatches that the field `name` of these rows holds, which all have it."""
+        used, places = np.unique(self.column(name)[rows], return_inverse=True)
+        found = np.array([self.table[place] for place in used.tolist()], np.int64).reshape(-1, 2)[places]
+        return found[:, 0], found[:, 1]
+
+    @cached_property
+    def apart(self) -> Apart:
+        """The same with the sides of every `Overlap` in rows of their own, forward first."""
+        rows = self.rows_where(Overlap)
+        if not len(rows):
+            return Apart(self, _read_only(np.arange(len(self))))
+        origin = np.sort(np.concatenate([np.arange(len(self)), rows]))
+        first = self.first + np.searchsorted(rows, self.first)
+        op, columns = self.op[origin], {name: column[origin] for name, column in self.columns.items()}
+        forwards = rows + np.arange(len(rows))
+        for side, kind, name in ((forwards, Fwd, "forward"), (forwards + 1, Bwd, "backward")):
+            stage, unit = self.pairs(name, rows)
+            op[side] = CODES[kind]
+            for field_name, values in (("stage", stage), ("microbatch", unit)):
+                columns.setdefault(field_name, np.full(len(origin), ABSENT))[side] = values
+            columns.pop(name)
+        return Apart(Columns(first, op, columns, self.table), _read_only(origin))
+
     def take(self, rows: Ints, first: Ints) -> Columns:
         """Return the columns that hold these rows, in this order; `first` says where each rank's begin."""
         return Columns(first, self.op[rows], {name: c[rows] for name, c in self.columns.items()}, self.table)
@@ -251,6 +278,13 @@ class Columns:
         return self.insert(np.concatenate([self.first[block.rank + 1] for block in blocks]), *blocks)
 
 
+class Apart(NamedTuple):
+    """Columns in which every computation has a row of its own, and the row of the plan that each row is of."""
+
+    columns: Columns
+    origin: Ints
+
+
 def woven(first: Ints, *parts: tuple[Ints, Columns]) -> Columns:
     """Return columns whose rows are those of the parts, each at the places given with it."""
     size = int(first[-1])
@@ -263,75 +297,6 @@ def woven(first: Ints, *parts: tuple[Ints, Columns]) -> Columns:
                 found[name] = np.full(size, ABSENT)
             found[name][places] = column if name in NUMBERS else places_in_table[column]
     return Columns(first, op, found, tuple(table))
-
-
-class Program(Sequence[Instruction]):
-    """One rank's list of instructions: a view of its rows, equal to any sequence of the same instructions."""
-
-    __slots__ = ("_columns", "_rows")
-
-    def __init__(self, columns: Columns, rank: int) -> None:
-        self._columns, self._rows = columns, columns.rows_of(rank)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Instruction: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Instruction, ...]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> Instruction | tuple[Instruction, ...]:
-        rows = self._rows[index]
-        return tuple(self._columns.instructions(rows)) if isinstance(rows, range) else self._columns.instruction(rows)
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return iter(self._columns.instructions(self._rows))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))  # noqa: B905
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
-class Programs(Sequence[Program]):
-    """One program per pipeline rank: `programs[k]` is rank k's, a view of the columns."""
-
-    __slots__ = ("columns",)
-
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
-
-    @classmethod
-    def of(cls, programs: Iterable[Iterable[Instruction]]) -> Programs:
-        """Read programs; raises what `Columns.of` does."""
-        return programs if isinstance(programs, cls) else cls(Columns.of(programs))
-
-    def __len__(self) -> int:
-        return self.columns.num_ranks
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Program: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Program, ...]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> Program | tuple[Program, ...]:
-        ranks = range(len(self))[index]
-        return tuple(map(self._program, ranks)) if isinstance(ranks, range) else self._program(ranks)
-
-    def _program(self, rank: int) -> Program:
-        return Program(self.columns, rank)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Programs):
-            return self.columns == other.columns
-        return isinstance(other, Sequence) and [*self] == [*other]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
 
 
 class _WrongValue(Exception):
@@ -372,6 +337,8 @@ def _interned(name: str, values: list[Any], table: dict[Any, int]) -> list[int]:
             if of_tuple and not (isinstance(value, tuple) and all(type(entry) is of_tuple for entry in value)):
                 wanted = "whole numbers" if of_tuple is int else "names"
                 raise _WrongValue(at, f"is {value!r}; give a tuple of {wanted}")
+            if name in PAIRS and not (len(value) == 2 and max(map(abs, value)) <= LARGEST):
+                raise _WrongValue(at, f"is {value!r}; give a stage and a microbatch")
             known[id(value)] = table.setdefault(value, len(table))
         found.append(known[id(value)])
     return found

@@ -114,29 +114,32 @@ class Flows:
         return [Flow(*map(tuple, used)) for used in found]
 
 
-def flow(instruction: ins.Instruction, layout: Layout, rank: int, gathering: int = 0) -> Flow:
+def flow(instruction: ins.Instruction, layout: Layout, rank: int, *gatherings: int) -> Flow:
     """Return what one instruction takes, reads and makes on pipeline rank `rank`.
 
-    `gathering` counts how often the full weights of its stage were gathered before. For the instructions of a plan
-    `Flows.of_rows` is quicker, and knows that.
+    `gatherings` count how often the full weights of the stage were gathered before, for each of its sides. For the
+    instructions of a plan `Flows.of_rows` is quicker, and knows that.
     """
     programs = [[instruction] if k == rank else [] for k in range(max(layout.num_ranks, rank + 1))]
-    return flows_of(Columns.of(programs), layout, np.array([gathering])).of_rows(range(1))[0]
+    known = np.array(gatherings or [0] * len(instruction.sides))
+    return flows_of(Columns.of(programs), layout, known).of_rows(range(1))[0]
 
 
 def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -> Flows:
     """Return the flow of every instruction of a well-formed plan.
 
-    `gatherings` says of each row which gathering of its stage's weights it makes, uses or ends, where that is known.
+    The flow of an `Overlap` is that of its sides, the forward's first. `gatherings` says of each row of `columns.apart`
+    which gathering of its stage's weights it makes, uses or ends, where that is known.
     """
-    reader = _Reader.of(columns, layout, gatherings)
+    apart, origin = columns.apart
+    reader = _Reader.of(apart, layout, gatherings)
     found: dict[Role, list[tuple[Ints, Ints]]] = {role: [] for role in Role}
     for kind, terms in RULES.items():
-        rows = columns.rows_where(kind)
+        rows = apart.rows_where(kind)
         for term in terms if len(rows) else ():
-            used = reader.read(term, rows)
-            if len(used[0]):
-                found[term.role].append(used)
+            used, places = reader.read(term, rows)
+            if len(used):
+                found[term.role].append((origin[used], places))
     return Flows(reader.numbering, *(_joined(found[role]) for role in (CONSUMES, READS, PRODUCES, FOLLOWS)))
 
 

@@ -7,6 +7,8 @@
 
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
 
+    Overlap = a Fwd and a Bwd side by side: while one computes, what the other exchanges inside its stage is on its way
+
 A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
 work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.rules`, and only
 there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule
@@ -27,6 +29,8 @@ class Instruction:
     """How grids and pictures show it; only classes that have letters stand in plans."""
     costs: ClassVar[tuple[str, ...]] = ()
     """Which of the simulator's costs add up to its time."""
+    computes: ClassVar[bool] = False
+    """Whether it occupies the rank that runs it."""
     begins_backward: ClassVar[bool] = False
     """Whether it takes the saved activations of a microbatch."""
     ends_backward: ClassVar[bool] = False
@@ -45,6 +49,11 @@ class Instruction:
         """The name of the instruction in a plan file."""
         return type(self).__name__
 
+    @property
+    def sides(self) -> tuple[Instruction, ...]:
+        """What it comes to, one after the other: itself, unless it is an `Overlap`."""
+        return (self,)
+
     def __str__(self) -> str:
         inner = ", ".join(f"{field.name}={_plain(getattr(self, field.name))}" for field in fields(self))
         return f"{self.op}({inner})"
@@ -57,6 +66,8 @@ def _plain(value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
     """Work of a rank on one microbatch of one stage."""
+
+    computes: ClassVar[bool] = True
 
     stage: int
     microbatch: int
@@ -182,6 +193,23 @@ class BwdWeight(Compute):
 
 
 @dataclass(frozen=True, slots=True)
+class Overlap(Instruction):
+    """A `Fwd` and a `Bwd`, each given as (stage, microbatch), side by side: one computes while the other exchanges."""
+
+    letters: ClassVar[str] = "&"
+    costs: ClassVar[tuple[str, ...]] = ("forward", "backward_input", "backward_weight")
+    computes: ClassVar[bool] = True
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[Instruction, ...]:
+        """The forward and the backward."""
+        return Fwd(*self.forward), Bwd(*self.backward)
+
+
+@dataclass(frozen=True, slots=True)
 class FreeParams(Instruction):
     """Drop the full weights of `stage`."""
 
@@ -300,7 +328,10 @@ ALL: tuple[type[Instruction], ...] = tuple(
 """Every instruction there is, in the order of this file."""
 
 COMPUTATIONS: tuple[type[Compute], ...] = tuple(kind for kind in ALL if issubclass(kind, Compute))
-"""What a schedule may yield."""
+"""Every computation on one microbatch of one stage."""
+
+COMPUTING: tuple[type[Instruction], ...] = tuple(kind for kind in ALL if kind.computes)
+"""What a schedule may yield: these, and two of them side by side."""
 
 SkipMessage: TypeAlias = RecvSkip | SendSkip | RecvSkipGrad | SendSkipGrad
 SKIP_MESSAGES = (RecvSkip, SendSkip, RecvSkipGrad, SendSkipGrad)
@@ -313,7 +344,9 @@ AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 
 
 def short(instruction: Instruction, *, with_stage: bool = True) -> str:
-    """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1)."""
+    """Return a few letters for a grid: `F3` or `1F3` for the forward of microbatch 3 (on stage 1), `F3&B1` for two."""
+    if len(instruction.sides) > 1:
+        return instruction.letters.join(short(side, with_stage=with_stage) for side in instruction.sides)
     stage = str(instruction.stage) if with_stage and hasattr(instruction, "stage") else ""
     number: object = getattr(instruction, "microbatch", getattr(instruction, "bucket", ""))
     return f"{stage}{instruction.letters}{number}"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.columns import Columns
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
 from quintsched.ir.instructions import ENDS_BACKWARD
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
+from quintsched.ir.programs import Programs
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.zero import Zero
 
@@ -124,7 +125,7 @@ class PlanData:
 
     def _backward_order(self) -> tuple[tuple[int, ...], ...]:
         """Return the microbatches of each stage in the order in which their backwards end."""
-        columns, stages = self.columns, len(self.stage_to_pp)
+        columns, stages = self.columns.apart.columns, len(self.stage_to_pp)
         rows = columns.rows_where(*ENDS_BACKWARD)
         stage, unit = columns.stage[rows], columns.unit[rows]
         known = (stage >= 0) & (stage < stages) & (unit >= 0) & (unit < self.schedule.num_units)

@@ -4,7 +4,8 @@
     └─ first use ──▶            └─ one computation ahead ──────────────────▶
 
 Computations of a stage that follow each other share one gathering. The next stage's weights are gathered while the last
-of these runs: so they are there in time, and the weights of at most two stages are resident.
+of these runs: so they are there in time, and the weights of at most two stages are resident (of twice as many where
+forwards and backwards overlap).
 """
 
 from __future__ import annotations
@@ -13,22 +14,34 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import Columns, Programs
-from quintsched.ir.instructions import NEEDS_WEIGHTS, Compute, FreeParams, GatherParams
+from quintsched.ir.columns import Columns, Ints
+from quintsched.ir.instructions import COMPUTING, NEEDS_WEIGHTS, FreeParams, GatherParams
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.programs import Programs
 
 
 def gather_params(plan: PlanData) -> PlanData:
     """Add `GatherParams` before the weights of a stage are used and `FreeParams` after, where replicas hold shards."""
     if not plan.zero.shards_weights:
         return plan
-    columns = plan.columns
-    computations, uses = columns.rows_where(Compute), columns.rows_where(*NEEDS_WEIGHTS)
-    stage, rank = columns.stage[uses], columns.rank[uses]
-    changes = (np.diff(stage) != 0) | (np.diff(rank) != 0)
-    first, last = np.r_[True, changes][: len(uses)], np.r_[changes, True][: len(uses)]
-    ahead = computations[np.maximum(np.searchsorted(computations, uses[first]) - 1, 0)]
-    ahead = np.where(columns.rank[ahead] == rank[first], ahead, uses[first])
-    gathers = Columns.make(GatherParams, rank[first], columns.num_ranks, stage=stage[first])
-    frees = Columns.make(FreeParams, rank[last], columns.num_ranks, stage=stage[last])
-    return replace(plan, programs=Programs(columns.insert(np.r_[uses[last] + 1, ahead], frees, gathers)))
+    columns, computations = plan.columns, plan.columns.rows_where(*COMPUTING)
+    stage, first, last = _stretches(plan)
+    ahead = computations[np.maximum(np.searchsorted(computations, first) - 1, 0)]
+    ahead = np.where(columns.rank[ahead] == columns.rank[first], ahead, first)
+    gathers = Columns.make(GatherParams, columns.rank[first], columns.num_ranks, stage=stage)
+    frees = Columns.make(FreeParams, columns.rank[last], columns.num_ranks, stage=stage)
+    return replace(plan, programs=Programs(columns.insert(np.r_[last + 1, ahead], frees, gathers)))
+
+
+def _stretches(plan: PlanData) -> tuple[Ints, Ints, Ints]:
+    """Return (stages, first rows, last rows) of uses of a stage's weights with no use of others alone in between."""
+    apart, origin = plan.columns.apart
+    uses = apart.rows_where(*NEEDS_WEIGHTS)
+    stage, row = apart.stage[uses], origin[uses]
+    number = np.cumsum(np.r_[0, np.diff(row) > 0][: len(uses)])  # of the computation, among those that use weights
+    order = np.lexsort((number, stage))
+    stage, row, number = stage[order], row[order], number[order]
+    begins = np.r_[True, (np.diff(stage) != 0) | (np.diff(number) > 1)][: len(uses)]
+    ends = np.r_[begins[1:], True][: len(uses)]
+    in_order = np.argsort(row[begins], kind="stable")
+    return stage[begins][in_order], row[begins][in_order], row[ends][in_order]

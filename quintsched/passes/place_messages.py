@@ -25,7 +25,7 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
-from quintsched.ir.columns import ABSENT, CODES, Columns, Ints, Programs
+from quintsched.ir.columns import ABSENT, CODES, Columns, Ints
 from quintsched.ir.instructions import (
     Recv,
     RecvAct,
@@ -39,7 +39,8 @@ from quintsched.ir.instructions import (
     SendSkipGrad,
 )
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import SKIPS, TRAVELS, Kind
+from quintsched.ir.programs import Programs
+from quintsched.ir.values import SKIPS, Kind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import event_durations
 from quintsched.text.listing import excerpt
@@ -139,25 +140,41 @@ class _Messages:
 
     def beside(self, plan: PlanData) -> Columns:
         """Return all sends, all receives and the computations, in this order; what it says of ranks does not count."""
-        columns, numbering = plan.columns, plan.flows.numbering
-        sends, receives = np.zeros((2, len(self.keys)), np.uint8)
-        skip = np.full(len(self.keys), ABSENT)
-        for kind in TRAVELS:
-            carried = numbering.of_kind(self.keys, kind)
-            sends[carried], receives[carried] = (CODES[end] for end in MESSAGES[kind])
-            if kind in SKIPS and plan.skips:
-                skip[carried] = numbering.numbers(self.keys[carried], kind) % len(plan.skips)
+        columns, count = plan.columns, len(self.keys)
+        sends, receives = np.zeros((2, count), np.uint8)
+        sent, received, unit, skip = np.full((4, count), ABSENT)
+        for kind, (send, receive) in MESSAGES.items():
+            here = plan.flows.numbering.of_kind(self.keys, kind)
+            sends[here], receives[here] = CODES[send], CODES[receive]
+            sent[here], received[here], unit[here], skip[here] = _ends(plan, kind, self.keys[here])
         op = np.concatenate([sends, receives, columns.op])
-        unit = columns.unit[self.made]
         fields = {
-            "stage": np.concatenate([columns.stage[self.made], columns.stage[self.taken], columns.stage]),
+            "stage": np.concatenate([sent, received, columns.stage]),
             "microbatch": np.concatenate([unit, unit, columns.unit]),
             "peer": np.concatenate([self.target, self.source, np.full(len(columns), ABSENT)]),
         }
-        names = tuple(name for name, _ in plan.layout.skips)
-        if names:
+        for name in columns.columns.keys() - fields.keys():
+            fields[name] = np.r_[np.full(2 * count, ABSENT), columns.column(name)]
+        if plan.skips:
+            skip[skip != ABSENT] += len(columns.table)
             fields["skip"] = np.concatenate([skip, skip, np.full(len(columns), ABSENT)])
-        return Columns(np.array([0, len(op)]), op, fields, names)
+        return Columns(np.array([0, len(op)]), op, fields, (*columns.table, *plan.layout.skip_numbers))
+
+
+def _ends(plan: PlanData, kind: Kind, keys: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (stages that send, stages that receive, microbatches, skips) of messages that carry values of a kind."""
+    numbering, layout = plan.flows.numbering, plan.layout
+    stage, unit, skip = numbering.stages(keys, kind), numbering.numbers(keys, kind), np.full(len(keys), ABSENT)
+    if kind in SKIPS:
+        if plan.skips:
+            unit, skip = np.divmod(unit, len(plan.skips))
+        before = np.full((len(plan.skips), len(plan.stage_to_pp)), ABSENT)
+        for number, earlier, later in layout.skip_hops if kind is Kind.SKIP else layout.skip_chains:
+            before[number, later] = earlier
+        stage, other = before[skip, stage], stage
+    else:
+        other = layout.all_after(stage, unit)
+    return (stage, other, unit, skip) if kind in (Kind.OUTPUT, Kind.SKIP) else (other, stage, unit, skip)
 
 
 def _explain_order(plan: PlanData, waiting: Ints) -> str:

@@ -12,16 +12,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.columns import Columns
 from quintsched.ir.instructions import BEGINS_BACKWARD, Recompute
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.programs import Programs
 
 
 def place_recomputes(plan: PlanData) -> PlanData:
     """Add the `Recompute`s that the order of computation leaves out; none where no stage is recomputed."""
     if not any(plan.recompute):
         return plan
-    columns, units = plan.columns, plan.schedule.num_units
+    (columns, origin), units = plan.columns.apart, plan.schedule.num_units
     rows = columns.rows_where(*BEGINS_BACKWARD)
     rows = rows[plan.layout.recomputing[columns.stage[rows]]]
     placed = columns.rows_where(Recompute)
@@ -29,4 +30,4 @@ def place_recomputes(plan: PlanData) -> PlanData:
     rows = rows[~np.isin(cells[rows], cells[placed])]
     stage, unit, rank = columns.stage[rows], columns.unit[rows], columns.rank[rows]
     again = Columns.make(Recompute, rank, columns.num_ranks, stage=stage, microbatch=unit)
-    return replace(plan, programs=Programs(columns.insert(rows, again)))
+    return replace(plan, programs=Programs(plan.columns.insert(origin[rows], again)))

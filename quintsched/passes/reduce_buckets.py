@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT, Columns, Ints, Programs
+from quintsched.ir.columns import ABSENT, Columns, Ints
 from quintsched.ir.instructions import (
     ENDS_BACKWARD,
     AllReduceBucket,
@@ -32,6 +32,7 @@ from quintsched.ir.instructions import (
     SyncTied,
 )
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.programs import Programs
 
 
 def reduce_buckets(plan: PlanData) -> PlanData:
@@ -59,12 +60,13 @@ def _completions(plan: PlanData) -> tuple[Ints, Ints, Ints]:
 
     In the order of the rows, then of stages and reductions.
     """
-    layout, columns = plan.layout, plan.columns
+    layout, (columns, origin) = plan.layout, plan.columns.apart
     most = layout.most_reductions
     last = np.full(len(plan.stage_to_pp) * most, ABSENT)
     rows = columns.rows_where(*ENDS_BACKWARD)
     stage = columns.stage[rows]
-    np.maximum.at(last, stage * most + layout.reduction_of[stage, columns.unit[rows]], rows)
+    np.maximum.at(last, stage * most + layout.reduction_of[stage, columns.unit[rows]], origin[rows])
+    columns = plan.columns
     for row in columns.rows_where(SyncTied).tolist():
         for held in columns.values("stages", np.array([row]))[0]:
             if layout.rank_of(held) == columns.rank[row]:

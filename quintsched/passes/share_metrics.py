@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.columns import Columns
 from quintsched.ir.instructions import ClipGrad, ShareMetrics
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.programs import Programs
 
 
 def share_metrics(plan: PlanData) -> PlanData:

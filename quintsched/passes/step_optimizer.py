@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintsched.ir.columns import Columns, Programs
+from quintsched.ir.columns import Columns
 from quintsched.ir.instructions import AllGatherBucket, OptStep
 from quintsched.ir.plan_data import PlanData
+from quintsched.ir.programs import Programs
 
 
 def step_optimizer(plan: PlanData) -> PlanData:

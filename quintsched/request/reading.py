@@ -39,6 +39,13 @@ def read_whole_number(name: str, value: object) -> int:
     return found
 
 
+def read_flag(name: str, value: object) -> bool:
+    """Read true or false; raises `UsageError`."""
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "give true or false")
+    return value
+
+
 def optional(read: Read) -> Read:
     """Return a reader that takes None as well."""
     return lambda name, value: None if value is None else read(name, value)

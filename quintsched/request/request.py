@@ -143,6 +143,15 @@ class CompileRequest:
         text=float,
         in_plan=lambda plan: plan.schedule.options.get("memory_cap"),
     )
+    overlap: bool = _setting(
+        "whether a forward and a backward side by side are one instruction, so that what one of them exchanges inside "
+        "its stage (over tp, cp, ep) is on its way while the other computes.",
+        reading.read_flag,
+        "",
+        default=False,
+        text=bool,
+        in_plan=lambda plan: plan.schedule.options.get("overlap", False),
+    )
     recompute: int | Sequence[int] = _setting(
         "0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for every "
         "k-th block of a stage; one number for all stages, or one for each: 0,1,1,0.",

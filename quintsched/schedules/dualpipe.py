@@ -23,6 +23,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     summary="microbatches from both ends; each forward beside a backward",
     bubble="(P/2-1)(F+I-W) where W<=I<=F<=I+W",
     memory="P+1",
+    overlaps=True,
     placement=bidirectional,
     bidirectional=True,
     constraint=meets_half_way,
@@ -32,5 +33,5 @@ def dualpipe(rank: int, shape: Shape) -> Order:
     half = shape.microbatches // 2
     down, up = shape.stages_of(rank)
     lanes = (Lane(down, range(half)), Lane(up, range(half, shape.microbatches)))
-    phases = dual_phases(min(rank, shape.pp - 1 - rank), shape.pp // 2, half)
+    phases = dual_phases(min(rank, shape.pp - 1 - rank), shape.pp // 2, half, overlap=shape.overlap)
     return number(phases, lanes if rank < shape.pp // 2 else lanes[::-1])

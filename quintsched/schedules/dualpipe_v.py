@@ -22,6 +22,7 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
     summary="two chunks in a V; each forward beside a backward",
     bubble="(P-1)(F+I-W)/2 where W<=I<=F<=I+W, M>=2P",
     memory="min(P+1/2, M)",
+    overlaps=True,
     placement=v,
     min_chunks=2,
     max_chunks=2,
@@ -30,5 +31,5 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
     """Yield the eight phases; lane 0 is the chunk on the way down, lane 1 that on the way up."""
     down, up = shape.stages_of(rank)
     microbatches = range(shape.microbatches)
-    phases = dual_phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp))
+    phases = dual_phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp), overlap=shape.overlap)
     return number(phases, (Lane(down, microbatches), Lane(up, microbatches)))

@@ -12,7 +12,7 @@ from quintsched.ir.instructions import Bwd, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
-from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds
+from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds, side_by_side
 
 
 @schedule(
@@ -20,18 +20,21 @@ from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds
     summary="1F1B over several stages per rank",
     bubble="(P-1)(F+I+W)/v",
     memory="min((2(P-r-1)+(v-1)P+1)/v, M)",
+    overlaps=True,
     placement=loop,
     min_chunks=2,
     max_chunks=MAX_CHUNKS,
     constraint=whole_rounds,
 )
 def interleaved_1f1b(rank: int, shape: Shape) -> Steps:
-    """Return 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
+    """Return 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse.
+
+    Where a forward and the backward behind it overlap, one unit more goes before, so that neither waits for the other.
+    """
     stages = np.array(shape.stages_of(rank))
     units = shape.microbatches * shape.chunks
-    warmup = min(2 * (shape.pp - rank - 1) + (shape.chunks - 1) * shape.pp, units)
+    warmup = min(2 * (shape.pp - rank - 1) + (shape.chunks - 1) * shape.pp + shape.overlap, units)
     chunk, microbatch = rounds(units, shape.pp, shape.chunks)
-    return alternate(
-        Lane(Fwd, 0, stages[chunk], microbatch),
-        Lane(Bwd, warmup, stages[::-1][chunk], microbatch),
-    )
+    forwards = Lane(Fwd, 0, stages[chunk], microbatch)
+    backwards = Lane(Bwd, warmup, stages[::-1][chunk], microbatch)
+    return side_by_side(forwards, backwards) if shape.overlap else alternate(forwards, backwards)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from quintsched.ir.columns import ABSENT, Amounts, Columns
 from quintsched.ir.dataflow import Flows
-from quintsched.ir.instructions import Recv
+from quintsched.ir.instructions import Overlap, Recv
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import Kind
 from quintsched.simulation.costs import Costs
@@ -24,35 +25,49 @@ HELD = {
 def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs."""
     parts = plan.schedule.parts
-    return tuple(peak / parts for peak in _peaks(plan.columns, activation_changes(plan, costs)))
+    return tuple(peak / parts for peak in _peaks(plan.columns, *activation_changes(plan, costs)))
 
 
-def activation_changes(plan: PlanData, costs: Costs) -> Amounts:
+class Changes(NamedTuple):
+    """By how much each row changes what its rank holds, and how much more than before it holds while it runs."""
+
+    net: Amounts
+    most: Amounts
+
+
+def activation_changes(plan: PlanData, costs: Costs) -> Changes:
     """Return by how much each row changes what its rank holds of activations, times the plan's chunks and slices.
 
     An activation is held from its forward to the end of its backward; between the halves of a backward, what
     `activation_after_input` says is left of it, and between a forward and its recomputation, what
-    `activation_checkpointed` says. The keys and values of a microbatch count with its first slice.
+    `activation_checkpointed` says. The keys and values of a microbatch count with its first slice. While an `Overlap`
+    runs, what its forward makes is held beside what its backward takes.
     """
     spec, stages = plan.schedule, range(len(plan.stage_to_pp))
-    change = np.zeros(len(plan.columns))
+    change, made = np.zeros((2, len(plan.columns)))
     for kind, name in HELD.items():
-        _add(change, plan.flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
+        _add(change, made, plan.flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
     if spec.slices > 1:
         keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
-        _add(change, plan.flows, Kind.KEYS, keys, every=spec.slices)
-    return change
+        _add(change, made, plan.flows, Kind.KEYS, keys, every=spec.slices)
+    return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
 
 
-def _add(change: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
-    """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one."""
+def _add(change: Amounts, made: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
+    """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one.
+
+    What it makes is added to `made` as well.
+    """
     numbering = flows.numbering
     for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
         counts = np.flatnonzero(numbering.of_kind(uses.places, kind))
         if every > 1:
             counts = counts[numbering.numbers(uses.places[counts], kind) % every == 0]
         stages = numbering.stages(uses.places[counts], kind)
-        np.add.at(change, uses.rows[counts], sign * np.array(held)[stages])
+        amounts = np.array(held)[stages]
+        np.add.at(change, uses.rows[counts], sign * amounts)
+        if sign > 0:
+            np.add.at(made, uses.rows[counts], amounts)
 
 
 def peak_receives(plan: PlanData) -> tuple[int, ...]:
@@ -63,12 +78,17 @@ def peak_receives(plan: PlanData) -> tuple[int, ...]:
     of_message = (makers != ABSENT) & received[makers]
     change = received.astype(float)
     np.subtract.at(change, flows.consumes.rows[of_message], 1.0)
-    return tuple(int(peak) for peak in _peaks(columns, change))
+    return tuple(int(peak) for peak in _peaks(columns, change, np.maximum(change, 0.0)))
 
 
-def _peaks(columns: Columns, change: Amounts) -> list[float]:
-    """Return the peak on each rank of what `change` adds up to, row by row."""
-    return [
-        float(np.cumsum(change[rows.start : rows.stop]).max(initial=0.0))
-        for rows in map(columns.rows_of, range(columns.num_ranks))
-    ]
+def while_running(columns: Columns, rank: int, net: Amounts, most: Amounts) -> Amounts:
+    """Return how much a rank holds at most while each of its instructions runs."""
+    rows = columns.rows_of(rank)
+    mine = net[rows.start : rows.stop]
+    return np.cumsum(mine) - mine + most[rows.start : rows.stop]
+
+
+def _peaks(columns: Columns, net: Amounts, most: Amounts) -> list[float]:
+    """Return the peak on each rank of what `net` adds up to, row by row."""
+    ranks = range(columns.num_ranks)
+    return [float(while_running(columns, rank, net, most).max(initial=0.0)) for rank in ranks]

@@ -27,7 +27,7 @@ from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.columns import FIELDS, Ints
-from quintsched.ir.instructions import ALL, Compute, Instruction, Message, OnBucket
+from quintsched.ir.instructions import ALL, COMPUTING, Bwd, Compute, Fwd, Instruction, Message, OnBucket, Overlap
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations
 from quintsched.simulation.costs import Costs
@@ -201,6 +201,13 @@ def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs
     if issubclass(kind, Compute):
         of_stage: Times = np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])
         return of_stage[columns.stage[rows]]
+    if kind is Overlap:
+        forward, backward = (
+            np.array([sum(costs.of_part(n, s, parts) for n in side.costs) for s in stages], np.float64)
+            for side in (Fwd, Bwd)
+        )
+        both: Times = forward[columns.pairs("forward", rows)[0]] + backward[columns.pairs("backward", rows)[0]]
+        return both
     once: Times = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
     if issubclass(kind, OnBucket):
         buckets = range(max(plan.layout.buckets) + 1)
@@ -222,14 +229,14 @@ def _once(plan: PlanData, costs: Costs, name: str, stages: Iterable[int]) -> flo
 def _busy(plan: PlanData, durations: Times) -> Iterator[float]:
     """Yield how long each rank computes."""
     columns = plan.columns
-    work = np.where(columns.are(Compute), durations, 0.0)
+    work = np.where(columns.are(*COMPUTING), durations, 0.0)
     for rows in map(columns.rows_of, range(columns.num_ranks)):
         yield math.fsum(work[rows.start : rows.stop].tolist()) / plan.schedule.parts
 
 
 def _spans(plan: PlanData, begins: Times, ends: Times) -> Iterator[float]:
     """Yield each rank's span, from its first computation to its last; times are still undivided."""
-    rows = plan.columns.rows_where(Compute)
+    rows = plan.columns.rows_where(*COMPUTING)
     bounds = np.searchsorted(rows, plan.columns.first).tolist()
     for first, end in pairwise(bounds):
         yield float(ends[rows[end - 1]] - begins[rows[first]]) / plan.schedule.parts if end > first else 0.0

@@ -31,7 +31,7 @@ import numpy as np
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import Amounts
 from quintsched.ir.plan_data import PlanData
-from quintsched.simulation.activation_memory import activation_changes
+from quintsched.simulation.activation_memory import activation_changes, while_running
 from quintsched.simulation.costs import Costs
 
 
@@ -46,13 +46,11 @@ def peak_state(plan: PlanData, costs: Costs) -> tuple[float, ...]:
 def peak_memory(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return the most that each pp rank holds of these and of activations together."""
     state = _State(plan, costs)
-    changes = activation_changes(plan, costs) / plan.schedule.parts
+    net, most = (amounts / plan.schedule.parts for amounts in activation_changes(plan, costs))
     peaks = []
     for rank in range(plan.columns.num_ranks):
-        rows = plan.columns.rows_of(rank)
-        after = np.cumsum(changes[rows.start : rows.stop])
-        running = np.maximum(after, np.r_[0.0, after[:-1]]) if len(after) else after
-        peaks.append(float((state.while_running(rank) + running).max(initial=state.always(rank))))
+        running = state.while_running(rank) + while_running(plan.columns, rank, net, most)
+        peaks.append(float(running.max(initial=state.always(rank))))
     return tuple(peaks)
 
 
@@ -98,11 +96,12 @@ class _State:
         for index, i in enumerate(self.plan.programs[rank]):
             if isinstance(i, ins.GatherParams | ins.FreeParams):
                 yield index, self._of("weights", i.stage) * (1 if isinstance(i, ins.GatherParams) else -1)
-            elif isinstance(i, ins.Compute) and isinstance(i, ins.ENDS_BACKWARD):
-                for bucket, amount in self._gradients[i.stage].items():
-                    if (i.stage, bucket) not in full:
-                        full[i.stage, bucket] = amount
-                        yield index, amount
+            elif i.computes:
+                for stage in (side.stage for side in i.sides if isinstance(side, ins.Compute) and side.ends_backward):
+                    for bucket, amount in self._gradients[stage].items():
+                        if (stage, bucket) not in full:
+                            full[stage, bucket] = amount
+                            yield index, amount
             elif isinstance(i, ins.ReduceScatterBucket) and zero.shards_gradients:
                 place = (i.stage, i.bucket)
                 if place not in shares:

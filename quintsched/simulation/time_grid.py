@@ -6,7 +6,7 @@ rank 1 .  F0 B0 -  F1 B1 -  .
 
 from __future__ import annotations
 
-from quintsched.ir.instructions import Compute, short
+from quintsched.ir.instructions import short
 from quintsched.simulation.simulator import Simulation
 
 
@@ -33,7 +33,7 @@ def time_grid(simulation: Simulation, width: int | None = None) -> list[str]:
 
 def _cells(simulation: Simulation) -> list[list[str]]:
     """Lay every computation on a raster of the plan's time step (one forward of a chunk at unit costs)."""
-    computed = [[s for s in row if isinstance(s.instruction, Compute)] for row in simulation.timeline]
+    computed = [[s for s in row if s.instruction.computes] for row in simulation.timeline]
     step = min((s.end - s.start for row in computed for s in row if s.end > s.start), default=1.0)
     columns = max(round(simulation.makespan / step), 1)
     several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp

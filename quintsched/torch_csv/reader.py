@@ -13,7 +13,6 @@ from functools import cached_property
 
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.graph.profiles import find_profile
-from quintsched.ir.columns import Programs
 from quintsched.ir.instructions import (
     NEEDS_WEIGHTS,
     AllReduceBucket,
@@ -27,6 +26,7 @@ from quintsched.ir.instructions import (
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
+from quintsched.ir.programs import Programs
 from quintsched.ir.zero import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan

@@ -162,7 +162,7 @@ def _incomplete(plan: PlanData, *, lowered: bool = True) -> Iterator[Finding]:
 
 def _times(plan: PlanData, kind: type[Compute]) -> Ints:
     """Return how often each microbatch (and stage) is computed by `kind`: stage x microbatches + microbatch."""
-    columns, microbatches = plan.columns, plan.layout.num_microbatches
+    columns, microbatches = plan.columns.apart.columns, plan.layout.num_microbatches
     rows = columns.rows_where(kind)
     cells = columns.stage[rows] * microbatches + columns.unit[rows]
     return np.bincount(cells, minlength=len(plan.stage_to_pp) * microbatches)

@@ -256,6 +256,11 @@ def _bwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Bwd) -> None:
     _add(run, rank, i, _backward_of(run, rank, i))
 
 
+def _overlap(run: SymbolicRun, rank: SymbolicRank, i: ins.Overlap) -> None:
+    for side in i.sides:
+        _HANDLERS[type(side)](run, rank, side)
+
+
 def _bwd_input(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdInput) -> None:
     rank.put(Kind.PENDING, i.stage, i.microbatch, _backward_of(run, rank, i))
 
@@ -359,6 +364,7 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.SendSkip: _send,
     ins.RecvGrad: _recv,
     ins.Bwd: _bwd,
+    ins.Overlap: _overlap,
     ins.BwdInput: _bwd_input,
     ins.BwdWeight: _bwd_weight,
     ins.SendGrad: _send,

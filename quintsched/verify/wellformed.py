@@ -50,7 +50,7 @@ def _malformations(plan: PlanData) -> Iterator[Malformation]:
 
 def _plainly_right(plan: PlanData) -> Flags:
     """Which rows need no closer look: those whose numbers plainly name what there is on their rank."""
-    columns, layout = plan.columns, plan.layout
+    (columns, origin), layout = plan.columns.apart, plan.layout
     fine = np.zeros(len(columns), np.bool_)
     holders = np.array(plan.stage_to_pp)
     for kind in ins.ALL:
@@ -69,7 +69,11 @@ def _plainly_right(plan: PlanData) -> Flags:
         if issubclass(kind, ins.OnBucket):
             rows = rows[_names_a_bucket(rows, kind, layout, columns)]
         fine[rows] = True
-    return fine
+    found = np.ones(len(plan.columns), np.bool_)
+    found[origin[~fine]] = False
+    overlaps = plan.columns.rows_where(ins.Overlap)
+    found[overlaps] &= (plan.columns.column("forward") != plan.columns.column("backward"))[overlaps] & layout.trains
+    return found
 
 
 def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
@@ -248,6 +252,15 @@ def _unit_fault(i: ins.Compute | ins.Message, plan: PlanData, rank: int) -> str 
     return None
 
 
+def _overlap_fault(i: ins.Overlap, plan: PlanData, rank: int) -> str | None:
+    if plan.mode != "train":
+        return "there is no backward in a plan that only computes forward"
+    if i.forward == i.backward:
+        return "its two sides are one microbatch of one stage; the backward needs what the forward makes"
+    faults = (_unit_fault(side, plan, rank) for side in i.sides if isinstance(side, ins.Compute))
+    return next(filter(None, faults), None)
+
+
 def _message_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
     if fault := _unit_fault(i, plan, rank):
         return fault
@@ -332,6 +345,7 @@ def _tied_fault(i: ins.SyncTied, plan: PlanData, rank: int) -> str | None:
 
 _FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, PlanData, int], str | None]], ...] = (
     (ins.Compute, _unit_fault),
+    (ins.Overlap, _overlap_fault),
     (ins.Message, _message_fault),
     (ins.AllReduceBucket, _bucket_fault),
     (ins.ReduceScatterBucket, _bucket_fault),

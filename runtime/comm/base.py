@@ -117,6 +117,10 @@ class Group(ABC):
             self._refuse(f"broadcast from member {source}, but there are {self.size}")
         return self._broadcast(_data(tensor), source)
 
+    def beside(self, work: Work) -> Work:
+        """Return the work of a message between members as something that other work of the rank may run beside."""
+        return work
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
 

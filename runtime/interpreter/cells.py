@@ -81,24 +81,34 @@ class Cells:
 
         A gradient that comes back says that the activation it belongs to has arrived: what was sent is released.
         """
-        cell, waits = self.of(value), self._waits
-        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+        cell, await_value = self.of(value), self.awaiter(value, index)
 
         def take() -> Outputs:
-            works = cell.works
-            if works:
-                cell.works = ()
-                if waits.recorder is None:
-                    for work in works:
-                        work.wait()
-                else:
-                    waits.wait(works, index, cell.receive)
-                if answered is not None and answered.sent is not None:
-                    self.release(answered, index)
+            if cell.works:
+                await_value()
             taken, cell.value = cell.value, ()
             return taken
 
         return take
+
+    def awaiter(self, value: Value, index: int) -> Callable[[], None]:
+        """Return what waits for a value on behalf of instruction `index`, if it comes from another rank."""
+        cell, waits = self.of(value), self._waits
+        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+
+        def wait() -> None:
+            works, cell.works = cell.works, ()
+            if not works:
+                return
+            if waits.recorder is None:
+                for work in works:
+                    work.wait()
+            else:
+                waits.wait(works, index, cell.receive)
+            if answered is not None and answered.sent is not None:
+                self.release(answered, index)
+
+        return wait
 
     def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
         """Return what takes values away that together are one row of tensors."""

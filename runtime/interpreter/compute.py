@@ -4,6 +4,7 @@
     Bwd        ∂output ──▶ ∂input, ∂weights
     BwdInput   ∂output ──▶ ∂input                 pending: the weight gradients' products, not yet computed
     BwdWeight  products ──▶ ∂weights
+    Overlap    a Fwd and a Bwd, each while the other waits for what it exchanges inside its stage
 
 Each function here binds one instruction: everything that can be known beforehand is worked out once.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +30,7 @@ from ..blocks.blocks import TARGETS, TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
 from .cells import Parts
+from .clock import NoClock
 from .rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
@@ -227,6 +230,28 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     if state.flows.is_last_backward(instruction) and not comes_twice:
         return _in_turn(lambda: backward(last_backward(stage)), _adding_partial_sums(state, instruction))
     return _in_turn(run, _adding_partial_sums(state, instruction))
+
+
+def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
+    """Run a forward and a backward side by side, once both have what they take."""
+    untimed = replace(state, clock=NoClock())
+    forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
+    taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
+    taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    waits = [state.cells.awaiter(value, index) for value in taken]
+    both = state.overlaps.pair(
+        bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward), (forward.stage, backward.stage)
+    )
+    clock = state.clock
+
+    def run() -> None:
+        for wait in waits:
+            wait()
+        clock.start()
+        both()
+        clock.stop()
+
+    return run
 
 
 def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintsched.ir.dataflow import Flow as Flow
+from quintsched.ir.dataflow import flows_of
 from quintsched.ir.instructions import ENDS_BACKWARD, Instruction
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
@@ -23,10 +24,18 @@ class ProgramFlow:
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
         self._pp_rank = plan.mesh.pp_rank(rank)
-        last = {i.stage: i for i in self.program if isinstance(i, ENDS_BACKWARD)}
+        last = {i.stage: i for whole in self.program for i in whole.sides if isinstance(i, ENDS_BACKWARD)}
         self._last_backwards = frozenset(last.values())
         self._flows = plan.flows.of_rows(plan.columns.rows_of(self._pp_rank))
-        self._flow_of = dict(zip(self.program, self._flows, strict=True))
+        self._flow_of = dict(zip(self.program, self._flows, strict=True)) | self._flows_of_sides()
+
+    def _flows_of_sides(self) -> dict[Instruction, Flow]:
+        """Return the flow of each side of what overlaps."""
+        columns = self.plan.columns.apart.columns
+        if columns is self.plan.columns:
+            return {}
+        rows = columns.rows_of(self._pp_rank)
+        return dict(zip(columns.instructions(rows), flows_of(columns, self.plan.layout).of_rows(rows), strict=True))
 
     def of(self, instruction: Instruction) -> Flow:
         """Return what an instruction takes and makes."""

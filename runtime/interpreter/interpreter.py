@@ -18,7 +18,7 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
-from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_recompute
+from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_overlap, bind_recompute
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
 from .recorder import Recorder
@@ -56,6 +56,7 @@ HANDLERS: dict[type[Instruction], Handler] = {
             ins.Bwd: bind_bwd,
             ins.BwdInput: bind_bwd_input,
             ins.BwdWeight: bind_bwd_weight,
+            ins.Overlap: bind_overlap,
         },
     ),
     **_seeing(

@@ -15,8 +15,9 @@ from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
 from ..blocks.blocks import TARGETS, Parcel, TensorSpec, on_meta, takes_targets
-from ..blocks.shapes import announce_spec, find_shapes
+from ..blocks.shapes import agree, announce_spec, find_shapes
 from ..comm import Transport
+from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
@@ -127,11 +128,19 @@ class PlanRunner:
         self._latest, self._is_broken = interpreter, True
         state.current.number = self.steps.total
         interpreter.run(batch, self.steps.in_run, calls)
+        self._settle(state.compute.overlaps)
         self._is_broken = False
         if state.flows.trains:
             self.steps.in_run += 1
         tally, outcome = state.compute.tally, state.step_end.outcome
         return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+
+    def _settle(self, overlaps: Overlaps) -> None:
+        """After a first step, settle how computations overlap, the same way on all holders of the same stages."""
+        noted = overlaps.unsettled
+        if noted is not None:
+            agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
+            overlaps.settle()
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
@@ -176,6 +185,7 @@ class PlanRunner:
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
+            overlaps=Overlaps(self._groups.sides, self._transport.device),
         )
         step_end = StepEndState(
             waits=waits,

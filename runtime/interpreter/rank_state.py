@@ -27,6 +27,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..blocks.blocks import TensorSpec
 from ..comm import Group, Transport
+from ..comm.interleaving import Overlaps
 from ..parallel.context.context import Context
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
@@ -123,6 +124,7 @@ class ComputeState:
     metrics: Mapping[str, MetricFn]
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
+    overlaps: Overlaps
     saved: dict[Value, Saved] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)

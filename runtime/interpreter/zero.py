@@ -42,16 +42,16 @@ def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGat
 def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction, call: Call) -> Call:
     """Return `call` so that the full weights and gradients that its computation works on are resident before it."""
     weights, reducer = state.weights, state.gradients.reducer
-    if not weights or not isinstance(instruction, ins.Compute):
+    if not weights or not instruction.computes:
         return call
-    wait, stage = partial(state.waits.wait, index=index), instruction.stage
-    first: list[Call] = []
-    if isinstance(instruction, ins.NEEDS_WEIGHTS):
-        first.append(partial(weights.wait, stage, wait))
-    if reducer.reshards and isinstance(instruction, ins.BEGINS_BACKWARD):
-        first.append(partial(reducer.finish_reductions, wait))
-    if reducer.reshards and isinstance(instruction, ins.ENDS_BACKWARD):
-        first.append(partial(reducer.allocate_full, stage, wait))
+    wait, first = partial(state.waits.wait, index=index), list[Call]()
+    for side in instruction.sides:
+        if isinstance(side, ins.NEEDS_WEIGHTS):
+            first.append(partial(weights.wait, side.stage, wait))
+        if reducer.reshards and isinstance(side, ins.BEGINS_BACKWARD):
+            first.append(partial(reducer.finish_reductions, wait))
+        if reducer.reshards and isinstance(side, ins.ENDS_BACKWARD):
+            first.append(partial(reducer.allocate_full, side.stage, wait))
 
     def run() -> None:
         for prepare in first:

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quintsched.ir.instructions import Message, Send
+from quintsched.ir.instructions import Message, Overlap, Send
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES, Mesh
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import comes_summed, counts_here
 from ..comm import Group, Transport
 from ..comm.message_collectives import spell_out, spelled_channels
+from ..comm.sides import SidedGroup, Sides
 from .context.ring_attention import ring_channels
 from .tensor.shard import shard_of
 
@@ -55,6 +56,8 @@ class MeshGroups:
     world: Group
     sharing: Mapping[tuple[int, ...], Sharing]
     """Per set of stages on several ranks that share weights: the ranks that hold one of them, in each replica."""
+    sides: Sides
+    """The forward and the backward of this rank, where the plan lets them overlap."""
 
     def counts(self, parameter: nn.Parameter, *, is_expert: bool = False) -> bool:
         """Whether this rank counts a parameter in the global norm: of copies along tp or ep, one does.
@@ -80,7 +83,8 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
 
     Groups of the same ranks are one: their collectives follow program order. Only the replicas, and those of experts,
     have theirs to themselves, since gradients are launched ahead of their place; and where the plan spells out their
-    collectives, these go through messages.
+    collectives, these go through messages. Where the plan lets forwards and backwards overlap, the groups inside stages
+    have a communicator for each.
     """
     mesh, made = plan.mesh, {}
 
@@ -93,8 +97,16 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
     def replicas_over(axes: tuple[str, ...]) -> Group:
         return spell_out(transport.make_group(mesh.groups(*axes)), plan.communication, transport)
 
-    tensor, context, replicas = group("tp"), group("cp"), replicas_over(REPLICA_AXES)
-    experts, expert_replicas = group("ep"), replicas
+    sides, overlaps = Sides(), bool(len(plan.columns.rows_where(Overlap)))
+
+    def inside_stages(axis: str) -> Group:
+        one = group(axis)
+        if one.size == 1 or not overlaps:
+            return one
+        return SidedGroup((one, transport.make_group(mesh.groups(axis))), axis, sides)
+
+    tensor, context, replicas = inside_stages("tp"), inside_stages("cp"), replicas_over(REPLICA_AXES)
+    experts, expert_replicas = inside_stages("ep"), replicas
     if mesh.axis_size("ep") > 1:
         expert_replicas = replicas_over(EXPERT_REPLICA_AXES)
     pipeline, metrics, model = group("pp"), group("pp", *REPLICA_AXES), group("pp", "tp", "ep")
@@ -107,7 +119,7 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
             together = transport.make_group(_sharing_partition(mesh, holders))
             sharing[stages] = Sharing(together, holders.index(plan.stage_to_pp[stages[0]]))
     return MeshGroups(
-        tensor, context, experts, replicas, expert_replicas, pipeline, metrics, model, holding, world, sharing
+        tensor, context, experts, replicas, expert_replicas, pipeline, metrics, model, holding, world, sharing, sides
     )
 
 

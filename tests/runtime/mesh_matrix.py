@@ -74,6 +74,9 @@ class Case:
     mesh: str
     model: str
     sequence_parallel: bool
+    microbatches: int = MICROBATCHES
+    overlap: bool = False
+    zero: int = 0
 
     def __str__(self) -> str:
         return f"{self.schedule} {self.mesh} {self.model}{' sp' if self.sequence_parallel else ''}"
@@ -88,13 +91,21 @@ class Case:
 
     @property
     def chunks(self) -> int | None:
-        return 2 if self.schedule == "interleaved-1f1b" else None
+        return 2 if self.schedule in ("interleaved-1f1b", "dualpipe-v") else None
 
     @cached_property
     def plan(self) -> qs.Plan:
         stages = self.size("pp") * (self.chunks or 1)
         ties = {"embedding": (0, stages - 1)} if self.is_tied and stages > 1 else {}
-        return qs.compile(self.schedule, mesh=self.mesh, microbatches=MICROBATCHES, chunks=self.chunks, tied=ties)
+        return qs.compile(
+            self.schedule,
+            mesh=self.mesh,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            tied=ties,
+            overlap=self.overlap,
+            zero=self.zero,
+        )
 
     @property
     def is_tied(self) -> bool:
@@ -103,7 +114,7 @@ class Case:
     @property
     def alone(self) -> tuple[str, int, int]:
         """What its numbers depend on: the model, the microbatches of all replicas, the length of sequences."""
-        return self.model, self.size("dp") * self.size("ep") * MICROBATCHES, 12 if self.size("cp") == 3 else 8
+        return self.model, self.size("dp") * self.size("ep") * self.microbatches, 12 if self.size("cp") == 3 else 8
 
 
 def _meshes() -> Iterator[tuple[str, bool]]:

@@ -7,24 +7,25 @@ both lanes run along, and `position` this rank's place in it, counted from the e
     steady   F0 B1  F1 B0                        a forward of one lane beside a backward of the other
     drain    B1 F1 B0 ..., B1 B0 ..., W I0 ..., W ...      from half-way on, weight halves wait for the gaps
 
-A forward and a backward that stand side by side may overlap; in the plan they come one after the other.
+A forward and a backward that stand side by side come one after the other in the plan, or as one `Overlap`.
 """
 
 from collections.abc import Iterator
 
-from quintsched.schedules.kit.phases import Phase, Turn
+from quintsched.schedules.kit.phases import Both, Phase, Turn
 
 F0, F1, I0, I1, B0, B1, W = Turn.F0, Turn.F1, Turn.I0, Turn.I1, Turn.B0, Turn.B1, Turn.W
 
 
-def dual_phases(position: int, depth: int, microbatches: int) -> Iterator[Phase]:
+def dual_phases(position: int, depth: int, microbatches: int, *, overlap: bool = False) -> Iterator[Phase]:
     """Yield the phases of one rank; each lane has `microbatches`, at least 2 depth."""
+    pair = _side_by_side if overlap else _one_after_the_other
     beyond, here = depth - position - 1, position + 1
     yield (F0,), 2 * beyond
     yield (F0, F1), here
     yield (I1, W, F1), beyond
-    yield (F0, B1, F1, B0), microbatches - 2 * depth + here
-    yield (B1, F1, B0), beyond
+    yield (*pair(F0, B1), *pair(F1, B0)), microbatches - 2 * depth + here
+    yield (B1, *pair(F1, B0)), beyond
     yield from _alternating((B1, B0), here)
     yield from _alternating((I1, I0) if here % 2 == 0 else (I0, I1), here)
     yield (W, I0), beyond
@@ -35,3 +36,11 @@ def _alternating(turns: tuple[Turn, Turn], number: int) -> Iterator[Phase]:
     """Yield so many turns, the two by turns."""
     yield turns, number // 2
     yield turns[:1], number % 2
+
+
+def _side_by_side(forward: Turn, backward: Turn) -> tuple[Both, ...]:
+    return (Both(forward, backward),)
+
+
+def _one_after_the_other(forward: Turn, backward: Turn) -> tuple[Turn, ...]:
+    return forward, backward

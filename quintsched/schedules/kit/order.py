@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import islice
 
 from quintsched.errors import UnsoundError
-from quintsched.ir.columns import Columns, Programs
-from quintsched.ir.instructions import COMPUTATIONS, Compute
+from quintsched.ir.columns import Columns
+from quintsched.ir.instructions import COMPUTATIONS, COMPUTING
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
+from quintsched.ir.programs import Programs
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
 from quintsched.schedules.kit.steps import Steps
 
@@ -18,7 +19,8 @@ def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_p
     """Return the plan that holds only what the schedule says: which computations, in which order."""
     stages = range(len(shape.stage_to_pp))
     half = len(stages) // 2
-    options = {} if shape.memory_cap is None else {"memory_cap": shape.memory_cap}
+    asked = {"memory_cap": shape.memory_cap, "overlap": shape.overlap or None}
+    options = {name: value for name, value in asked.items() if value is not None}
     return PlanData(
         mode=schedule.mode,
         schedule=ScheduleSpec(schedule.name, shape.microbatches, shape.chunks, shape.slices, options),
@@ -51,10 +53,10 @@ def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:
     with own_code(where):
         steps = schedule.order(rank, shape)
         if isinstance(steps, Steps):
-            return steps.columns()
+            return steps.columns
         program = list(islice(steps, most + 1))  # one too many is enough to refuse it
     for index, found in enumerate(program):
-        if not isinstance(found, Compute):
+        if not isinstance(found, COMPUTING):
             raise UnsoundError(f"{where}: the schedule yields {found!r} at {index}; it may yield computations only")
     try:
         return Columns.of([program])

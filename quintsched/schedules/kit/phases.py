@@ -2,17 +2,18 @@
 
     F0 F0 F1 I1 W F1 …   ──number──▶   F0 of microbatch 0, F0 of 1, F1 of 0, I1 of 0, its W, F1 of 1, …
 
-A rank has two lanes, 0 and 1: two chunks of a V, or its stages of two models that run against each other.
+A rank has two lanes, 0 and 1: two chunks of a V, or its stages of two models that run against each other. A turn may
+be two at once, a forward and a backward that overlap; where one of them falls away, the other is done alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules.kit.registry import Order
 
 
@@ -47,7 +48,15 @@ class Lane:
     microbatches: range
 
 
-Phase = tuple[tuple[Turn, ...], int]
+@dataclass(frozen=True)
+class Both:
+    """A forward and a backward of different lanes, side by side."""
+
+    forward: Turn
+    backward: Turn
+
+
+Phase = tuple[tuple[Turn | Both, ...], int]
 """Turns that are done one after the other, and how often these are repeated."""
 
 
@@ -57,39 +66,74 @@ def number(phases: Iterable[Phase], lanes: tuple[Lane, Lane]) -> Order:
     Phases can so be written for as many microbatches as fill the pipeline: what is left when the later ones are
     taken out is in an order that still runs. What falls away is skipped, not walked through turn by turn.
     """
-    ends = [len(lane.microbatches) for lane in lanes]
-    done = {Fwd: [0, 0], BwdInput: [0, 0]}
-    done[Bwd] = done[BwdInput]
-    pending: deque[tuple[int, int, int]] = deque()  # runs of weight halves: lane, first, length (1: not beyond)
+    count = _Count(lanes)
     for turns, times in phases:
-        walked = min(times, max([0, *(ends[lane] - done[kind][lane] for kind, lane in _counted(turns))]))
+        walked = min(times, count.left(turns))
         for turn in turns * walked:
-            if turn is Turn.W:
-                kind: type[Compute] = BwdWeight
-                lane, k, length = pending.popleft()
-                if length > 1:
-                    pending.appendleft((lane, k + 1, length - 1))
-            else:
-                kind, lane = KINDS[turn]
-                k = done[kind][lane]
-                done[kind][lane] += 1
-            if kind is BwdInput:
-                pending.append((lane, k, 1))
-            if k < ends[lane]:
-                yield kind(lanes[lane].stage, lanes[lane].microbatches[k])
-        skipped = times - walked
-        for kind, lane in _counted(turns) if skipped else ():
-            if kind is BwdInput:
-                pending.append((lane, done[kind][lane], skipped))
-            done[kind][lane] += skipped
-        for lane, k in _popped(pending, turns.count(Turn.W) * skipped):
-            if k < ends[lane]:
-                yield BwdWeight(lanes[lane].stage, lanes[lane].microbatches[k])
+            if isinstance(turn, Both):
+                yield from _side_by_side(count.take(turn.forward), count.take(turn.backward))
+            elif (found := count.take(turn)) is not None:
+                yield found
+        if times > walked:
+            yield from count.skip(turns, times - walked)
 
 
-def _counted(turns: tuple[Turn, ...]) -> list[tuple[type[Compute], int]]:
+def _side_by_side(forward: Compute | None, backward: Compute | None) -> Order:
+    if forward is not None and backward is not None:
+        return [Overlap((forward.stage, forward.microbatch), (backward.stage, backward.microbatch))]
+    return [found for found in (forward, backward) if found is not None]
+
+
+class _Count:
+    """How far the lanes are, and which weight halves are still to be done."""
+
+    def __init__(self, lanes: tuple[Lane, Lane]) -> None:
+        self._lanes = lanes
+        self._ends = [len(lane.microbatches) for lane in lanes]
+        self._done: dict[type[Compute], list[int]] = {Fwd: [0, 0], BwdInput: [0, 0]}
+        self._done[Bwd] = self._done[BwdInput]
+        self._pending: deque[tuple[int, int, int]] = deque()  # runs: lane, first, length (1: not beyond)
+
+    def left(self, turns: Sequence[Turn | Both]) -> int:
+        """How often these turns have to be walked through until all of them are beyond their lanes."""
+        return max([0, *(self._ends[lane] - self._done[kind][lane] for kind, lane in _counted(turns))])
+
+    def take(self, turn: Turn) -> Compute | None:
+        """Return what a turn does; None where it is beyond the lane's microbatches."""
+        if turn is Turn.W:
+            kind: type[Compute] = BwdWeight
+            lane, k, length = self._pending.popleft()
+            if length > 1:
+                self._pending.appendleft((lane, k + 1, length - 1))
+        else:
+            kind, lane = KINDS[turn]
+            k = self._done[kind][lane]
+            self._done[kind][lane] += 1
+        if kind is BwdInput:
+            self._pending.append((lane, k, 1))
+        return self._named(kind, lane, k)
+
+    def skip(self, turns: Sequence[Turn | Both], times: int) -> Order:
+        """Go past turns that are beyond their lanes; yield the weight halves among them that are not."""
+        for kind, lane in _counted(turns):
+            if kind is BwdInput:
+                self._pending.append((lane, self._done[kind][lane], times))
+            self._done[kind][lane] += times
+        for lane, k in _popped(self._pending, turns.count(Turn.W) * times):
+            found = self._named(BwdWeight, lane, k)
+            if found is not None:
+                yield found
+
+    def _named(self, kind: type[Compute], lane: int, k: int) -> Compute | None:
+        if k >= self._ends[lane]:
+            return None
+        return kind(self._lanes[lane].stage, self._lanes[lane].microbatches[k])
+
+
+def _counted(turns: Sequence[Turn | Both]) -> list[tuple[type[Compute], int]]:
     """Return the turns that have a microbatch of their own: all but weight halves."""
-    return [KINDS[turn] for turn in turns if turn is not Turn.W]
+    single = (t for turn in turns for t in ((turn.forward, turn.backward) if isinstance(turn, Both) else (turn,)))
+    return [KINDS[turn] for turn in single if turn is not Turn.W]
 
 
 def _popped(pending: deque[tuple[int, int, int]], number: int) -> Iterator[tuple[int, int]]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
-from quintsched.ir.instructions import Compute
+from quintsched.ir.instructions import Compute, Overlap
 from quintsched.ir.mesh import whole_number
 from quintsched.ir.placement import linear
 from quintsched.ir.plan_data import Mode
 from quintsched.simulation.costs import Costs
 
-Order = Iterable[Compute]
+Order = Iterable[Compute | Overlap]
 Placement = Callable[[int, int], tuple[int, ...]]
 
 MAX_MICROBATCHES = 2**20
@@ -47,6 +47,8 @@ class Shape:
     recompute: tuple[int, ...] = ()
     """Per stage, whether its activations are recomputed (not 0), for schedules that yield `Recompute` themselves; ()
     where none are. What they leave out is placed right before the backward."""
+    overlap: bool = False
+    """Whether a forward and a backward side by side are one `Overlap`, for schedules that have such pairs."""
 
     @property
     def num_units(self) -> int:
@@ -95,6 +97,8 @@ class Schedule:
     """Whether the order depends on costs and a memory cap."""
     bidirectional: bool = False
     """Whether half of the microbatches go the other way: each piece of the model is then held twice."""
+    overlaps: bool = False
+    """Whether it has forwards beside backwards that can overlap: it then looks at `Shape.overlap`."""
     constraint: Callable[[Shape], str | None] = lambda _shape: None
 
     @property
@@ -117,6 +121,8 @@ class Schedule:
         slices: int = 1,
         costs: Costs | None = None,
         memory_cap: float | None = None,
+        *,
+        overlap: bool = False,
     ) -> Shape:
         """Return the checked shape for these sizes; `chunks` None takes the fewest.
 
@@ -128,9 +134,15 @@ class Schedule:
         _check_range(self.name, "slices", slices, 1, self.max_slices)
         if not self.searches and (costs is not None or memory_cap is not None):
             raise UsageError(f"{self.name}: its order does not depend on costs or a memory cap; leave them out")
+        if overlap and not self.overlaps:
+            others = ", ".join(found.name for found in all_schedules() if found.overlaps)
+            raise UsageError(
+                f"{self.name}: overlap: it has no forward and backward side by side that do not wait for each other; "
+                f"choose among {others}"
+            )
         with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
             placed = self._placed(pp, chunks)
-            shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap)
+            shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap, overlap=overlap)
             fault = self.constraint(shape)
         if fault:
             raise UsageError(f"{self.name}: {fault}")
@@ -187,6 +199,7 @@ def schedule(
     max_slices: int = 1,
     searches: bool = False,
     bidirectional: bool = False,
+    overlaps: bool = False,
     constraint: Callable[[Shape], str | None] = lambda _shape: None,
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
     """Register the decorated generator as a schedule; the fields are those of `Schedule`.
@@ -209,6 +222,7 @@ def schedule(
             max_slices=max_slices,
             searches=searches,
             bidirectional=bidirectional,
+            overlaps=overlaps,
             constraint=constraint,
         )
         for taken in (name, *aliases):

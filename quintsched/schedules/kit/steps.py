@@ -9,34 +9,27 @@ For a schedule of a million steps this is much quicker than a generator, and say
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from quintsched.ir.columns import CODES, Codes, Columns, Ints
-from quintsched.ir.instructions import ALL, Compute
+from quintsched.ir.columns import CODES, Columns, Ints
+from quintsched.ir.instructions import Bwd, Compute, Fwd, Instruction, Overlap
+from quintsched.ir.programs import Program
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The computations of one rank in order, as arrays; iterated over, it yields them one by one."""
+    """The computations of one rank in order, as the columns of a plan of one rank; iterated over, one by one."""
 
-    op: Codes
-    stage: Ints
-    microbatch: Ints
+    columns: Columns
 
-    def __iter__(self) -> Iterator[Compute]:
-        for code, stage, microbatch in zip(
-            self.op.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True
-        ):
-            kind = ALL[code]
-            assert issubclass(kind, Compute)
-            yield kind(stage, microbatch)
-
-    def columns(self) -> Columns:
-        """Return them as the columns of a plan of one rank."""
-        return Columns(np.array([0, len(self.op)]), self.op, {"stage": self.stage, "microbatch": self.microbatch})
+    def __iter__(self) -> Iterator[Compute | Overlap]:
+        for found in Program(self.columns, 0):
+            assert isinstance(found, Compute | Overlap)
+            yield found
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +48,32 @@ def alternate(*lanes: Lane) -> Steps:
     order = np.argsort(beats, kind="stable")
     op = np.concatenate([np.full(len(lane.stages), CODES[lane.kind], np.uint8) for lane in lanes])
     stages = np.concatenate([lane.stages for lane in lanes])
-    return Steps(op[order], stages[order], np.concatenate([lane.microbatches for lane in lanes])[order])
+    microbatches = np.concatenate([lane.microbatches for lane in lanes])
+    fields = {"stage": stages[order], "microbatch": microbatches[order]}
+    return Steps(Columns(np.array([0, len(op)]), op[order], fields))
+
+
+def side_by_side(forwards: Lane, backwards: Lane) -> Steps:
+    """Return the steps of two lanes of equal length beat by beat; the two of one beat are one `Overlap`.
+
+    The backwards are delayed, the forwards are not.
+    """
+    late, both = backwards.delay, len(forwards.stages) - backwards.delay
+    pairs = [
+        list(zip(lane.stages[at].tolist(), lane.microbatches[at].tolist(), strict=True))
+        for lane, at in ((forwards, slice(late, None)), (backwards, slice(None, both)))
+    ]
+    parts: tuple[tuple[type[Instruction], Mapping[str, Any]], ...] = (
+        (Fwd, {"stage": forwards.stages[:late], "microbatch": forwards.microbatches[:late]}),
+        (Overlap, dict(zip(("forward", "backward"), pairs, strict=True))),
+        (Bwd, {"stage": backwards.stages[both:], "microbatch": backwards.microbatches[both:]}),
+    )
+    sizes = (late, both, late)
+    columns = [
+        Columns.make(kind, np.zeros(size, np.int64), 1, **fields)
+        for (kind, fields), size in zip(parts, sizes, strict=True)
+    ]
+    return Steps(columns[0].append(*columns[1:]))
 
 
 def rounds(units: int, pp: int, chunks: int) -> tuple[Ints, Ints]:

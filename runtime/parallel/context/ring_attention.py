@@ -58,7 +58,7 @@ class Ring:
 
     def __init__(self, transport: Transport, group: Group) -> None:
         self.size, self.index = group.size, group.index
-        self._transport = transport
+        self._transport, self._group = transport, group
         self._next = group.ranks[(group.index + 1) % group.size]
         self._previous = group.ranks[group.index - 1]
 
@@ -66,12 +66,14 @@ class Ring:
         """Send keys and values to the next rank; return those that come from the rank before, under way."""
         buffer = torch.empty_like(tensor)
         receive = self._transport.recv(buffer, self._previous, KEYS_TAG)
-        return Arrival(buffer, (self._transport.send(tensor, self._next, KEYS_TAG), receive))
+        send = self._group.beside(self._transport.send(tensor, self._next, KEYS_TAG))
+        return Arrival(buffer, (send, receive))
 
     def expect(self, like: Tensor) -> Arrival:
         """Return the gradients that the rank before will send, under way."""
         buffer = torch.empty_like(like)
-        return Arrival(buffer, (self._transport.recv(buffer, self._previous, GRADIENTS_TAG),))
+        receive = self._transport.recv(buffer, self._previous, GRADIENTS_TAG)
+        return Arrival(buffer, (self._group.beside(receive),))
 
     def hand_on(self, gradients: Tensor) -> Work:
         """Send gradients to the next rank."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintsched.ir.columns import ABSENT, Columns, Programs
+from quintsched.ir.columns import ABSENT, Columns
 from quintsched.ir.instructions import (
     AllReduceBucket,
     Bwd,
@@ -21,6 +21,7 @@ from quintsched.ir.instructions import (
     ShareMetrics,
     SyncTied,
 )
+from quintsched.ir.programs import Programs
 from quintsched.plan import Plan
 
 NUMBERS = st.integers(-3, 9)
