@@ -145,8 +145,9 @@ class _Messages:
         sent, received, unit, skip = np.full((4, count), ABSENT)
         for kind, (send, receive) in MESSAGES.items():
             here = plan.flows.numbering.of_kind(self.keys, kind)
-            sends[here], receives[here] = CODES[send], CODES[receive]
-            sent[here], received[here], unit[here], skip[here] = _ends(plan, kind, self.keys[here])
+            if here.any():
+                sends[here], receives[here] = CODES[send], CODES[receive]
+                sent[here], received[here], unit[here], skip[here] = _ends(plan, kind, self.keys[here])
         op = np.concatenate([sends, receives, columns.op])
         fields = {
             "stage": np.concatenate([sent, received, columns.stage]),
@@ -166,8 +167,7 @@ def _ends(plan: PlanData, kind: Kind, keys: Ints) -> tuple[Ints, Ints, Ints, Int
     numbering, layout = plan.flows.numbering, plan.layout
     stage, unit, skip = numbering.stages(keys, kind), numbering.numbers(keys, kind), np.full(len(keys), ABSENT)
     if kind in SKIPS:
-        if plan.skips:
-            unit, skip = np.divmod(unit, len(plan.skips))
+        unit, skip = np.divmod(unit, len(plan.skips))
         before = np.full((len(plan.skips), len(plan.stage_to_pp)), ABSENT)
         for number, earlier, later in layout.skip_hops if kind is Kind.SKIP else layout.skip_chains:
             before[number, later] = earlier

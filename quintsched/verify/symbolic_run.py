@@ -9,57 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Kind, Value
 from quintsched.verify.algebra import PRIME, Gradient, Model, Number, Saved, Weights, added, backward, forward
-
-
-@dataclass
-class SymbolicRank:
-    """One pipeline rank while it runs; `shares` are what was added to each stage's gradient, in order."""
-
-    number: int
-    index: int = 0
-    values: dict[Value, Any] = field(default_factory=dict)
-    grads: dict[tuple[int, int], Gradient] = field(default_factory=dict)
-    shares: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
-    reduced: dict[tuple[int, int], Gradient] = field(default_factory=dict)
-    applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
-
-    def take(self, kind: Kind, stage: int, unit: int) -> Any:
-        """Take a value away; raises `_Fault` where it does not stand here."""
-        value = Value(kind, stage, unit)
-        self.look_at(value)
-        return self.values.pop(value)
-
-    def look_at(self, value: Value) -> Any:
-        """Return a value; raises `_Fault` where it does not stand here."""
-        if value not in self.values:
-            raise _Fault(f"needs {value}, which does not stand on rank {self.number}")
-        return self.values[value]
-
-    def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
-        """Make a value; raises `_Fault` where it stands already."""
-        value = Value(kind, stage, unit)
-        if value in self.values:
-            raise _Fault(f"makes {value}, which stands on rank {self.number} already")
-        self.values[value] = number
-
-
-class _Fault(Exception):
-    """What an instruction cannot do."""
-
-
-class Stopped(NamedTuple):
-    """Where a run came to its end too early: why, and the (rank, index) of those that stand there."""
-
-    faults: tuple[str, ...]
-    places: tuple[tuple[int, int], ...]
+from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 
 
 class SymbolicRun:
@@ -79,7 +36,7 @@ class SymbolicRun:
                 while (instruction := self.next(rank)) is not None and self.is_ready(rank, instruction):
                     try:
                         _HANDLERS[type(instruction)](self, rank, instruction)
-                    except _Fault as fault:
+                    except Fault as fault:
                         where = f"rank {rank.number} instruction {rank.index}, {instruction}"
                         return Stopped((f"{where}: {fault}",), ((rank.number, rank.index),))
                     rank.index += 1
@@ -278,7 +235,7 @@ def _add(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, share: Gradient) 
 
 def _held(rank: SymbolicRank, stage: int, bucket: int) -> Gradient:
     if (stage, bucket) not in rank.grads:
-        raise _Fault(f"finds no gradient of stage {stage}")
+        raise Fault(f"finds no gradient of stage {stage}")
     return rank.grads[stage, bucket]
 
 
@@ -299,7 +256,7 @@ def _reduce_scatter_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.ReduceSc
 def _all_gather_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllGatherBucket) -> None:
     steps = rank.applied.get((i.stage, i.bucket))
     if not steps:
-        raise _Fault(f"finds no stepped shares of stage {i.stage}")
+        raise Fault(f"finds no stepped shares of stage {i.stage}")
     steps[-1] = tuple(run.model.over(i.axes, entry) for entry in steps[-1])
 
 
@@ -344,9 +301,9 @@ def _opt_step(run: SymbolicRun, rank: SymbolicRank, i: ins.OptStep) -> None:
         for bucket in run.plan.layout.buckets:
             gradient = _stepped_with(run, rank).pop((stage, bucket), None)
             if gradient is None:
-                raise _Fault(f"finds no gradient of stage {stage}")
+                raise Fault(f"finds no gradient of stage {stage}")
             if rank.values[NORM].get((stage, bucket)) is not gradient:
-                raise _Fault(f"uses another gradient of stage {stage} than the one in the norm")
+                raise Fault(f"uses another gradient of stage {stage} than the one in the norm")
             rank.applied.setdefault((stage, bucket), []).append(gradient)
 
 

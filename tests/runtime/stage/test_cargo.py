@@ -169,6 +169,8 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("zbv", {"mesh": "pp=3"}),
     ("v-half", {"mesh": "pp=3"}),
     ("dualpipe-v", {"mesh": "pp=3"}),
+    ("interleaved-1f1b", {"mesh": "pp=3", "chunks": 2, "overlap": True}),
+    ("dualpipe-v", {"mesh": "pp=3", "overlap": True}),
     ("zbv", {"mesh": "pp=3", "recompute": 1}),
     ("1f1b", {"mesh": "pp=6", "recompute": (0, 1, 2, 1, 0, 2)}),
     ("1f1b", {"mesh": "dp=2,pp=6", "zero": 1}),
