@@ -69,7 +69,7 @@ def small_plans() -> list[Plan]:
                     plans.append(qs.compile(schedule, **shape, recompute=recompute, tied=tied))
                 if last and not schedule.bidirectional:
                     plans.append(qs.compile(schedule, **shape, skip=skips_between(last)))
-                    plans.append(qs.compile(schedule, **shape, losses=[last // 2, last], skip={"past": (0, last)}))
+                    plans.append(qs.compile(schedule, **shape, losses=[last // 2, last], skip={"far": (0, last)}))
                 if "2" in mesh.split("pp")[0]:
                     plans += zero_plans(schedule, shape, recompute, tied)
                 found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
@@ -78,9 +78,7 @@ def small_plans() -> list[Plan]:
 
 def skips_between(last: int) -> dict[str, tuple[int, ...]]:
     """A skip from the first stage to all others, and one that goes past some, if there are such."""
-    return (
-        {"all": tuple(range(last + 1)), "past": (0, last)} if last < 3 else {"all": (0, 1, 2, last), "past": (1, last)}
-    )
+    return {"all": tuple(range(last + 1)), "far": (0, last)} if last < 3 else {"all": (0, 1, 2, last), "far": (1, last)}
 
 
 def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict) -> list[Plan]:
@@ -170,7 +168,7 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
         case "restage":
             program[index] = replace(i, stage=random.randint(0, stages))
         case "reskip":
-            program[index] = replace(i, skip=random.choice(["all", "past", "none"]))
+            program[index] = replace(i, skip=random.choice(["all", "far", "none"]))
         case "rebucket":
             program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage + 1))
         case "repart":
