@@ -18,6 +18,7 @@ from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.message_slots import MAX_SENDS
 
 from .blocks.blocks import Blocks
 from .blocks.shapes import agree
@@ -26,7 +27,6 @@ from .comm.connection import connect_for
 from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
-from .interpreter.p2p import MAX_SENDS
 from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder

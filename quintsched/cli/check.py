@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,8 +58,21 @@ def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool
     if as_json:
         emit(report(verdict, profile))
     else:
-        say(verdict.explain())
+        say([verdict.explain(), *_buffers(verdict)])
     return verdict.sound
+
+
+def _buffers(verdict: Verdict) -> Iterator[str]:
+    """Say how many buffers the messages of a sound plan need."""
+    from quintsched.graph.profiles import find_profile
+
+    receives, sends = verdict.slots
+    if sum(receives):
+        posted = "ahead" if find_profile(verdict.profile).matches_by_tag else "at their places"
+        yield (
+            f"messages posted {posted} need {max(receives)} receive and {max(sends)} send slots on the fullest rank, "
+            f"{sum(receives)} and {sum(sends)} on all pipeline ranks"
+        )
 
 
 def report(verdict: Verdict, profile: str) -> dict[str, Any]:
@@ -73,6 +86,8 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
         "instructions": verdict.plan.num_instructions,
         "peak_activations": list(verdict.peak_activations),
         "peak_receives": list(verdict.peak_receives),
+        "receive_slots": list(verdict.slots.receive),
+        "send_slots": list(verdict.slots.send),
         "findings": [
             {"point": f.point.value, "message": f.message, "rank": f.rank, "index": f.index} for f in verdict.findings
         ],

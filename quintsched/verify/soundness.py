@@ -25,6 +25,7 @@ from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, C
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
 from quintsched.text.listing import excerpt
 from quintsched.verify.collectives import broken_collectives
 from quintsched.verify.deadlock import deadlocks
@@ -41,7 +42,7 @@ class Verdict:
     """What `check` found.
 
     `profiles` says under which transport profiles the plan is free of deadlock, and `cycles` why it is not under the
-    others: the waits that close a circle, one finding per rank's part of it.
+    others: the waits that close a circle, one finding per rank's part of it. `profile` is the one that was asked for.
     """
 
     plan: PlanData
@@ -50,6 +51,15 @@ class Verdict:
     peak_activations: tuple[float, ...]
     peak_receives: tuple[int, ...]
     cycles: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
+    profile: str = "channel"
+
+    @property
+    def slots(self) -> MessageSlots:
+        """How many receive and send slots each pp rank needs under the profile; none unless the plan is sound."""
+        if not self.sound:
+            return MessageSlots((), ())
+        rule = MessageRule.of(find_profile(self.profile), may_wait=self.profiles.get("blocking", False))
+        return self.plan.remember(f"slots {rule}", lambda: message_slots(self.plan, rule))
 
     @property
     def sound(self) -> bool:
@@ -101,7 +111,7 @@ def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = N
         raise UsageError(f"memory cap {memory_cap:g}: give the most activations a rank may hold, at least 0")
     proof = plan.remember("proof", lambda: _prove(plan))
     findings = (*proof.findings, *proof.cycles.get(profile, ()), *_over_cap(proof.peak_activations, memory_cap))
-    return replace(proof, plan=plan, findings=findings)
+    return replace(proof, plan=plan, findings=findings, profile=profile)
 
 
 def _prove(plan: PlanData) -> Verdict:

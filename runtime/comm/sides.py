@@ -6,8 +6,8 @@
 
 Blocks need not know: a `SidedGroup` takes the place of the groups that they communicate in. Before it waits for a
 collective it lets the other side go on, and each side has a communicator of its own. Whose turn it is after each wait
-is settled beforehand (`interleave`) from how often each side waits, never by what arrives first: all replicas issue
-their collectives in one order, and every wait points backwards.
+is settled beforehand (`interleaving`), never by what arrives first: all replicas issue their collectives in one order,
+and every wait points backwards.
 
 The sides are threads only because a backward runs inside autograd's engine, which cannot be left and entered again. The
 second one is the rank's for good, and sleeps while nothing overlaps.
@@ -19,7 +19,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
+from itertools import pairwise
 from queue import SimpleQueue
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -28,7 +30,15 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from .base import Group, ReduceOp, Work
-from .device import current_stream, generator_states, is_accelerator, on_stream, restore_generators
+from .clock import now_s
+from .device import (
+    current_stream,
+    generator_states,
+    is_accelerator,
+    on_stream,
+    restore_generators,
+    timing_event,
+)
 
 Call = Callable[[], None]
 
@@ -45,20 +55,29 @@ class Side(IntEnum):
         return Side(1 - self)
 
 
-def interleave(waits: Sequence[int]) -> tuple[Side, ...]:
-    """Return who runs in turn, given how often each side waits: it runs once more than that.
+class Note:
+    """What one side did when it ran alone: whom it waited for inside its stage, and how long it did what.
 
-    The sides alternate, forward first, and what one has more than the other comes at the end: so as many waits as can
-    be have something beside them.
+    Attributes:
+        waits: what it waited for, in order.
     """
-    left = [count + 1 for count in waits]
-    turns, side = [], Side.FORWARD
-    while any(left):
-        side = side if left[side] else side.other
-        turns.append(side)
-        left[side] -= 1
-        side = side.other
-    return tuple(turns)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.waits: list[str] = []
+        self._stamps: list[Any] = []
+        self.stamp()
+
+    def stamp(self) -> None:
+        """Note the time: at the beginning and the end, and before and after each wait."""
+        self._stamps.append(timing_event(self._device) if is_accelerator(self._device) else now_s())
+
+    def seconds(self) -> list[float]:
+        """Return the time of the first computation, of the first wait, of the second computation, and so on."""
+        if not is_accelerator(self._device):
+            return [after - before for before, after in pairwise(self._stamps)]
+        self._stamps[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._stamps)]
 
 
 class Sides:
@@ -70,18 +89,19 @@ class Sides:
 
     def __init__(self) -> None:
         self.current = Side.FORWARD
-        self._noted: list[str] | None = None
+        self._note: Note | None = None
         self._turns: _Turns | None = None
         self._jobs: SimpleQueue[Call | None] | None = None
 
-    def note(self, side: Side, call: Call) -> list[str]:
-        """Run one side alone, and return what it waited for inside its stage, in order."""
-        self.current, self._noted = side, []
+    def note(self, side: Side, call: Call, device: torch.device) -> Note:
+        """Run one side alone, and return what it did."""
+        self.current, self._note = side, Note(device)
         try:
             call()
-            return self._noted
+            self._note.stamp()
+            return self._note
         finally:
-            self.current, self._noted = Side.FORWARD, None
+            self.current, self._note = Side.FORWARD, None
 
     def run(self, forward: Call, backward: Call, turns: Sequence[Side], device: torch.device) -> None:
         """Run both, each in its turns; raises what one of them raises.
@@ -89,7 +109,7 @@ class Sides:
         Raises `MisfitError` where a side waits more or less often than the turns say.
         """
         self._turns = both = _Turns(turns, device, self._enter)
-        thread_state = _ThreadState(device)
+        self.current, thread_state = turns[0], _ThreadState(device)
         self._second_thread().put(lambda: both.run(Side.BACKWARD, backward, thread_state))
         try:
             both.run(Side.FORWARD, forward)
@@ -98,12 +118,17 @@ class Sides:
             self.current, self._turns = Side.FORWARD, None
         both.raise_failure()
 
-    def before_wait(self, what: str) -> None:
-        """Let the other side go on, if there is one and it is its turn."""
+    def wait(self, work: Work, what: str) -> None:
+        """Wait for what is under way inside a stage; before that the other side goes on, if it is its turn."""
         if self._turns is not None:
             self._turns.next(self.current)
-        elif self._noted is not None:
-            self._noted.append(what)
+        elif self._note is not None:
+            self._note.waits.append(what)
+            self._note.stamp()
+            work.wait()
+            self._note.stamp()
+            return
+        work.wait()
 
     def _enter(self, side: Side) -> None:
         self.current = side
@@ -170,8 +195,11 @@ class _Turns:
             self._generators[side] = generator_states(self._device)
             return
         self._place += 1
-        if not self._failures and self._turns[self._place :].count(side):
+        left = self._turns[self._place :]
+        if not self._failures and side in left:
             self._failures.append(_less_than_noted(side))
+        if not self._failures and not left:
+            self._failures.append(_more_than_noted(side.other))
         self._hand_over(side, side.other)
 
     def _hand_over(self, side: Side, following: Side) -> None:
@@ -202,7 +230,7 @@ def _less_than_noted(side: Side) -> MisfitError:
 
 def _other_than_noted(side: Side, how: str) -> MisfitError:
     return MisfitError(
-        f"a {side.name.lower()} that overlaps waits for others {how} often than in the first step, by which the order "
+        f"a {side.name.lower()} that overlaps waits for others {how} often than in the second step, by which the order "
         "was settled; how often a block communicates must not depend on its data: compile the plan without overlap"
     )
 
@@ -238,8 +266,7 @@ class _SidedWork:
         self._work, self._sides, self._what = work, sides, what
 
     def wait(self) -> None:
-        self._sides.before_wait(self._what)
-        self._work.wait()
+        self._sides.wait(self._work, self._what)
 
 
 class SidedGroup(Group):

@@ -7,12 +7,15 @@ RecvAct ──works──▶ ┌──────┐                    Fwd ─
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from quintsched.ir.values import Kind, Value
 
+from ..blocks.blocks import TensorSpec
 from ..comm import Work
 from ..stage.forward import Outputs
 from .data_flow import activation_of
@@ -35,6 +38,25 @@ class Cell:
         self.works: Sequence[Work] = ()
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
+
+
+class ReceiveBuffers:
+    """The receive buffers of one rank: numbered among those of a shape and type, made when they are first named."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[TensorSpec, list[Tensor]] = defaultdict(list)
+
+    def of(self, spec: TensorSpec, number: int) -> Tensor:
+        """Return a buffer."""
+        buffers = self._buffers[spec]
+        while len(buffers) <= number:
+            buffers.append(spec.empty(self._device))
+        return buffers[number]
+
+    def all(self) -> list[Tensor]:
+        """Return all buffers that there are."""
+        return [buffer for buffers in self._buffers.values() for buffer in buffers]
 
 
 class Waits:

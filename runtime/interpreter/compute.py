@@ -29,7 +29,7 @@ from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TARGETS, TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
-from .cells import Parts
+from .cells import Cell, Parts
 from .clock import NoClock
 from .rank_state import ComputeState, Saved, Start
 
@@ -44,18 +44,27 @@ DIFFERENTIABLE = frozenset(
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
-    goes_on = bool(state.flows.made(instruction, Kind.OUTPUT))
-    finish = _hand_on(state, instruction) if goes_on else partial(_lose, state, instruction.microbatch)
+    made = state.flows.made(instruction, Kind.OUTPUT)
+    finish = _hand_on(state, instruction) if made else partial(_lose, state, instruction.microbatch)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
-        return _bind_training(state, index, instruction, finish, kept[0])
+        neighbour = state.cells.of(made[0]) if made and not state.flows.is_sent(made[0]) else None
+        return _bind_training(state, index, instruction, finish, kept[0], neighbour)
     return _bind_evaluation(state, index, instruction, finish)
 
 
 def _bind_training(
-    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
+    state: ComputeState,
+    index: int,
+    instruction: ins.Fwd,
+    finish: Callable[[Outputs], Start],
+    kept: Value,
+    neighbour: Cell | None,
 ) -> Call:
-    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
+    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them.
+
+    What the next stage takes on this rank is put into the cell `neighbour`: it may need it longer than this one does.
+    """
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     if forward.drops:
@@ -72,6 +81,8 @@ def _bind_training(
         extras = extras_of(given)
         outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
         start = finish(outputs)
+        if neighbour is not None:
+            neighbour.value = tuple([_apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append((place, auxiliary.detach()))

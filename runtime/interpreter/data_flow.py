@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD, Instruction
+from quintsched.ir.instructions import ENDS_BACKWARD, Instruction, Send
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
@@ -23,18 +23,19 @@ class ProgramFlow:
         self.trains = plan.mode == "train"
         """Whether the plan trains; else it only runs forward."""
         self.program: Sequence[Instruction] = plan.program(rank)
-        self._pp_rank = plan.mesh.pp_rank(rank)
+        self.pp_rank = plan.mesh.pp_rank(rank)
         last = {i.stage: i for whole in self.program for i in whole.sides if isinstance(i, ENDS_BACKWARD)}
         self._last_backwards = frozenset(last.values())
-        self._flows = plan.flows.of_rows(plan.columns.rows_of(self._pp_rank))
+        self._flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
         self._flow_of = dict(zip(self.program, self._flows, strict=True)) | self._flows_of_sides()
+        self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 
     def _flows_of_sides(self) -> dict[Instruction, Flow]:
         """Return the flow of each side of what overlaps."""
         columns = self.plan.columns.apart.columns
         if columns is self.plan.columns:
             return {}
-        rows = columns.rows_of(self._pp_rank)
+        rows = columns.rows_of(self.pp_rank)
         return dict(zip(columns.instructions(rows), flows_of(columns, self.plan.layout).of_rows(rows), strict=True))
 
     def of(self, instruction: Instruction) -> Flow:
@@ -52,6 +53,10 @@ class ProgramFlow:
     def made(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
         """Return the values of these kinds that an instruction makes."""
         return [value for value in self.of(instruction).produces if value.kind in kinds]
+
+    def is_sent(self, value: Value) -> bool:
+        """Whether a value goes to another rank."""
+        return value in self._sent
 
     def is_last_backward(self, instruction: Instruction) -> bool:
         """Whether an instruction completes the weight gradients of its stage."""

@@ -8,124 +8,92 @@ often. On any other transport all keep their places in the program, in the order
     program      Fwd 0   RecvGrad 0   Bwd 0   RecvGrad 1   Bwd 1   RecvGrad 2  Bwd 2
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
 
-A buffer is used again when nobody needs its content: an activation's after its backward, a gradient's after its use.
-What was sent is released when the gradient that belongs to it comes back, or a few sends later.
+How long a buffer is needed, and a send in flight, is found in `quintsched.simulation.message_slots`: what is made and
+awaited here is what a plan's report counts. Tensors of the same shape and type share buffers, whatever they carry.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from quintsched.ir.instructions import Recv, Send
+from quintsched.ir.instructions import Message
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
+from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
-from .data_flow import Flow, ProgramFlow
+from .data_flow import ProgramFlow, activation_of
 from .rank_state import MessageState
 
-AHEAD = 2
-"""How many receives of a stage's activations, or of its gradients, are in flight at least."""
-
 AHEAD_BYTES = 2**18
-"""More are in flight where their buffers stay below this together."""
-
-MAX_SENDS = 4
-"""How many sends of a channel may be in flight; the next one first waits for the oldest of them.
-
-That wait is free of deadlock only for plans that are so under the `blocking` profile; for others nothing is awaited.
-"""
+"""More receives than `AHEAD` are in flight where the buffers of a stage stay below this together."""
 
 MOST_TAGS = 2**31
-
-KEEPS = (Kind.SAVED, Kind.CHECKPOINT, Kind.PENDING)
-"""What holds on to the memory of what an instruction took; a skip that is taken again later does so to a skip's."""
 
 Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Posting:
-    """A receive of `value` from pp rank `peer`, issued before instruction `at`, into buffer `slot` of its line.
+    """A receive of `value` from rank `peer`, issued before instruction `at` and not needed after instruction `until`.
 
-    `index` is its place in the program.
+    `index` is its place in the program. Its tensors come into the buffers `slots`, which are numbered from 0 among
+    tensors of the same kind.
     """
 
     value: Value
     peer: int
     at: int
-    slot: int
+    until: int
+    slots: tuple[int, ...]
     index: int
 
 
-Line = tuple[Kind, int, int]
-"""Values that are alike but for their microbatch, and take turns in buffers: their kind, stage and skip."""
-
-
-def line_of(value: Value) -> Line:
-    """Return the line of a value."""
-    return value.kind, value.stage, value.number % MAX_SKIPS if value.kind in SKIPS else 0
-
-
-def plan_receives(flow_of: ProgramFlow, ahead: Callable[[Value], int] | None) -> list[Posting]:
+def plan_receives(
+    flow_of: ProgramFlow, rule: MessageRule, kinds_of: Callable[[Value], Sequence[Hashable]] = lambda value: ("",)
+) -> list[Posting]:
     """Return the receives of a program in the order in which they are issued.
 
-    `ahead` says of a value how many receives are in flight of its line; where it is None, each keeps its place in the
-    program. Slots are numbered per line from 0, as few as suffice.
+    `kinds_of` says of what kind each tensor of a value is: those of one kind share buffers, as few as suffice.
     """
-    flows = flow_of.all()
-    taken = {value: index for index, flow in enumerate(flows) for value in flow.consumes}
-    tagged: dict[tuple[int, Line], list[int]] = defaultdict(list)
-    posted: list[tuple[int, int, Value, int]] = []
-    for index, instruction in enumerate(flow_of.program):
-        if isinstance(instruction, Recv):
-            value = flows[index].produces[0]
-            before = tagged[instruction.peer, line_of(value)]
-            most = ahead(value) if ahead else 0
-            early = index if not most else before[-most] + 1 if len(before) >= most else 0
-            posted.append((min(early, index), index, value, instruction.peer))
-            before.append(taken[value])
-    return _assign_slots(sorted(posted, key=lambda p: p[:2]), _releases(flows, taken))
-
-
-def _releases(flows: Sequence[Flow], taken: dict[Value, int]) -> dict[Value, int]:
-    """Return after which instruction the memory of each value is free: when nothing that keeps it is left."""
-
-    def release(value: Value, index: int) -> int:
-        again = (Kind.SKIP,) if value.kind is Kind.SKIP else ()
-        kept = [made for made in flows[index].produces if made.kind in (*KEEPS, *again)]
-        return max([release(made, taken[made]) for made in kept], default=index)
-
-    return {value: release(value, index) for value, index in taken.items()}
-
-
-def _assign_slots(posted: Sequence[tuple[int, int, Value, int]], release: dict[Value, int]) -> list[Posting]:
-    busy_until: dict[Line, list[int]] = defaultdict(list)
+    lifetimes = receive_lifetimes(flow_of.plan, rule).of_rank(flow_of.plan.columns, flow_of.pp_rank)
+    indices, first, last = (column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last))
+    values = [flow_of.all()[index].produces[0] for index in indices]
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for entry, value in enumerate(values):
+        for kind in kinds_of(value):
+            alike[kind].append(entry)
+    slots = {
+        kind: iter(assign_slots([first[entry] for entry in entries], [last[entry] for entry in entries]))
+        for kind, entries in alike.items()
+    }
     postings = []
-    for at, index, value, peer in posted:
-        slots = busy_until[line_of(value)]
-        slot = next((number for number, last in enumerate(slots) if last < at), len(slots))
-        slots[slot : slot + 1] = [release[value]]
-        postings.append(Posting(value, peer, at, slot, index))
-    return postings
+    for index, value, at, until in zip(indices, values, first, last, strict=True):
+        message = flow_of.program[index]
+        assert isinstance(message, Message)
+        postings.append(Posting(value, message.peer, at, until, tuple(next(slots[k]) for k in kinds_of(value)), index))
+    return sorted(postings, key=lambda posting: (posting.at, posting.index))
 
 
-def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
-    """Return the calls that post the receives, in the order in which they are issued, each slot's buffers made once."""
+def message_rule(state: MessageState) -> MessageRule:
+    """Return when messages are posted on the rank's transport, and what is awaited."""
 
     def ahead(value: Value) -> int:
         return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.cargo.specs(value)), 1))
 
-    postings = plan_receives(state.flows, ahead if state.transport.profile == "tagged" else None)
-    slots: dict[tuple[Line, int], tuple[Tensor, ...]] = {}
-    device = state.transport.device
-    for posting in postings:
-        key = (line_of(posting.value), posting.slot)
-        if key not in slots:
-            slots[key] = tuple(spec.empty(device) for spec in state.cargo.specs(posting.value))
-    return [(p, _bind_receive(state, p, slots[line_of(p.value), p.slot])) for p in postings]
+    return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
+
+
+def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
+    """Return the calls that post the receives, in the order in which they are issued; their buffers are made now."""
+
+    specs_of, bound = state.cargo.specs, []
+    for posting in plan_receives(state.flows, message_rule(state), specs_of):
+        buffers = map(state.buffers.of, specs_of(posting.value), posting.slots)
+        bound.append((posting, _bind_receive(state, posting, tuple(buffers))))
+    return bound
 
 
 def _bind_receive(state: MessageState, posting: Posting, buffers: tuple[Tensor, ...]) -> Call:
@@ -150,25 +118,24 @@ def _bind_receive(state: MessageState, posting: Posting, buffers: tuple[Tensor, 
 
 
 def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
-    """Return (place, index, call) for every send: what issues it, and what releases an older one.
+    """Return (place, index, call) for every send: what issues it, and what releases it.
 
-    A send is issued right after what makes its value where the transport matches by tag, else at its place in the
-    program. Older ones are released at that place, where the wait is known to be free of deadlock.
+    An activation is released by who takes the gradient that belongs to it. Any other is released where the next send
+    needs its slot, before that is issued, or when the next step begins.
     """
-    flows = state.flows.all()
-    early = state.transport.profile == "tagged"
-    made = {value: index for index, flow in enumerate(flows) for value in flow.produces}
-    channels: dict[int, list[Value]] = defaultdict(list)
-    calls = []
-    for index, instruction in enumerate(state.flows.program):
-        if isinstance(instruction, Send):
-            value = flows[index].consumes[0]
-            older = channels[instruction.peer]
-            if state.max_sends is not None and len(older) >= state.max_sends:
-                calls.append((index, index, _bind_release(state, older[-state.max_sends], index)))
-            calls.append((made[value] + 1 if early else index, index, _bind_send(state, value, instruction.peer)))
-            older.append(value)
-    return calls
+    flows, plan = state.flows.all(), state.flows.plan
+    lifetimes = send_lifetimes(plan, message_rule(state)).of_rank(plan.columns, state.flows.pp_rank)
+    releases, sends = [], []
+    for index, first, last in zip(
+        *(c.tolist() for c in (lifetimes.rows, lifetimes.first, lifetimes.last)), strict=True
+    ):
+        message, (value,) = state.flows.program[index], flows[index].consumes
+        assert isinstance(message, Message)
+        sends.append((first, index, _bind_send(state, value, message.peer)))
+        gradients = (taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD)
+        if last + 1 < len(flows) and value not in map(activation_of, gradients):
+            releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))
+    return [*releases, *sends]
 
 
 def _bind_release(state: MessageState, value: Value, index: int) -> Call:

@@ -25,7 +25,7 @@ from ..stage.losses import require_planned_losses
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from .cells import Cells, Waits
+from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .interpreter import Call, Interpreter
@@ -99,6 +99,7 @@ class PlanRunner:
     ) -> None:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder = clock, options, recorder
+        self._buffers = ReceiveBuffers(transport.device)
         self.interpreters: dict[str, Interpreter] = {}
         self.steps = StepCount()
         self._latest: Interpreter | None = None
@@ -136,11 +137,11 @@ class PlanRunner:
         return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
     def _settle(self, overlaps: Overlaps) -> None:
-        """After a first step, settle how computations overlap, the same way on all holders of the same stages."""
-        noted = overlaps.unsettled
+        """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
+        noted = overlaps.end_step()
         if noted is not None:
             agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
-            overlaps.settle()
+            overlaps.settle(self._groups.holders)
 
     def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
@@ -196,7 +197,7 @@ class PlanRunner:
             optimizers=self._state.optimizers,
             clip=options.clip,
         )
-        messages = MessageState(flows, cells, cargo, self._transport, options.max_sends)
+        messages = MessageState(flows, cells, cargo, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 

@@ -35,7 +35,7 @@ from ..stage.microbatches import NOTHING, Batch
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
-from .cells import Cells, Waits
+from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .tally import Tally
@@ -132,13 +132,17 @@ class ComputeState:
 
 @dataclass(frozen=True)
 class MessageState:
-    """What sends and receives touch; `max_sends` is how many of a channel may be in flight, None: any number."""
+    """What sends and receives touch; `max_sends` is how many of a channel may be in flight, None: any number.
+
+    All plans that the rank runs have the same `buffers`: they run one after the other.
+    """
 
     flows: ProgramFlow
     cells: Cells
     cargo: Cargo
     transport: Transport
     max_sends: int | None
+    buffers: ReceiveBuffers
 
 
 @dataclass

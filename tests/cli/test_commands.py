@@ -132,6 +132,15 @@ def test_check_a_plan(cli, plan_file):
     assert data["peak_activations"] == [2, 1]
 
 
+def test_check_counts_the_slots_of_messages(cli, tmp_path):
+    plan = tmp_path / "zbv.json"
+    cli("compile", "--schedule", "zbv", "--mesh", "pp=4", "--microbatches", 8, "-o", plan)
+    data = cli("check", plan, "--json").data
+    assert (data["receive_slots"], data["send_slots"]) == ([2, 11, 11, 7], [4, 8, 8, 4])
+    assert "11 receive and 8 send slots on the fullest rank, 31 and 24 on" in cli("check", plan).out
+    assert cli("check", plan, "--profile", "tagged", "--json").data["receive_slots"] == [5, 17, 17, 9]
+
+
 def test_check_over_the_memory_cap(cli, plan_file):
     done = cli("check", plan_file, "--memory-cap", 1)
     assert done.code == 1

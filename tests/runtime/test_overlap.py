@@ -11,7 +11,8 @@ from quintsched.ir.instructions import Overlap
 
 from .mesh_matrix import Case, Differences, train_alone, train_on
 
-STEPS = 3
+STEPS = 4
+"""Two in which the sides are noted, two in which they run side by side."""
 
 CASES = [
     Case("dualpipe-v", "ep=2", "gpt", False, microbatches=4),

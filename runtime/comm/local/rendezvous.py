@@ -22,6 +22,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ..base import ReduceOp, describe
+from ..clock import now_s
 
 GroupKey = tuple[int, tuple[int, ...]]
 
@@ -67,13 +68,13 @@ class Meeting:
     launched: dict[GroupKey, tuple[int, int]] = field(default_factory=dict)
     arrival_s: float | None = None
 
-    def hold(self, distribute: Distribute) -> None:
-        """Combine what all members brought and give each its result."""
+    def hold(self, distribute: Distribute, arrival_s: float) -> None:
+        """Combine what all members brought and give each its result, which is there at a time of `now_s`."""
         members = [self.brought[rank] for rank in self.group[1]]
         for (_, output), result in zip(members, distribute([collective for collective, _ in members]), strict=True):
             output.copy_(result)
         self.brought.clear()
-        self.arrival_s = 0.0
+        self.arrival_s = arrival_s
 
     def finish(self) -> None:
         """Nothing is left to do: the last member to come wrote all results."""
@@ -86,11 +87,13 @@ class Meeting:
 class Meetings:
     """All meetings of a world that have begun and not ended. Calls are made with the world's lock held.
 
-    With `one_order`, ranks with two groups in common must issue their collectives in the same order.
+    With `one_order`, ranks with two groups in common must issue their collectives in the same order. A collective takes
+    `collective_s` seconds from when the last member brings its tensor; a group does one at a time.
     """
 
-    def __init__(self, one_order: bool) -> None:
-        self._one_order = one_order
+    def __init__(self, one_order: bool, collective_s: float) -> None:
+        self._one_order, self._collective_s = one_order, collective_s
+        self._free_s: dict[GroupKey, float] = {}
         self._open: dict[tuple[GroupKey, int], Meeting] = {}
         self._issued: defaultdict[int, dict[GroupKey, int]] = defaultdict(dict)
 
@@ -125,8 +128,15 @@ class Meetings:
         meeting.brought[rank] = (collective, output)
         if len(meeting.brought) == len(group[1]):
             del self._open[group, number]
-            meeting.hold(distribute)
+            meeting.hold(distribute, self._arrival_s(group))
         return meeting
+
+    def _arrival_s(self, group: GroupKey) -> float:
+        """Return when a collective is done that begins now; 0 where that takes no time."""
+        if not self._collective_s:
+            return 0.0
+        self._free_s[group] = max(now_s(), self._free_s.get(group, 0.0)) + self._collective_s
+        return self._free_s[group]
 
 
 def _require_one_order(meeting: Meeting, rank: int, issued: dict[GroupKey, int]) -> None:

@@ -165,16 +165,18 @@ def run_local(
     *,
     rules: Rules = "mailbox",
     wire_s: float = 0.0,
+    collective_s: float = 0.0,
 ) -> list[Result]:
     """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
 
     `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
-    wires. A message is under way for `wire_s`, and a directed channel carries one at a time.
+    wires. A message is under way for `wire_s`, and a directed channel carries one at a time. A collective takes
+    `collective_s`, and a group does one at a time.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
     The threads take over the caller's grad mode; they have torch's global random generator in common.
     """
-    world = LocalWorld(world_size, timeout_s=timeout_s, rules=rules, wire_s=wire_s)
+    world = LocalWorld(world_size, timeout_s=timeout_s, rules=rules, wire_s=wire_s, collective_s=collective_s)
     results: dict[int, Result] = {}
     grad_enabled = torch.is_grad_enabled()
 

@@ -45,6 +45,7 @@ class LocalWorld:
         timeout_s: longest that one wait may take, in seconds.
         rules: what a wire does with a message.
         wire_s: how long a message is under way, in seconds.
+        collective_s: how long a collective of several ranks takes, in seconds, once all of them have come to it.
 
     Raises:
         UsageError: no such rules, or no such time.
@@ -58,11 +59,14 @@ class LocalWorld:
         *,
         rules: Rules = "mailbox",
         wire_s: float = 0.0,
+        collective_s: float = 0.0,
     ) -> None:
         if rules not in get_args(Rules):
             raise UsageError(f"unknown rules {rules!r}{suggest(rules, get_args(Rules))}")
         if not (wire_s >= 0 and math.isfinite(wire_s)):
             raise UsageError(f"a message cannot be under way for {wire_s!r} s")
+        if not (collective_s >= 0 and math.isfinite(collective_s)):
+            raise UsageError(f"a collective cannot take {collective_s!r} s")
         self.world_size = world_size
         self.device = torch.device(device)
         self.timeout_s = timeout_s
@@ -70,7 +74,7 @@ class LocalWorld:
         self.failure: tuple[int, BaseException] | None = None
         self.lock = threading.Lock()
         self.wire = Wire(rules, wire_s)
-        self.meetings = Meetings(one_order=rules == "nccl")
+        self.meetings = Meetings(one_order=rules == "nccl", collective_s=collective_s)
         self._partitions: dict[int, tuple[int, list[tuple[int, ...]]]] = {}
         # A bell for each rank: who posts a message wakes one rank, not all of them.
         self._bells = [threading.Condition(self.lock) for _ in range(world_size)]

@@ -27,7 +27,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import quintsched as qs
 from quintsched import torch_csv
+from quintsched.runtime.interpreter.data_flow import ProgramFlow
+from quintsched.runtime.interpreter.p2p import plan_receives
 from quintsched.schedules import all_schedules
+from quintsched.simulation.message_slots import MessageRule
 
 WORLD, WIDTH, SAMPLES = 4, 8, 24
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -88,6 +91,29 @@ def test_torchs_1f1b_table_is_wrong_on_its_last_rank_and_else_ours(pp, microbatc
     ]
     plan = torch_csv.loads(as_file(order, tmp_path / "out.csv")).plan
     assert plan.programs == qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).programs
+
+
+PER_POOL = {
+    "ZBVZeroBubble": (2, 8, (5, 14, 16, 8), (3, 11, 12, 7)),
+    "Interleaved1F1B": (4, 16, (22, 30, 28, 32), (14, 20, 17, 16)),
+}
+"""Receive slots per rank at pp=4, as measured in PyTorch's pull request 196465, which has a pool for each stage and
+direction, and with one pool for a rank: (chunks, microbatches, slots in its pools, slots in one)."""
+
+
+@pytest.mark.parametrize("name", PER_POOL)
+def test_torchs_orders_need_the_receive_slots_that_are_published(name, tmp_path):
+    chunks, microbatches, in_pools, in_one = PER_POOL[name]
+    made_by_torch(name, 4, microbatches, chunks)._dump_csv(tmp_path / "out.csv", "compute_comms")
+    plan = torch_csv.loads((tmp_path / "out.csv").read_text(), profile="tagged", name=name).plan
+
+    def of_pools(rank: int) -> int:
+        flows = ProgramFlow(plan, rank)
+        postings = plan_receives(flows, MessageRule(), lambda value: [(value.kind, value.stage)])
+        return len({(p.value.kind, p.value.stage, p.slots) for p in postings})
+
+    assert tuple(map(of_pools, range(4))) == in_pools
+    assert plan.check().slots.receive == in_one
 
 
 def channels_reordered(order: dict[int, list[Any]], home: dict[int, int]) -> bool:

@@ -25,9 +25,10 @@ from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter.data_flow import ProgramFlow
-from quintsched.runtime.interpreter.p2p import AHEAD, MAX_SENDS, plan_receives
+from quintsched.runtime.interpreter.p2p import plan_receives
 from quintsched.runtime.interpreter.rank_state import RankState
 from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.simulation.message_slots import AHEAD, MAX_SENDS, MessageRule
 
 from ..toys import Task, sgd, share, tiny_vit
 
@@ -43,7 +44,7 @@ def test_receives_are_posted_in_time_and_in_order(
     plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     for rank, program in enumerate(plan.programs):
         flows = ProgramFlow(plan, rank).all()
-        postings = plan_receives(ProgramFlow(plan, rank), (lambda stage: ahead) if ahead else None)
+        postings = plan_receives(ProgramFlow(plan, rank), MessageRule(ahead))
         places = {flows[index].produces[0]: index for index, i in enumerate(program) if isinstance(i, Recv)}
         assert {p.value for p in postings} == set(places)
         assert all(p.at <= places[p.value] if ahead else p.at == places[p.value] for p in postings)
@@ -61,16 +62,14 @@ def test_receives_are_posted_in_time_and_in_order(
             )
             ends[p] = next((i for i, f in enumerate(flows) if saved and saved[0] in f.consumes), taker)
         for a, b in itertools.combinations(postings, 2):
-            if (a.value.kind, a.value.stage, a.slot) == (b.value.kind, b.value.stage, b.slot):
+            if a.slots == b.slots:
                 assert ends[a] < b.at or ends[b] < a.at
 
 
 def test_buffers_do_not_grow_with_the_microbatches() -> None:
     def slots(microbatches: int) -> int:
         plan = qs.compile("1f1b", mesh="pp=4", microbatches=microbatches)
-        return len(
-            {(p.value.kind, p.value.stage, p.slot) for p in plan_receives(ProgramFlow(plan, 1), lambda stage: AHEAD)}
-        )
+        return len({p.slots for p in plan_receives(ProgramFlow(plan, 1), MessageRule(AHEAD))})
 
     assert slots(64) == slots(8) <= 3 + 2 * AHEAD
 

@@ -1,0 +1,268 @@
+"""How many buffers the messages of a rank need: the largest clique of an interval graph, and which one each is given.
+
+    program     RecvAct 0  Fwd 0  RecvAct 1  Fwd 1  RecvGrad 0  Bwd 0  RecvAct 2  Fwd 2  RecvGrad 1  Bwd 1   …
+    slot 0      ├─ input 0, kept for its backward ────────────────────┤├─ input 2 ──────────────────────────
+    slot 1                        ├─ input 1 ────────────────────────────────────────────────────────────┤
+    slot 2                                          ├─ grad 0 ────────┤                  ├─ grad 1 ──────┤
+
+A receive slot is a buffer, needed from where the receive is posted to the end of the last instruction that may look
+into it: a forward keeps its input for its backward, and the first half of a backward keeps input and gradient for the
+second. A send slot is an output that is alive only since its send is in flight. Messages count as equally long, so that
+all of a rank share its slots; the runtime shares them among tensors of the same shape and type.
+
+Two such intervals are in conflict if they meet. Numbering them in the order in which they begin, each with the first
+number that is free, takes as many as are alive at once where most are, and nothing takes less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from quintsched.graph.profiles import Profile
+from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.dataflow import Uses
+from quintsched.ir.instructions import Message, Recv, Send
+from quintsched.ir.plan_data import PlanData
+from quintsched.ir.ragged import Ragged
+from quintsched.ir.values import Kind, Value
+
+AHEAD = 2
+"""How many receives of a stage's activations, and of its gradients, are in flight where they are posted ahead."""
+
+MAX_SENDS = 4
+"""How many sends of a channel may be in flight; the next one first waits for the oldest of them.
+
+That wait is free of deadlock only for plans that are so under the `blocking` profile; for others nothing is awaited.
+"""
+
+FRESH = frozenset(
+    {
+        Kind.OUTPUT,
+        Kind.OUTPUT_GRAD,
+        Kind.SKIP_GRAD,
+        Kind.LOSS,
+        Kind.WEIGHT_GRAD,
+        Kind.REDUCED,
+        Kind.METRICS,
+        Kind.NORM,
+        Kind.TIED,
+        Kind.KEYS,
+        Kind.KEYS_GRAD,
+        Kind.PARAMS,
+        Kind.STEPPED,
+    }
+)
+"""What has memory of its own, whatever it was made of."""
+
+KEEPS = tuple(kind for kind in Kind if kind not in FRESH)
+"""What holds on to the memory of what the instruction took that made it."""
+
+
+@dataclass(frozen=True)
+class MessageRule:
+    """When messages are posted, and what is awaited.
+
+    Attributes:
+        ahead: how many receives are in flight of values that are alike but for their microbatch (one number, or what
+            gives it for one of them): each is posted when the value of the one that many before it was taken. Sends are
+            issued as soon as there is something to send. None: receives and sends keep their places in the program.
+        max_sends: how many sends of a channel may be in flight; None: any number.
+    """
+
+    ahead: int | Callable[[Value], int] | None = None
+    max_sends: int | None = MAX_SENDS
+
+    @classmethod
+    def of(cls, profile: Profile, *, may_wait: bool) -> MessageRule:
+        """Return what the runtime does on a transport; `may_wait` says whether the plan is free under `blocking`."""
+        return cls(AHEAD if profile.matches_by_tag else None, MAX_SENDS if may_wait else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """When the buffers of messages are needed, an entry for each: those of the messages in `rows`, in that order.
+
+    A buffer is needed from before the instruction in row `first` to the end of the one in row `last`. `places` says
+    which values of the data flow the messages carry.
+    """
+
+    rows: Ints
+    places: Ints
+    first: Ints
+    last: Ints
+
+    def of_rank(self, columns: Columns, rank: int) -> Lifetimes:
+        """Return those of one pp rank, with instructions counted in its program instead of rows."""
+        rows = columns.rows_of(rank)
+        mine = slice(*np.searchsorted(self.rows, (rows.start, rows.stop)))
+        first, last = self.first[mine] - rows.start, self.last[mine] - rows.start
+        return Lifetimes(self.rows[mine] - rows.start, self.places[mine], first, last)
+
+    def num_slots(self, columns: Columns) -> tuple[int, ...]:
+        """Return for each pp rank how many buffers are needed at once at most: its largest clique."""
+        change = np.zeros(len(columns) + columns.num_ranks, np.int64)
+        rank = columns.rank[self.rows]
+        np.add.at(change, self.first + rank, 1)
+        np.subtract.at(change, self.last + rank + 1, 1)  # each rank has a row more, where all is given back
+        ends = columns.first + np.arange(columns.num_ranks + 1)
+        counts = [change[begin:end] for begin, end in pairwise(ends.tolist())]
+        return tuple(int(np.cumsum(of_rank).max(initial=0)) for of_rank in counts)
+
+
+class MessageSlots(NamedTuple):
+    """How many receive and send slots each pp rank needs, for messages of equal shapes."""
+
+    receive: tuple[int, ...]
+    send: tuple[int, ...]
+
+
+def message_slots(plan: PlanData, rule: MessageRule) -> MessageSlots:
+    """Return how many slots each pp rank of a sound plan needs."""
+    receives, sends = receive_lifetimes(plan, rule), send_lifetimes(plan, rule)
+    return MessageSlots(receives.num_slots(plan.columns), sends.num_slots(plan.columns))
+
+
+def receive_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
+    """Return when the buffers of a sound plan's receives are needed."""
+    rows, places = _messages(plan, plan.flows.produces, Recv)
+    taken = plan.flows.first_takers[places]
+    first = rows if rule.ahead is None else _posted(plan, rule.ahead, rows, places, taken)
+    return Lifetimes(rows, places, first, _let_go(plan)[places])
+
+
+def send_lifetimes(plan: PlanData, rule: MessageRule) -> Lifetimes:
+    """Return when the outputs that a sound plan sends are in flight.
+
+    An activation's send is done when the gradient that belongs to it comes back; any other, at the latest, when
+    `max_sends` later ones of its channel want to begin, or when the program has ended.
+    """
+    columns, flows = plan.columns, plan.flows
+    rows, places = _messages(plan, flows.consumes, Send)
+    first = rows if rule.ahead is None else flows.first_makers[places] + 1
+    last = columns.first[columns.rank[rows] + 1] - 1
+    answered, answer = _answers(plan, flows.keys(places))
+    last = np.where(answered, answer, last)
+    if rule.max_sends is not None:
+        order, begins = _grouped(columns.rank[rows], columns.peer[rows])
+        later = np.arange(len(rows)) + rule.max_sends
+        inside = later < len(rows)
+        inside[inside] = begins[later[inside]] == begins[inside]
+        last[order[inside]] = np.minimum(last[order[inside]], rows[order[later[inside]]] - 1)
+    return Lifetimes(rows, places, first, last)
+
+
+def assign_slots(first: Sequence[int], last: Sequence[int]) -> list[int]:
+    """Return a number for each interval, ends included, as few as can be: two that meet never have the same."""
+    busy: list[tuple[int, int]] = []
+    free: list[int] = []
+    found = [0] * len(first)
+    for begin, index in sorted(zip(first, range(len(first)), strict=True)):
+        while busy and busy[0][0] < begin:
+            heappush(free, heappop(busy)[1])
+        found[index] = heappop(free) if free else len(busy)
+        heappush(busy, (last[index], found[index]))
+    return found
+
+
+def _messages(plan: PlanData, uses: Uses, kind: type[Message]) -> tuple[Ints, Ints]:
+    """Return the rows of messages of a kind, in order, and the place of the value that each of them carries."""
+    mine = np.flatnonzero(plan.columns.are(kind)[uses.rows])
+    mine = mine[np.argsort(uses.rows[mine], kind="stable")]
+    return uses.rows[mine], uses.places[mine]
+
+
+def _posted(plan: PlanData, ahead: int | Callable[[Value], int], rows: Ints, places: Ints, taken: Ints) -> Ints:
+    """Return before which rows receives are posted ahead of their own."""
+    columns, flows = plan.columns, plan.flows
+    names = _Names.of(plan, flows.keys(places))
+    order, begins = _grouped(columns.rank[rows], columns.peer[rows], names.kinds, names.stages, names.lanes)
+    first, alike = np.unique(begins, return_inverse=True)
+    if callable(ahead):
+        in_flight = np.array([ahead(flows.value_at(int(place))) for place in places[order[first]]], np.int64)[alike]
+    else:
+        in_flight = np.full(len(rows), ahead)
+    before = np.arange(len(rows)) - in_flight
+    waits = before >= begins
+    early = columns.first[columns.rank[rows[order]]]
+    early[waits] = taken[order[before[waits]]] + 1
+    found = np.empty_like(rows)
+    found[order] = np.minimum(early, rows[order])
+    return found
+
+
+def _grouped(*names: Ints) -> tuple[Ints, Ints]:
+    """Return the order that puts entries of the same names side by side, and where in it the group of each begins."""
+    order = np.lexsort(names)
+    is_new = np.zeros(len(order), np.bool_)
+    is_new[:1] = True
+    for name in names:
+        is_new[1:] |= np.diff(name[order]) != 0
+    return order, np.maximum.accumulate(np.where(is_new, np.arange(len(order)), 0))
+
+
+def _let_go(plan: PlanData) -> Ints:
+    """Return for the value at each place after which row nobody keeps its memory any more.
+
+    That is when it was taken, or, where the same instruction makes something of the same microbatch that keeps what it
+    was made of, when nobody keeps that any more. A plan that only computes forward keeps nothing.
+    """
+    flows = plan.flows
+    if not plan.layout.trains:
+        return flows.first_takers
+    made, taken = flows.produces, flows.consumes
+    keeps = np.isin(_Names.of(plan, flows.keys(made.places)).kinds, KEEPS)
+    keepers, at = made.places[keeps], _codes(plan, made)[keeps]
+    names, groups = np.unique(at, return_inverse=True)
+    found = _codes(plan, taken)
+    group = np.searchsorted(names, found)
+    kept = np.flatnonzero(group < len(names))
+    kept = kept[names[group[kept]] == found[kept]]
+    which, keeping = Ragged.group(groups, keepers, len(names)).expand(group[kept])
+    last, values = flows.first_takers.copy(), taken.places[kept[which]]
+    while (last[values] < last[keeping]).any():
+        np.maximum.at(last, values, last[keeping])
+    return last
+
+
+def _codes(plan: PlanData, uses: Uses) -> Ints:
+    """Return a number for the row and the microbatch of each use."""
+    return uses.rows * plan.layout.num_microbatches + _Names.of(plan, plan.flows.keys(uses.places)).units
+
+
+class _Names(NamedTuple):
+    """What values are: their kinds, stages and microbatches, and `lanes` where a microbatch has several of a kind."""
+
+    kinds: Ints
+    stages: Ints
+    units: Ints
+    lanes: Ints
+
+    @classmethod
+    def of(cls, plan: PlanData, keys: Ints) -> _Names:
+        """Return the names of values; those of kinds that are not of microbatches mean nothing."""
+        numbering = plan.flows.numbering
+        counts = np.maximum([numbering.counts[kind] for kind in Kind], 1)
+        lanes = np.maximum(counts // plan.layout.num_microbatches, 1)
+        kinds = np.searchsorted(numbering.firsts, keys, side="right") - 1
+        stages, numbers = np.divmod(keys - numbering.firsts[kinds], counts[kinds])
+        return cls(kinds, stages, *np.divmod(numbers, lanes[kinds]))
+
+
+def _answers(plan: PlanData, keys: Ints) -> tuple[Flags, Ints]:
+    """Return which of the values that are sent are answered by a gradient that is received, and the row that takes it.
+
+    Who takes a gradient from another rank waits for it, and it cannot come before the activation has arrived.
+    """
+    columns, flows, names = plan.columns, plan.flows, _Names.of(plan, keys)
+    is_output = names.kinds == Kind.OUTPUT
+    gradients = flows.numbering.keys(Kind.OUTPUT_GRAD, names.stages * is_output, names.units * is_output)
+    makers, takers = flows.first_makers[gradients], flows.first_takers[gradients]
+    answered = is_output & (makers != ABSENT)
+    answered[answered] = columns.are(Recv)[makers[answered]]
+    return answered, takers

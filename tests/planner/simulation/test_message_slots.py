@@ -1,0 +1,212 @@
+"""Slots of messages: as many as a walk through the program finds alive at once, no two alive ones in the same slot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+import quintsched as qs
+from quintsched.errors import UsageError
+from quintsched.graph.profiles import PROFILES
+from quintsched.ir.dataflow import Flow
+from quintsched.ir.instructions import Message, Recv, Send
+from quintsched.ir.values import Kind, Value
+from quintsched.schedules import Schedule, all_schedules
+from quintsched.simulation.message_slots import (
+    AHEAD,
+    KEEPS,
+    MAX_SENDS,
+    Lifetimes,
+    MessageRule,
+    assign_slots,
+    message_slots,
+    receive_lifetimes,
+    send_lifetimes,
+)
+
+from ..verify.mutants import any_mutant, small_plans
+
+RULES = [MessageRule(None, 4), MessageRule(2, 4), MessageRule(1, None), MessageRule(3, 1)]
+SHAPES = [(1, 3), (2, 2), (2, 4), (2, 5), (3, 4), (4, 4), (4, 8), (5, 6)]
+
+
+def plans_of(schedule: Schedule) -> Iterator[qs.Plan]:
+    """Its plans of all shapes that it takes: with more chunks, recomputed, in slices, overlapped as well."""
+    for pp, microbatches in SHAPES:
+        for chunks in {schedule.min_chunks, min(schedule.min_chunks + 1, schedule.max_chunks)}:
+            for recompute, overlap in ((0, False), (1, False), (0, True)):
+                slices = min(schedule.max_slices, 2)
+                try:
+                    yield qs.compile(
+                        schedule,
+                        mesh=qs.Mesh(pp=pp),
+                        microbatches=microbatches,
+                        chunks=chunks,
+                        slices=slices,
+                        recompute=recompute if schedule.mode == "train" else 0,
+                        overlap=overlap,
+                    )
+                except UsageError:
+                    continue
+
+
+class Walk:
+    """One rank's program, walked instruction by instruction; what is alive at each is kept as a set.
+
+    `received[t]` and `sent[t]` are the values whose buffers are needed while instruction t runs.
+    """
+
+    def __init__(self, plan: qs.Plan, rank: int, rule: MessageRule) -> None:
+        self._plan, self._rule = plan, rule
+        self._program = plan.programs[rank]
+        self._flows = plan.flows.of_rows(plan.columns.rows_of(rank))
+        self.received = list(self._walk_receives())
+        self.sent = list(self._walk_sends())
+
+    def _walk_receives(self) -> Iterator[set[Value]]:
+        waiting: dict[object, list[tuple[int, Value]]] = defaultdict(list)
+        for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
+            if isinstance(instruction, Recv):
+                value = flow.produces[0]
+                waiting[instruction.peer, value.kind, value.stage].append((index, value))
+        posted, taken = set[Value](), set[Value]()
+        keepers: dict[Value, Value] = {}  # a received value → what keeps it now: itself until it is taken
+        for index, flow in enumerate(self._flows):
+            for alike in waiting.values():
+                for number, (place, value) in enumerate(alike):
+                    room = self._rule.ahead is not None and (
+                        number < self._rule.ahead or alike[number - self._rule.ahead][1] in taken
+                    )
+                    if value not in posted and (place == index or room):
+                        posted.add(value)
+                        keepers[value] = value
+            yield set(keepers)
+            taken |= {*flow.consumes}
+            for value, keeper in list(keepers.items()):
+                if keeper in flow.consumes:
+                    kept = self._keeper(value, flow)
+                    keepers.pop(value)
+                    keepers |= {value: kept} if kept else {}
+
+    def _keeper(self, value: Value, flow: Flow) -> Value | None:
+        """What keeps a received value, of all that the instruction makes that took it, or what kept it before."""
+        owner = value.stage if value.kind is Kind.OUTPUT_GRAD else self._plan.layout.after(value.stage, value.number)
+        for made in flow.produces:
+            is_kept = made.kind in KEEPS
+            if is_kept and (made.stage, made.number) == (owner, value.number):
+                return made
+        return None
+
+    def _walk_sends(self) -> Iterator[set[Value]]:
+        channels: dict[int, list[Value]] = defaultdict(list)
+        placed: dict[int, list[Value]] = defaultdict(list)
+        from_others = {f.produces[0] for i, f in zip(self._program, self._flows, strict=True) if isinstance(i, Recv)}
+        made = {value: index for index, flow in enumerate(self._flows) for value in flow.produces}
+        for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
+            if isinstance(instruction, Send):
+                value = flow.consumes[0]
+                placed[index if self._rule.ahead is None else made[value] + 1].append(value)
+        flying = set[Value]()
+        for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
+            if isinstance(instruction, Send):
+                older = channels[instruction.peer]
+                if self._rule.max_sends is not None and len(older) >= self._rule.max_sends:
+                    flying.discard(older[-self._rule.max_sends])
+                older.append(flow.consumes[0])
+            flying |= {*placed[index]}
+            yield set(flying)
+            answered = {v for v in flow.consumes if v.kind is Kind.OUTPUT_GRAD and v in from_others}
+            flying -= {Value(Kind.OUTPUT, v.stage, v.number) for v in answered}
+
+
+def require_minimal(plan: qs.Plan, rule: MessageRule) -> None:
+    """Assert that lifetimes are those of a walk, that slots are as many as are alive at once, and that none clash."""
+    both = receive_lifetimes(plan, rule), send_lifetimes(plan, rule)
+    counts = message_slots(plan, rule)
+    for rank in range(plan.mesh.pp):
+        walk = Walk(plan, rank, rule)
+        for lifetimes, alive, number in zip(both, (walk.received, walk.sent), counts, strict=True):
+            mine = lifetimes.of_rank(plan.columns, rank)
+            require_same(plan, mine, alive)
+            slots = assign_slots(mine.first.tolist(), mine.last.tolist())
+            assert number[rank] == max(map(len, alive), default=0)
+            assert sorted({*slots}) == [*range(number[rank])]
+            slot_of = {plan.flows.value_at(int(p)): s for p, s in zip(mine.places, slots, strict=True)}
+            assert all(len({slot_of[value] for value in values}) == len(values) for values in alive)
+
+
+def require_same(plan: qs.Plan, lifetimes: Lifetimes, alive: list[set[Value]]) -> None:
+    found: list[set[Value]] = [set() for _ in alive]
+    for place, first, last in zip(lifetimes.places, lifetimes.first, lifetimes.last, strict=True):
+        for index in range(first, last + 1):
+            found[index].add(plan.flows.value_at(int(place)))
+    assert found == alive
+
+
+@pytest.mark.parametrize("schedule", all_schedules(), ids=lambda found: found.name)
+def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(schedule: Schedule) -> None:
+    plans = list(plans_of(schedule))
+    assert len(plans) >= 4
+    for plan in plans:
+        for rule in RULES:
+            require_minimal(plan, rule)
+
+
+def test_plans_in_odd_orders_too() -> None:
+    random, found = Random(0), 0
+    plans = small_plans()
+    for _ in range(200):
+        plan = any_mutant(random.choice(plans), random)
+        if plan.check(profile="tagged").sound:
+            found += 1
+            require_minimal(plan, RULES[found % len(RULES)])
+    assert found > 20
+
+
+def test_intervals_that_only_follow_each_other_share_a_slot() -> None:
+    assert assign_slots([0, 2, 4, 1], [1, 3, 5, 1]) == [0, 0, 0, 1]
+    assert assign_slots([0, 1], [1, 2]) == [0, 1]
+    assert assign_slots([], []) == []
+
+
+def test_slots_do_not_grow_with_the_microbatches() -> None:
+    for name in ("1f1b", "zb-h1", "zbv", "dualpipe-v", "interleaved-1f1b", "v-min"):
+        chunks = 2 if name == "interleaved-1f1b" else None
+        few, many = (qs.compile(name, mesh="pp=4", microbatches=m, chunks=chunks) for m in (16, 64))
+        for profile in ("channel", "tagged"):
+            assert few.check(profile).slots == many.check(profile).slots
+
+
+def test_zbv_needs_fewer_receive_slots_than_pools_per_stage_and_direction() -> None:
+    """For PyTorch's order a pool per stage and direction takes 43, one pool of a rank 33: its pull request 196465."""
+    slots = qs.compile("zbv", mesh="pp=4", microbatches=8).check().slots
+    assert slots.receive == (2, 11, 11, 7)
+    assert sum(slots.receive) == 31
+
+
+def test_the_rule_is_that_of_the_profile_and_of_what_may_be_awaited() -> None:
+    assert MessageRule.of(PROFILES["channel"], may_wait=True) == MessageRule(None, MAX_SENDS)
+    assert MessageRule.of(PROFILES["tagged"], may_wait=False) == MessageRule(AHEAD, None)
+
+
+def test_an_unsound_plan_has_no_slots() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    first, second = plan.programs
+    broken = replace(plan, programs=(first[1:], second))
+    assert broken.check().slots == ((), ())
+
+
+def test_what_keeps_memory_is_what_lasts_until_a_backward_has_ended() -> None:
+    assert {Kind.SAVED, Kind.PENDING, Kind.CHECKPOINT} <= {*KEEPS}
+    assert not {Kind.OUTPUT, Kind.OUTPUT_GRAD, Kind.WEIGHT_GRAD, Kind.LOSS} & {*KEEPS}
+
+
+def test_messages_are_all_there_is() -> None:
+    plan = qs.compile("zbv", mesh="pp=3", microbatches=4)
+    receives, sends = receive_lifetimes(plan, MessageRule()), send_lifetimes(plan, MessageRule())
+    assert np.array_equal(np.sort(np.r_[receives.rows, sends.rows]), plan.columns.rows_where(Message))

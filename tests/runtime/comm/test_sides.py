@@ -1,0 +1,192 @@
+"""Two sides of a rank: whose turn it is, what goes wrong on one of them, and what they leave behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched.runtime.comm.base import DoneWork
+from quintsched.runtime.comm.interleaving import Overlaps, interleaving
+from quintsched.runtime.comm.sides import Side, Sides
+
+CPU = torch.device("cpu")
+F, B = Side.FORWARD, Side.BACKWARD
+STRETCHES = st.integers(0, 3).flatmap(
+    lambda waits: st.lists(st.integers(0, 9), min_size=2 * waits + 1, max_size=2 * waits + 1)
+)
+
+
+def makespan(turns: Sequence[Side], *sides: Sequence[float]) -> float:
+    """Walk through turns: a side first waits for its exchange, then computes, then begins the next exchange."""
+    now, there, place = 0.0, [0.0, 0.0], [0, 0]
+    for side in turns:
+        stretches = sides[side]
+        now = max(now, there[side]) + stretches[2 * place[side]]
+        there[side] = now + (stretches[2 * place[side] + 1] if 2 * place[side] + 1 < len(stretches) else 0)
+        place[side] += 1
+    assert [2 * count - 1 for count in place] == [*map(len, sides)]
+    return now
+
+
+@settings(deadline=None, max_examples=150)
+@given(STRETCHES, STRETCHES)
+def test_no_other_turns_take_less_time(forward: list[int], backward: list[int]) -> None:
+    every = {*permutations([F] * (len(forward) // 2 + 1) + [B] * (len(backward) // 2 + 1))}
+    found = interleaving(forward, backward)
+    fewest = min(makespan(turns, forward, backward) for turns in every)
+    assert (
+        makespan(found, forward, backward) == fewest
+        if found
+        else fewest
+        >= min(
+            makespan([*first, *second], forward, backward)
+            for first in [[F] * (len(forward) // 2 + 1)]
+            for second in [[B] * (len(backward) // 2 + 1)]
+        )
+        or len(every) == 1
+        or _only_swapped(forward, backward, fewest)
+    )
+
+
+def _only_swapped(forward: list[int], backward: list[int], fewest: float) -> bool:
+    """Whether the backward as a whole before the forward is as good: one after the other, too."""
+    turns = [B] * (len(backward) // 2 + 1) + [F] * (len(forward) // 2 + 1)
+    return makespan(turns, forward, backward) == fewest
+
+
+def test_exchanges_are_hidden_behind_the_other_side() -> None:
+    both = [5.0, 5.0, 5.0, 5.0, 0.0], [0.0, 5.0, 10.0, 5.0, 10.0]
+    assert makespan(interleaving(*both), *both) == 30.0
+    assert interleaving([3.0], [4.0]) == ()
+
+
+class Talk:
+    """A side that waits so many times; `said` is in the order in which things happen."""
+
+    def __init__(self, sides: Sides, said: list[str]) -> None:
+        self.sides, self.said = sides, said
+
+    def side(self, name: str, waits: int, then: Callable[[], Any] = lambda: None) -> Callable[[], None]:
+        def run() -> None:
+            for number in range(waits):
+                self.said.append(f"{name}{number}")
+                self.sides.wait(DoneWork(), "all_reduce over tp")
+            self.said.append(f"{name}{waits}")
+            then()
+
+        return run
+
+
+@pytest.fixture
+def talk() -> Talk:
+    return Talk(Sides(), [])
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ((F, B, F, B, F), "f0 b0 f1 b1 f2"),
+        ((B, F, F, F, B), "b0 f0 f1 f2 b1"),
+        ((F, F, F, B, B), "f0 f1 f2 b0 b1"),
+        ((B, F, B, F, F), "b0 f0 b1 f1 f2"),
+    ],
+)
+def test_sides_go_on_in_their_turns(talk: Talk, turns: tuple[Side, ...], said: str) -> None:
+    for _ in range(3):
+        talk.said.clear()
+        talk.sides.run(talk.side("f", 2), talk.side("b", 1), turns, CPU)
+        assert " ".join(talk.said) == said
+        assert talk.sides.current is F
+
+
+@pytest.mark.parametrize("guilty", ["f", "b"])
+@pytest.mark.parametrize("first", [F, B])
+@pytest.mark.parametrize("waits", [0, 1, 2])
+def test_what_fails_on_one_side_ends_both_and_the_next_pair_runs(
+    talk: Talk, guilty: str, first: Side, waits: int
+) -> None:
+    turns = (first, first.other, first, first.other, first, first.other)
+    error = ValueError("no such thing")
+    calls = {name: talk.side(name, 2) for name in "fb"}
+    calls[guilty] = talk.side(guilty, waits, lambda: fail(error))
+    with pytest.raises(ValueError, match="no such thing"):
+        talk.sides.run(calls["f"], calls["b"], turns, CPU)
+    talk.said.clear()
+    talk.sides.run(talk.side("f", 2), talk.side("b", 2), turns, CPU)
+    assert len(talk.said) == 6
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2), (2, 1), (2, 3)])
+def test_a_side_that_waits_more_or_less_often_than_was_noted_is_refused(
+    talk: Talk, forward: int, backward: int
+) -> None:
+    with pytest.raises(qs.MisfitError, match=r"overlaps waits for others (more|less) often than in the second step"):
+        talk.sides.run(talk.side("f", forward), talk.side("b", backward), (F, B, F, B, F, B), CPU)
+
+
+def test_random_numbers_are_those_of_one_after_the_other(talk: Talk) -> None:
+    """The backward draws what a rerun forward draws, and leaves the generator as it was, as a checkpoint does."""
+    drawn: list[torch.Tensor] = []
+
+    def draw() -> None:
+        for _ in range(3):
+            drawn.append(torch.rand(2))
+            talk.sides.wait(DoneWork(), "")
+
+    def rerun() -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            draw()
+
+    torch.manual_seed(1)
+    draw()
+    rerun()
+    after, expected = torch.rand(2), [*drawn]
+    drawn.clear()
+    torch.manual_seed(1)
+    talk.sides.run(draw, rerun, (F, B, F, B, F, B, F, B), CPU)
+    assert torch.equal(torch.rand(2), after)
+    assert {tuple(t.tolist()) for t in drawn} == {tuple(t.tolist()) for t in expected}
+
+
+def test_the_second_side_computes_under_what_the_first_one_does(talk: Talk) -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        found.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        talk.sides.run(look, look, (F, B), CPU)
+    talk.sides.run(look, look, (B, F), CPU)
+    assert found == [(True, False)] * 2 + [(False, True)] * 2
+
+
+def test_the_second_thread_ends_with_its_sides(talk: Talk) -> None:
+    before = {*threading.enumerate()}
+    talk.sides.run(talk.side("f", 0), talk.side("b", 0), (F, B), CPU)
+    (thread,) = {*threading.enumerate()} - before
+    del talk.sides
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_only_what_the_second_step_notes_counts(talk: Talk) -> None:
+    overlaps, first = Overlaps(talk.sides, CPU), [1]
+    pair = overlaps.pair(talk.side("f", 1), lambda: talk.side("b", 1 + len(first))(), (0, 1))
+    pair()
+    assert overlaps.end_step() is None
+    first.clear()
+    pair()
+    assert overlaps.end_step() == str([((F, 0), ["all_reduce over tp"]), ((B, 1), ["all_reduce over tp"])])

@@ -1,0 +1,267 @@
+"""Buffers of messages in a run: made once, as many as the plan says, and at the fullest moment all are in use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.ir.instructions import (
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    ClipGrad,
+    Fwd,
+    Instruction,
+    OptStep,
+    RecvAct,
+    RecvGrad,
+    SendAct,
+    SendGrad,
+    ShareMetrics,
+)
+from quintsched.ir.layout import Route
+from quintsched.ir.plan_data import ScheduleSpec
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime.interpreter import p2p
+from quintsched.runtime.interpreter.rank_state import RankState
+from quintsched.schedules import all_schedules
+from quintsched.simulation.message_slots import receive_lifetimes
+
+from ..toys import sgd
+
+WIDTH, SAMPLES = 4, 2
+LENGTH = 2
+TRAINING = [found for found in all_schedules() if found.mode == "train"]
+CHUNKED = [found.name for found in TRAINING if found.name in ("bfs", "interleaved-1f1b", "interleaved-zb")]
+
+
+class Layer(nn.Module):
+    """A linear layer: its backward wants its input and the gradient of its output, at once or later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, past: object = None) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs * targets).square().sum()
+
+
+class Used(NamedTuple):
+    """What a rank made, and the most of it that was in use at once."""
+
+    made: int
+    receives: int
+    receive_bytes: int
+    sends: int
+
+
+class Watch:
+    """After every call, counts the buffers that somebody looks into or waits for, and the sends in flight."""
+
+    def __init__(self, state: RankState) -> None:
+        self._state = state
+        self._buffers = state.messages.buffers.all()
+        self._idle = [self._views(buffer) for buffer in self._buffers]
+        self.receives = self.receive_bytes = self.sends = 0
+
+    @staticmethod
+    def _views(buffer: Tensor) -> int:
+        found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+        return found
+
+    def _used(self) -> list[Tensor]:
+        cells = self._state.cells._cells.values()
+        waiting = {id(tensor) for cell in cells for tensor in cell.value}
+        return [
+            buffer
+            for buffer, idle in zip(self._buffers, self._idle, strict=True)
+            if id(buffer) in waiting or self._views(buffer) > idle
+        ]
+
+    def wrap(self, index: int, call: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            call()
+            used = self._used()
+            self.receives = max(self.receives, len(used))
+            self.receive_bytes = max(self.receive_bytes, sum(buffer.nbytes for buffer in used))
+            self.sends = max(self.sends, sum(cell.sent is not None for cell in self._state.cells.sending))
+
+        return watched
+
+
+def run(plan: qs.Plan, rules: Rules, steps: int = 2) -> list[Used]:
+    """Train on a plan, and return what each pipeline rank used in the last step."""
+    units, length = plan.schedule.microbatches, LENGTH * plan.schedule.slices
+    random = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, units * SAMPLES, length, WIDTH, generator=random)
+
+    def on_rank(transport: Transport) -> Used:
+        engine = Engine(plan, [Layer] * len(plan.stage_to_pp), squares, sgd, transport=transport)
+        for _ in range(steps - 1):
+            engine.step(inputs, targets)
+        interpreter = engine._runner.interpreters["train"]
+        watch = Watch(interpreter.state)
+        interpreter.run(engine._model.batches(plan, inputs, targets, {}), steps, interpreter.watched(watch))
+        return Used(len(interpreter.state.messages.buffers.all()), watch.receives, watch.receive_bytes, watch.sends)
+
+    return run_local(plan.mesh.size, on_rank, rules=rules)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are taken for large ones, of which two are in flight."""
+    monkeypatch.setattr(p2p, "AHEAD_BYTES", 0)
+
+
+def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan:
+    schedule = next(found for found in TRAINING if found.name == name)
+    slices = 2 if schedule.max_slices > 1 else 1
+    chunks = 2 if name in CHUNKED else None
+    return qs.compile(
+        name, mesh="pp=4", microbatches=8, chunks=chunks, slices=slices, recompute=recompute, overlap=overlap
+    )
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("name", [found.name for found in TRAINING])
+def test_a_run_uses_as_many_buffers_as_its_plan_says(name: str, recompute: int, rules: Rules) -> None:
+    plan = compiled(name, recompute)
+    require_as_planned(plan, rules)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "interleaved-1f1b"])
+def test_overlapped_plans_too(name: str, rules: Rules) -> None:
+    require_as_planned(compiled(name, overlap=True), rules)
+
+
+def require_as_planned(plan: qs.Plan, rules: Rules) -> None:
+    profile = "channel" if rules == "nccl" else "tagged"
+    slots = plan.check(profile=profile).slots
+    num_bytes = SAMPLES * LENGTH * WIDTH * torch.float32.itemsize
+    found = run(plan, rules)
+    assert tuple(used.made for used in found) == slots.receive
+    assert tuple(used.receives for used in found) == slots.receive
+    assert tuple(used.receive_bytes for used in found) == tuple(number * num_bytes for number in slots.receive)
+    assert tuple(used.sends for used in found) == slots.send
+
+
+def test_zbv_holds_31_receive_buffers_in_all() -> None:
+    assert sum(used.made for used in run(compiled("zbv"), "nccl")) == 31
+
+
+def test_of_small_messages_more_are_in_flight() -> None:
+    plan = compiled("zb-h1")
+    slots = plan.check(profile="tagged").slots
+    found = run(plan, "mailbox")
+    assert all(used.made == used.receives > slots.receive[rank] for rank, used in enumerate(found))
+
+
+def test_an_evaluation_uses_the_buffers_of_the_training() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+    inputs, targets = torch.randn(2, 8, LENGTH, WIDTH)
+
+    def on_rank(transport: Transport) -> tuple[int, int]:
+        engine = Engine(plan, [Layer] * 2, squares, sgd, transport=transport)
+        engine.step(inputs, targets)
+        buffers = engine._runner.interpreters["train"].state.messages.buffers
+        before = len(buffers.all())
+        engine.evaluate(inputs, targets)
+        return before, len(buffers.all())
+
+    for before, after in run_local(2, on_rank, rules="nccl"):
+        assert before == after > 0
+
+
+class Wider(nn.Module):
+    """A linear layer into another width."""
+
+    def __init__(self, given: int, left: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(given, left)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+def test_messages_of_one_shape_share_buffers_whatever_they_carry(rules: Rules) -> None:
+    plan = qs.compile("interleaved-zb", mesh="pp=2", microbatches=4, chunks=3)
+    widths = [4, 6, 6, 4, 6, 4, 4]
+    blocks = [partial(Wider, *pair) for pair in pairwise(widths)]
+    inputs, targets = torch.randn(2, 8, LENGTH, WIDTH)
+
+    def on_rank(transport: Transport) -> tuple[dict[int, int], dict[int, int]]:
+        engine = Engine(plan, blocks, squares, sgd, transport=transport)
+        engine.step(inputs, targets)
+        state = engine._runner.interpreters["train"].state
+        made = Counter(buffer.shape[-1] for buffer in state.messages.buffers.all())
+        life = receive_lifetimes(plan, p2p.message_rule(state.messages)).of_rank(plan.columns, transport.rank)
+        width = np.array([widths[plan.flows.value_at(int(place)).stage + 1] for place in life.places])
+        alive = [(life.first <= index) & (index <= life.last) for index in range(len(state.flows.program))]
+        return made, {each: max(int((now & (width == each)).sum()) for now in alive) for each in {*width.tolist()}}
+
+    for made, alive in run_local(2, on_rank, rules=rules):
+        assert made == alive
+
+
+def put_off(units: int) -> qs.Plan:
+    """Stages on ranks 0, 1, 1; the last one's weight halves come after all backwards of the stage before it."""
+    first: list[Instruction] = [
+        i for u in range(units) for i in (Fwd(0, u), SendAct(0, u, 1), RecvGrad(0, u, 1), Bwd(0, u))
+    ]
+    second: list[Instruction] = []
+    for u in range(units):
+        second += [RecvAct(1, u, 0), Fwd(1, u), Fwd(2, u), BwdInput(2, u), Bwd(1, u), SendGrad(1, u, 0)]
+    second += [BwdWeight(2, u) for u in range(units)]
+    return qs.Plan(
+        mode="train",
+        schedule=ScheduleSpec("put-off", units),
+        mesh=qs.Mesh(pp=2),
+        stage_to_pp=(0, 1, 1),
+        routes=(Route((0, 1, 2), tuple(range(units))),),
+        buckets_per_stage=1,
+        programs=tuple(
+            (*order, ShareMetrics(), ClipGrad(), OptStep(stages)) for stages, order in (((0,), first), ((1, 2), second))
+        ),
+    )
+
+
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+def test_a_stage_that_changes_nothing_hands_no_buffer_on(rules: Rules) -> None:
+    """What the next stage on its rank keeps for its weights outlasts what the plan keeps the buffer for."""
+    plan = put_off(4)
+    inputs, targets = torch.randn(2, 8, LENGTH, WIDTH, dtype=torch.float64)
+    blocks = [Layer, nn.Identity, Layer]
+
+    def on_rank(transport: Transport) -> dict[str, Tensor]:
+        engine = Engine(plan, blocks, squares, sgd, dtype=torch.float64, transport=transport)
+        engine.step(inputs, targets)
+        return {name: p.detach() for stage in engine.stages.values() for name, p in stage.named_parameters()}
+
+    alone = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=4), blocks, squares, sgd, dtype=torch.float64)
+    alone.step(inputs, targets)
+    expected = {name: p.detach() for stage in alone.stages.values() for name, p in stage.named_parameters()}
+    for found in run_local(2, on_rank, rules=rules):
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
