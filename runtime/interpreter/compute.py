@@ -48,8 +48,7 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     finish = _hand_on(state, instruction) if made else partial(_lose, state, instruction.microbatch)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
-        neighbour = state.cells.of(made[0]) if made and not state.flows.is_sent(made[0]) else None
-        return _bind_training(state, index, instruction, finish, kept[0], neighbour)
+        return _bind_training(state, index, instruction, finish, kept[0])
     return _bind_evaluation(state, index, instruction, finish)
 
 
@@ -59,18 +58,15 @@ def _bind_training(
     instruction: ins.Fwd,
     finish: Callable[[Outputs], Start],
     kept: Value,
-    neighbour: Cell | None,
 ) -> Call:
-    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them.
-
-    What the next stage takes on this rank is put into the cell `neighbour`: it may need it longer than this one does.
-    """
+    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     if forward.drops:
         extras_of = _with_unit(state, instruction, extras_of)
     clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
     differentiable, place = DIFFERENTIABLE, _place_of_loss(state, instruction)
+    neighbours = _neighbours(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
@@ -81,7 +77,7 @@ def _bind_training(
         extras = extras_of(given)
         outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
         start = finish(outputs)
-        if neighbour is not None:
+        for neighbour in neighbours:
             neighbour.value = tuple([_apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
@@ -90,6 +86,17 @@ def _bind_training(
         clock.stop()
 
     return run
+
+
+def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
+    """Return the cells of what later stages of this rank take: they may need it longer than this one its input.
+
+    A skip that is taken and handed on is not among them: the plan keeps its memory for all who take it.
+    """
+    taken = {value.number for value in state.flows.taken(instruction, Kind.SKIP)}
+    made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
+    own = (value for value in made if value.kind is Kind.OUTPUT or value.number not in taken)
+    return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
 
 
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
