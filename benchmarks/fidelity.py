@@ -1,8 +1,9 @@
 """Is what the simulator says is hidden, hidden? Every schedule, run against its own simulation.
 
-    python benchmarks/fidelity.py [--only sleeps|gloo] [--schedules 1f1b,zbv] [--json]
+    python benchmarks/fidelity.py [--only sleeps|links|gloo] [--schedules 1f1b,zbv] [--json]
 
     sleeps   four ranks as threads; every computation sleeps for 20 ms, every message is under way for 5: within 3 %
+    links    the same with microbatches from half to twice as long, and messages from 2 to 25 ms, by pair of ranks
     gloo     two processes that really compute; a step is simulated with the costs of a trace
              of the one before: within 5 %
 
@@ -49,6 +50,13 @@ from quintsched.trace.measured import MeasuredStep, Trace
 
 MICROBATCHES = 8
 SLICES = 2
+LENGTHS = (1.0, 0.5, 2.0, 1.0, 1.5, 0.5, 1.0, 0.5)
+"""How long the microbatches of the part `links` are."""
+NODE = 2
+"""How many ranks are on a node there."""
+WITHIN_MS, ACROSS_MS = 2.0, 12.0
+OTHERS_MS = {(2, 3): 25.0, (3, 2): 5.0}
+"""How long messages within a node and across nodes are under way, and those between these ranks."""
 Spans = list[tuple[float, float]]
 """When each step began and ended on one rank, in seconds on a clock that all ranks share."""
 
@@ -143,7 +151,7 @@ def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a stage sleeps for one unit, in seconds."""
+    """How long a stage sleeps for one unit of length 1, in seconds; the values of its input are its length."""
 
     forward_s: float
     input_s: float
@@ -168,14 +176,14 @@ class Sleeper(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: nn.Parameter, pace: Pace) -> Tensor:
-        ctx.weight, ctx.pace = weight, pace
-        sleep(pace.forward_s)
+        ctx.weight, ctx.pace, ctx.length = weight, pace, 0.0 if given.is_meta else float(given.mean())
+        sleep(pace.forward_s * ctx.length)
         return given.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        sleep(ctx.pace.input_s)
-        product = partial(_weight_gradient, ctx.pace.weight_s)
+        sleep(ctx.pace.input_s * ctx.length)
+        product = partial(_weight_gradient, ctx.pace.weight_s * ctx.length)
         waits = defer(ctx.weight, product, (gradient,))
         return gradient.clone(), None if waits else product(gradient), None
 
@@ -215,11 +223,19 @@ class Sleeps:
     computation_ms: float = 20.0
     wire_ms: float = 5.0
     steps: int = 3
+    lengths: tuple[float, ...] = (1.0,) * MICROBATCHES
 
     def costs(self) -> qs.Costs:
+        return self._costs(p2p=self.wire_ms)
+
+    def wire_s(self) -> float | dict[tuple[int, int], float]:
+        """Return what the transport takes."""
+        return self.wire_ms / 1e3
+
+    def _costs(self, **more: Any) -> qs.Costs:
         parts = self.schedule.min_chunks * min(self.schedule.max_slices, SLICES)
         each = self.computation_ms * parts
-        return qs.Costs(unit="ms", forward=each, backward_input=each, backward_weight=each, p2p=self.wire_ms)
+        return qs.Costs(unit="ms", forward=each, backward_input=each, backward_weight=each, **more)
 
     def plan(self) -> qs.Plan:
         return compile_for(self.schedule, self.pp, self.costs())
@@ -242,11 +258,33 @@ class Sleeps:
             trace_steps=range(1, 1 + self.steps),
             transport=transport,
         )
-        batch = torch.zeros(MICROBATCHES, SLICES)
+        batch = torch.tensor(self.lengths)[:, None].repeat(1, SLICES)
         step = engine.step if self.schedule.mode == "train" else engine.evaluate
         spans = [timed(engine, partial(step, batch, batch)) for _ in range(1 + self.steps)]
         engine.save_trace(directory)
         return spans[1:]
+
+
+class Links(Sleeps):
+    """The same with wires and microbatches that differ."""
+
+    def __init__(self, schedule: qs.Schedule, **more: Any) -> None:
+        super().__init__(schedule, lengths=LENGTHS, **more)
+
+    def costs(self) -> qs.Costs:
+        links = [{"source": s, "destination": d, "latency": took} for (s, d), took in OTHERS_MS.items()]
+        wires = {
+            "nodes": [rank // NODE for rank in range(self.pp)],
+            "within": {"latency": WITHIN_MS},
+            "across": {"latency": ACROSS_MS},
+            "links": links,
+        }
+        return self._costs(p2p=wires, microbatches=self.lengths)
+
+    def wire_s(self) -> float | dict[tuple[int, int], float]:
+        ranks = range(self.pp)
+        by_node = {(s, d): WITHIN_MS if s // NODE == d // NODE else ACROSS_MS for s in ranks for d in ranks}
+        return {pair: took / 1e3 for pair, took in (by_node | OTHERS_MS).items()}
 
 
 def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> Row:
@@ -254,7 +292,7 @@ def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> R
     plan = case.plan()
     simulation = plan.simulate(case.costs())
     with TemporaryDirectory() as folder, urgently():
-        measured = took_ms(run_local(case.pp, partial(case.run, Path(folder)), rules=rules, wire_s=case.wire_ms / 1e3))
+        measured = took_ms(run_local(case.pp, partial(case.run, Path(folder)), rules=rules, wire_s=case.wire_s()))
         slips = []
         if plan.mode == "train":
             trace = Trace.load(Path(folder), plan)
@@ -352,7 +390,7 @@ def report(title: str, rows: Iterator[Row]) -> list[Row]:
 def main() -> int:
     schedules = {schedule.name: schedule for schedule in qs.all_schedules()}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["sleeps", "gloo"], help="run one part")
+    parser.add_argument("--only", choices=["sleeps", "links", "gloo"], help="run one part")
     parser.add_argument("--schedules", default=",".join(schedules), help="these only, separated by commas")
     parser.add_argument("--rounds", type=int, default=10, help="traced and timed steps of each schedule over gloo")
     parser.add_argument("--json", action="store_true", help="rows as JSON to standard output, tables to standard error")
@@ -363,10 +401,13 @@ def main() -> int:
     torch.set_num_threads(1)
     found: dict[str, list[Row]] = {}
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
-        if options.only != "gloo":
+        if options.only in (None, "sleeps"):
             title = "sleeps of 20 ms, messages of 5 ms, 4 ranks in process: ms a step"
             found["sleeps"] = report(title, (run_sleeps(Sleeps(schedules[name])) for name in names))
-        if options.only != "sleeps":
+        if options.only in (None, "links"):
+            title = "microbatches of 10 to 40 ms, messages of 2 to 25 by pair of ranks, 4 ranks in process: ms a step"
+            found["links"] = report(title, (run_sleeps(Links(schedules[name])) for name in names))
+        if options.only in (None, "gloo"):
             title = "two gloo processes, costs from a trace of the step before: ms a step"
             found["gloo"] = report(title, iter(compare_gloo(names, options.rounds)))
     if options.json:

@@ -65,8 +65,8 @@ def halves(steps: int = 10) -> dict[str, Any]:
             engine.save_trace(folder)
             costs[schedule] = Trace.load(Path(folder), engine.plan).costs("ms")
         share = engine.deferred_share
-    whole = sum(costs["1f1b"].of_part(name, 0, 1) for name in ("backward_input", "backward_weight"))
-    split = [costs["zb-h1"].of_part(name, 0, 1) for name in ("backward_input", "backward_weight")]
+    whole = sum(getattr(costs["1f1b"], name)[0] for name in ("backward_input", "backward_weight"))
+    split = [getattr(costs["zb-h1"], name)[0] for name in ("backward_input", "backward_weight")]
     print(f"\nbackward of a microbatch, ms: whole {whole:.2f}, input half {split[0]:.2f}, weight half {split[1]:.2f}")
     print(
         f"  halves against the whole: {sum(split) / whole:.3f}; moved to the weight half: {split[1] / sum(split):.1%}"

@@ -33,6 +33,7 @@ JOBS = {
     "mnist": "dp=2,pp=2,tp=2",
     "text_gpt": "pp=2",
     "text_4d": "dp=2,pp=2,cp=2,tp=2",
+    "moe_overlap": "ep=2,pp=2",
 }
 
 
@@ -61,6 +62,15 @@ def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
     losses = train(name, tmp_path / "log.jsonl", "data.options.max_bytes=30000")
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert losses[-1] < 5
+
+
+def test_experts_that_overlap_learn_what_one_rank_learns(tmp_path: Path) -> None:
+    settings = ("runtime.precision=float64", "data.options.max_bytes=20000")
+    overlapped = train("moe_overlap", tmp_path / "overlap.jsonl", *settings)
+    assert overlapped == train("moe_overlap", tmp_path / "plain.jsonl", *settings, "parallel.overlap=false")
+    one = ("parallel.mesh=dp=1", "parallel.schedule=1f1b", "parallel.overlap=false", "parallel.microbatches=8")
+    assert overlapped == pytest.approx(train("moe_overlap", tmp_path / "one.jsonl", *settings, *one), rel=1e-10)
+    assert len(overlapped) > 3
 
 
 @pytest.mark.parametrize(

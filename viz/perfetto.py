@@ -21,7 +21,8 @@ from quintsched.files.atomic import write_whole
 from quintsched.ir.instructions import Compute, Recv, Send, short
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.simulator import Simulation, Span
-from quintsched.trace.measured import UNITS, MeasuredSpan, MeasuredStep
+from quintsched.trace.measured import MeasuredSpan, MeasuredStep
+from quintsched.trace.measured_costs import UNITS
 
 from .scene import flows_of_ranks
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from quintsched.ir.dataflow import Flow, Kind, Value
 from quintsched.ir.instructions import Compute, Instruction, Recv, Send
-from quintsched.simulation.activation_memory import HELD
+from quintsched.simulation.activation_memory import HELD, held_by
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
 
@@ -153,11 +155,14 @@ class Held:
 
 def held_activations(simulation: Simulation) -> tuple[Held, ...]:
     """Return what each rank holds over time: from a forward's start to its backward's end; () if nothing is kept."""
-    plan, costs = simulation.plan, simulation.costs
-    changes: list[list[tuple[float, float]]] = []
+    plan, changes = simulation.plan, list[list[tuple[float, float]]]()
+    shape = (len(plan.stage_to_pp), plan.schedule.num_units)
+    stages, units = np.indices(shape).reshape(2, -1)
+    held = {k: held_by(plan, simulation.costs, k, stages, units).reshape(shape).tolist() for k in HELD}
 
     def amount(value: Value) -> float:
-        return costs.of_part(HELD[value.kind], value.stage, plan.schedule.parts)
+        found: float = held[value.kind][value.stage][value.number]
+        return found
 
     for row, flows in zip(simulation.timeline, flows_of_ranks(simulation), strict=True):
         of_rank: list[tuple[float, float]] = []

@@ -9,10 +9,12 @@ import typer
 
 from quintsched.cli.output import (
     AsJson,
+    CostsFile,
     PlanFile,
     emit,
     note,
     percent,
+    read_costs,
     read_plan,
     refuse_input,
     say,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from quintsched.plan import Plan
+    from quintsched.simulation.costs import Costs
 
 
 PlanOutput = Annotated[
@@ -88,24 +91,28 @@ def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
 def show(
     plan: PlanFile,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Show this global rank's list.")] = None,
+    costs: CostsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan's grid over time, or one rank's list."""
     found = read_plan(plan)
     if rank is None:
-        _show_grid(found, as_json)
+        _show_grid(found, read_costs(costs), as_json)
+    elif costs is not None:
+        raise UsageError("--costs is for the grid over time; a rank's list takes none")
     else:
         _show_rank(found, rank, as_json)
 
 
-def _show_grid(plan: Plan, as_json: bool) -> None:
+def _show_grid(plan: Plan, costs: Costs | None, as_json: bool) -> None:
     from quintsched.simulation.time_grid import time_grid
 
-    simulation = simulate_plan(plan)
+    simulation = simulate_plan(plan, costs)
     if as_json:
         emit({"title": plan.title, "makespan": simulation.makespan, "grid": time_grid(simulation)})
         return
-    title = f"{plan.title}: {simulation.makespan:g} forwards long, bubble {percent(simulation.bubble)}"
+    unit = "forwards" if costs is None else simulation.unit
+    title = f"{plan.title}: {simulation.makespan:g} {unit} long, bubble {percent(simulation.bubble)}"
     say([title, *time_grid(simulation, terminal_width())])
 
 

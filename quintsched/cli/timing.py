@@ -60,6 +60,9 @@ def simulate(
         Path | None,
         typer.Option("--output", "-o", metavar="COSTS", help="Write the costs that were used to this file."),
     ] = None,
+    per_microbatch: Annotated[
+        bool, typer.Option("--per-microbatch", help="With from-trace: factors for each microbatch and slice too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time a plan under a cost model.
@@ -69,7 +72,7 @@ def simulate(
     """
     refuse_input(output, plan, directory, None if costs == FROM_TRACE else costs)
     read = read_plan(plan)
-    used = _read_costs(costs, directory, read)
+    used = _read_costs(costs, directory, read, per_microbatch)
     simulation = simulate_plan(read, used)
     if output is not None:
         from quintsched.simulation.costs import Costs
@@ -81,14 +84,16 @@ def simulate(
         say(_describe(simulation))
 
 
-def _read_costs(costs: str | None, directory: Path | None, plan: Plan) -> Costs | None:
+def _read_costs(costs: str | None, directory: Path | None, plan: Plan, per_microbatch: bool) -> Costs | None:
     """Return the costs of a file, or those of the traces in a directory."""
     if costs == FROM_TRACE:
         if directory is None:
             raise UsageError("--costs from-trace needs the directory of the traces: --costs from-trace DIR")
-        return read_trace(directory, plan).costs()
+        return read_trace(directory, plan).costs(per_microbatch=per_microbatch)
     if directory is not None:
         raise UsageError(f"{directory}: a directory of traces goes with --costs from-trace only")
+    if per_microbatch:
+        raise UsageError("--per-microbatch goes with --costs from-trace only; a costs file says it itself")
     return read_costs(None if costs is None else Path(costs))
 
 
@@ -104,6 +109,9 @@ def _describe(simulation: Simulation) -> Iterator[str]:
     ]
     yield f"{simulation.plan.title}; time in {simulation.unit}"
     yield from table(("", "", ""), rows)[1:]
+    if any(simulation.exchange):
+        exchange = "  ".join(f"{rank}: {time:g}" for rank, time in enumerate(simulation.exchange))
+        yield f"exchanges inside stages by pipeline rank, while it computes nothing: {exchange}"
     yield f"peak activations by pipeline rank, in microbatches of a whole rank: {peaks}"
     if any(simulation.peak_state):
         pairs = enumerate(zip(simulation.peak_state, simulation.peak_memory, strict=True))

@@ -64,6 +64,9 @@ def pointer(*steps: object) -> str:
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
 
 
+NUMBER, LIST, OBJECT = "(number)", "(list)", "(object)"
+"""Tags of a pydantic union of these forms: what it adds to a fault's place is no part of the file."""
+
 _WORDS = {"extra_forbidden": "unknown key", "less_than_equal": "Input should be at most {le:g}"}
 """What is said of some types of fault instead of pydantic's own words."""
 
@@ -74,5 +77,6 @@ def describe_faults(error: ValidationError) -> str:
     first = faults[0]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     words = _WORDS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _WORDS else first["msg"]
-    where = pointer(*(shorten(step) if isinstance(step, str) else step for step in first["loc"]))
+    steps = (step for step in first["loc"] if step not in (NUMBER, LIST, OBJECT))
+    where = pointer(*(shorten(step) if isinstance(step, str) else step for step in steps))
     return f"{where or '/'}: {words}{more}"

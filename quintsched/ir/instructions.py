@@ -9,10 +9,11 @@
 
     Overlap = a Fwd and a Bwd side by side: while one computes, what the other exchanges inside its stage is on its way
 
-A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`), and what kind of
-work it does; its fields are the columns of a plan. What it needs and makes is said in `quintsched.ir.rules`, and only
-there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new instruction is a class here, a rule
-there, a handler there, and a step of the symbolic proof; a test over all of them says which is missing.
+A class says what it is called in a grid (`letters`), which of the costs add up to its time (`costs`, `exchanges`), and
+what kind of work it does; its fields are the columns of a plan. What it needs and makes is said in
+`quintsched.ir.rules`, and only there; what it does, in the handlers of `quintsched.runtime.interpreter`. A new
+instruction is a class here, a rule there, a handler there, and a step of the symbolic proof; a test over all of them
+says which is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Instruction:
     letters: ClassVar[str] = ""
     """How grids and pictures show it; only classes that have letters stand in plans."""
     costs: ClassVar[tuple[str, ...]] = ()
-    """Which of the simulator's costs add up to its time."""
+    """Which of the simulator's costs add up to its time; of a computation, to that without its exchanges."""
+    exchanges: ClassVar[tuple[str, ...]] = ()
+    """Which of the costs add up to its communication inside the stage, which takes its time too."""
     computes: ClassVar[bool] = False
     """Whether it occupies the rank that runs it."""
     begins_backward: ClassVar[bool] = False
@@ -118,6 +121,7 @@ class Fwd(Compute):
 
     letters: ClassVar[str] = "F"
     costs: ClassVar[tuple[str, ...]] = ("forward",)
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange",)
     needs_weights: ClassVar[bool] = True
 
 
@@ -127,6 +131,7 @@ class Recompute(Compute):
 
     letters: ClassVar[str] = "RF"
     costs: ClassVar[tuple[str, ...]] = ("recompute",)
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange",)
     needs_weights: ClassVar[bool] = True
 
 
@@ -168,6 +173,7 @@ class Bwd(Compute):
 
     letters: ClassVar[str] = "B"
     costs: ClassVar[tuple[str, ...]] = ("backward_input", "backward_weight")
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange_backward",)
     begins_backward: ClassVar[bool] = True
     ends_backward: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = True
@@ -179,6 +185,7 @@ class BwdInput(Compute):
 
     letters: ClassVar[str] = "I"
     costs: ClassVar[tuple[str, ...]] = ("backward_input",)
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange_backward",)
     begins_backward: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = True
 
@@ -198,6 +205,7 @@ class Overlap(Instruction):
 
     letters: ClassVar[str] = "&"
     costs: ClassVar[tuple[str, ...]] = ("forward", "backward_input", "backward_weight")
+    exchanges: ClassVar[tuple[str, ...]] = ("exchange", "exchange_backward")
     computes: ClassVar[bool] = True
 
     forward: tuple[int, int]

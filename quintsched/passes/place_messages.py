@@ -42,7 +42,7 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 from quintsched.ir.values import SKIPS, Kind
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulator import event_durations
+from quintsched.simulation.durations import event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2

@@ -16,8 +16,11 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
+
 from quintsched.errors import UsageError
-from quintsched.schedules.kit.list_scheduling import Manner, Outcome, Work, schedule_greedily
+from quintsched.ir.columns import Amounts
+from quintsched.schedules.kit.list_scheduling import Manner, Outcome, PerStage, Work, schedule_greedily
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)
@@ -30,7 +33,7 @@ MOST_PASSES, FEWEST_CANDIDATES = 100_000, 8
 
 def room_for_one(shape: Shape) -> str | None:
     """a memory cap of at least one microbatch"""
-    least = max(_per_stage(shape, "activation") + _per_stage(shape, "activation_after_input"))
+    least = max(map(max, _per_stage(shape, "activation") + _per_stage(shape, "activation_after_input")))
     if shape.memory_cap is None or shape.memory_cap >= least:
         return None
     return f"the memory cap is {shape.memory_cap}, but one microbatch holds {least}; the nearest that works: {least}"
@@ -68,7 +71,7 @@ def _best(shape: Shape) -> Outcome:
 
 def _manners(work: Work) -> Iterator[Manner]:
     """Yield the candidates, the most promising first: slopes that fill the pipeline, or what the cap has room for."""
-    capped = (work.cap / (max(work.activation) or math.inf) - 1) / max(len(work.forward) - 1, 1)
+    capped = (work.cap / (max(map(max, work.activation)) or math.inf) - 1) / max(len(work.forward) - 1, 1)
     for slope in dict.fromkeys((2.0, min(capped, 2.0), *SLOPES)):
         yield from (Manner(slope, *habit) for habit in HABITS)
         yield Manner(slope, strict=True)
@@ -80,20 +83,35 @@ def _merit(outcome: Outcome) -> tuple[float, float, float]:
 
 def _work(shape: Shape) -> Work:
     after = _per_stage(shape, "activation_after_input")
-    held = tuple(map(max, _per_stage(shape, "activation"), after))
+    held = tuple(tuple(map(max, *both)) for both in zip(_per_stage(shape, "activation"), after, strict=True))
     most = 2 * shape.pp if shape.memory_cap is None else shape.microbatches
     return Work(
-        microbatches=shape.microbatches,
-        forward=_per_stage(shape, "forward"),
-        backward_input=_per_stage(shape, "backward_input"),
+        forward=_per_stage(shape, "forward", "exchange"),
+        backward_input=_per_stage(shape, "backward_input", "exchange_backward"),
         backward_weight=_per_stage(shape, "backward_weight"),
         activation=held,
         after_input=after,
-        p2p=shape.costs.p2p,
-        cap=min(math.inf if shape.memory_cap is None else shape.memory_cap, most * max(held)),
+        send_activation=_messages(shape),
+        send_gradient=_messages(shape, back=True),
+        cap=min(math.inf if shape.memory_cap is None else shape.memory_cap, most * max(map(max, held))),
     )
 
 
-def _per_stage(shape: Shape, name: str) -> tuple[float, ...]:
-    shape.costs.check_stages(len(shape.stage_to_pp))
-    return tuple(shape.costs.of_part(name, stage, 1) for stage in range(len(shape.stage_to_pp)))
+def _per_stage(shape: Shape, *names: str) -> PerStage:
+    """Return the sum of these costs for each stage and microbatch."""
+    stages, units = np.indices((len(shape.stage_to_pp), shape.num_units)).reshape(2, -1)
+    shape.costs.check_fits(shape, len(shape.stage_to_pp), shape.pp)
+    added: Amounts = np.add.reduce([shape.costs.of_units(name, stages, units, shape) for name in names])
+    return _by_stage(added, len(shape.stage_to_pp))
+
+
+def _messages(shape: Shape, *, back: bool = False) -> PerStage:
+    """Return how long the output of each stage but the last (or `back`: its gradient) is under way."""
+    stages, units = np.indices((len(shape.stage_to_pp) - 1, shape.num_units)).reshape(2, -1)
+    ranks = np.array(shape.stage_to_pp)
+    ends = (ranks[stages + 1], ranks[stages]) if back else (ranks[stages], ranks[stages + 1])
+    return _by_stage(shape.costs.message_times(stages, units, *ends, shape), len(shape.stage_to_pp) - 1)
+
+
+def _by_stage(values: Amounts, num_stages: int) -> PerStage:
+    return tuple(map(tuple, values.reshape(num_stages, -1).tolist())) if num_stages else ()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT, Amounts, Columns
-from quintsched.ir.dataflow import Flows
+from quintsched.ir.columns import ABSENT, Amounts, Columns, Ints
 from quintsched.ir.instructions import Overlap, Recv
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import Kind
@@ -43,31 +41,38 @@ def activation_changes(plan: PlanData, costs: Costs) -> Changes:
     `activation_checkpointed` says. The keys and values of a microbatch count with its first slice. While an `Overlap`
     runs, what its forward makes is held beside what its backward takes.
     """
-    spec, stages = plan.schedule, range(len(plan.stage_to_pp))
     change, made = np.zeros((2, len(plan.columns)))
-    for kind, name in HELD.items():
-        _add(change, made, plan.flows, kind, [costs.of_part(name, stage, spec.parts) for stage in stages])
-    if spec.slices > 1:
-        keys = [costs.of_stage("keys", stage, spec.chunks, spec.slices) for stage in stages]
-        _add(change, made, plan.flows, Kind.KEYS, keys, every=spec.slices)
+    for kind in (*HELD, Kind.KEYS) if plan.schedule.slices > 1 else HELD:
+        _add(change, made, plan, costs, kind)
     return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
 
 
-def _add(change: Amounts, made: Amounts, flows: Flows, kind: Kind, held: Sequence[float], every: int = 1) -> None:
-    """Add to each row what the values of a kind hold that it makes, less those that it takes; of each `every`, one.
+def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Kind) -> None:
+    """Add to each row what the values of a kind hold that it makes, less those that it takes.
 
     What it makes is added to `made` as well.
     """
-    numbering = flows.numbering
-    for uses, sign in ((flows.produces, 1.0), (flows.consumes, -1.0)):
+    numbering = plan.flows.numbering
+    for uses, sign in ((plan.flows.produces, 1.0), (plan.flows.consumes, -1.0)):
         counts = np.flatnonzero(numbering.of_kind(uses.places, kind))
-        if every > 1:
-            counts = counts[numbering.numbers(uses.places[counts], kind) % every == 0]
-        stages = numbering.stages(uses.places[counts], kind)
-        amounts = np.array(held)[stages]
-        np.add.at(change, uses.rows[counts], sign * amounts)
+        places = uses.places[counts]
+        held = held_by(plan, costs, kind, numbering.stages(places, kind), numbering.numbers(places, kind))
+        np.add.at(change, uses.rows[counts], sign * held)
         if sign > 0:
-            np.add.at(made, uses.rows[counts], amounts)
+            np.add.at(made, uses.rows[counts], held)
+
+
+def held_by(plan: PlanData, costs: Costs, kind: Kind, stages: Ints, units: Ints) -> Amounts:
+    """Return what values of a kind hold, an entry per stage and unit, times the plan's chunks and slices.
+
+    Keys and values are one per microbatch, that of its first slice.
+    """
+    spec = plan.schedule
+    if kind is not Kind.KEYS:
+        return costs.of_units(HELD[kind], stages, units, spec)
+    microbatches, slices = np.divmod(units, spec.slices)
+    held: Amounts = costs.of_microbatches("keys", stages, microbatches, spec) * (slices == 0)
+    return held
 
 
 def peak_receives(plan: PlanData) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ all that; weights are gathered into the room of those dropped before. The gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -26,12 +26,12 @@ from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
-from quintsched.ir.columns import FIELDS, Ints
-from quintsched.ir.instructions import ALL, COMPUTING, Bwd, Compute, Fwd, Instruction, Message, OnBucket, Overlap
+from quintsched.ir.instructions import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.state_memory import bucket_share, peak_memory, peak_state
+from quintsched.simulation.durations import event_durations, exposed_exchanges
+from quintsched.simulation.state_memory import peak_memory, peak_state
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,11 @@ class Simulation:
         return tuple(reversed(path))
 
     @property
+    def exchange(self) -> tuple[float, ...]:
+        """How much of each pp rank's busy time is communication inside stages, while it computes nothing."""
+        return exposed_exchanges(self.plan, self.costs)
+
+    @property
     def peak_state(self) -> tuple[float, ...]:
         """The most that each pp rank holds of weights, gradients and optimizer state: see `state_memory`."""
         return peak_state(self.plan, self.costs)
@@ -144,6 +149,7 @@ class Simulation:
             "bubble": self.bubble,
             "span": self.span,
             "span_bubble": self.span_bubble,
+            "exchange": list(self.exchange),
             "peak_activations": list(self.peak_activations),
             "peak_state": list(self.peak_state),
             "peak_memory": list(self.peak_memory),
@@ -157,7 +163,7 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     The plan has to be well-formed. Raises `UnsoundError` if it cannot finish, `InputError` for costs that do not fit.
     """
     costs = costs or Costs()
-    costs.check_stages(len(plan.stage_to_pp))
+    costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     events = Events.merge(plan)
     durations = event_durations(plan, events, costs)
     graph = build_graph(events, plan.flows, PROFILES["channel"])
@@ -180,50 +186,6 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
         spans=tuple(_spans(plan, begins, ends)),
         peak_activations=peak_activations(plan, costs),
     )
-
-
-def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
-    """Return how long each event takes, times the plan's chunks and slices (so that whole numbers stay exact)."""
-    columns = plan.columns
-    durations = np.zeros(len(columns))
-    for kind in ALL:
-        rows = columns.rows_where(kind)
-        if kind.costs and len(rows):
-            durations[rows] = _durations(kind, rows, plan, costs)
-    return durations[events.first_rows]
-
-
-def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
-    """Return how long instructions of one class take: what their class says that adds up to it."""
-    columns, stages, parts = plan.columns, range(len(plan.stage_to_pp)), plan.schedule.parts
-    if issubclass(kind, Message):
-        return costs.p2p * parts
-    if issubclass(kind, Compute):
-        of_stage: Times = np.array([sum(costs.of_part(n, s, parts) for n in kind.costs) for s in stages])
-        return of_stage[columns.stage[rows]]
-    if kind is Overlap:
-        forward, backward = (
-            np.array([sum(costs.of_part(n, s, parts) for n in side.costs) for s in stages], np.float64)
-            for side in (Fwd, Bwd)
-        )
-        both: Times = forward[columns.pairs("forward", rows)[0]] + backward[columns.pairs("backward", rows)[0]]
-        return both
-    once: Times = np.array([sum(_once(plan, costs, name, [s]) for name in kind.costs) for s in stages])
-    if issubclass(kind, OnBucket):
-        buckets = range(max(plan.layout.buckets) + 1)
-        of_bucket: Times = np.array([[bucket_share(plan, costs, s, b) for b in buckets] for s in stages])
-        return of_bucket[columns.stage[rows], columns.column("bucket")[rows]] * once[columns.stage[rows]]
-    if kind.whole_mesh:
-        held = (plan.layout.stages_of(rank) for rank in range(columns.num_ranks))
-        return max(float(sum(once[stage] for stage in of_rank)) for of_rank in held)
-    if "stages" in FIELDS[kind]:
-        return np.array([sum(once[stage] for stage in named) for named in columns.values("stages", rows)])
-    return once[columns.stage[rows]]
-
-
-def _once(plan: PlanData, costs: Costs, name: str, stages: Iterable[int]) -> float:
-    """Return what is done once for these stages, times the plan's chunks and slices."""
-    return sum(costs.of_stage(name, stage, plan.schedule.chunks, plan.schedule.slices) for stage in stages)
 
 
 def _busy(plan: PlanData, durations: Times) -> Iterator[float]:

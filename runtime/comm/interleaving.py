@@ -98,14 +98,25 @@ class Overlaps:
 
 
 class _Way(NamedTuple):
-    """How far two sides can have come: what time it is, when the exchange of each is done, who ran when."""
+    """How far two sides can have come: what time it is, when the exchange of each is done, who ran last, and before."""
 
     now: float
     done: tuple[float, float]
-    turns: tuple[Side, ...]
+    side: Side
+    before: _Way | None
 
     def is_better(self, other: _Way) -> bool:
+        """Whether it is as early in every respect."""
         return self.now <= other.now and self.done[0] <= other.done[0] and self.done[1] <= other.done[1]
+
+    def turns(self) -> tuple[Side, ...]:
+        """Return who ran, from the beginning on."""
+        found: list[Side] = []
+        way: _Way | None = self
+        while way is not None and way.before is not None:
+            found.append(way.side)
+            way = way.before
+        return tuple(reversed(found))
 
 
 def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[Side, ...]:
@@ -117,7 +128,7 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
     computed, exchanged = (forward[::2], backward[::2]), (forward[1::2], backward[1::2])
     if not any(exchanged):
         return ()
-    ways: dict[tuple[int, int], list[_Way]] = {(0, 0): [_Way(0.0, (0.0, 0.0), ())]}
+    ways: dict[tuple[int, int], list[_Way]] = {(0, 0): [_Way(0.0, (0.0, 0.0), Side.FORWARD, None)]}
     for _ in range(len(computed[0]) + len(computed[1])):
         following: dict[tuple[int, int], list[_Way]] = {}
         for place, kept in ways.items():
@@ -129,7 +140,7 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
                     following.setdefault(there, []).extend(moved)
         ways = {place: _best(found) for place, found in following.items()}
     (last,) = ways.values()
-    turns = min(last, key=lambda way: way.now).turns
+    turns = min(last, key=lambda way: way.now).turns()
     changes = sum(one is not other for one, other in pairwise(turns))
     return turns if changes > 1 else ()
 
@@ -138,13 +149,13 @@ def _after(way: _Way, side: Side, computation: float, exchange: float) -> _Way:
     """Return the way on which a side runs next, waiting for its own exchange first."""
     now = max(way.now, way.done[side]) + computation
     done = (now + exchange, way.done[1]) if side is Side.FORWARD else (way.done[0], now + exchange)
-    return _Way(now, done, (*way.turns, side))
+    return _Way(now, done, side, way)
 
 
 def _best(ways: Iterable[_Way]) -> list[_Way]:
     """Return the ways than which none is better, the earliest of them."""
     kept: list[_Way] = []
-    for way in sorted(ways):
+    for way in sorted(ways, key=lambda way: way[:3]):
         if not any(other.is_better(way) for other in kept):
             kept.append(way)
     return kept[:MOST_KEPT]

@@ -9,6 +9,7 @@ which end with it. What the ranks end with lies in FOLDER, a file per rank.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from quintsched.runtime.comm import connect
-from tests.runtime.matrix import CASES, LENGTH, Case
+from tests.runtime.matrix import CASES, LENGTH, OVERLAPPING, Case
 from tests.runtime.toys import Task, ids_task, train_rank
 
 TIMEOUT_S = 60
@@ -39,7 +40,8 @@ def train(backend: Literal["nccl", "gloo"], case: Case, steps: int) -> dict[str,
 
 
 def main(backend: Literal["nccl", "gloo"], folder: Path, steps: int, names: list[str]) -> None:
-    cases, found = {str(case): case for case in CASES}, {}
+    plain = [replace(case, overlap=False) for case in OVERLAPPING.values()]
+    cases, found = {str(case): case for case in (*CASES, *OVERLAPPING.values(), *plain)}, {}
     dist.init_process_group(backend)
     for name in names:
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.runtime.matrix import CASES, STEPS, Case
+from tests.runtime.matrix import CASES, OVERLAPPING, STEPS, Case
 from tests.runtime.toys import Outcome, worst_difference
 
 from .sharing import torchrun, wants_ranks
@@ -77,3 +78,13 @@ def test_five_hundred_steps_without_a_hang(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_five_hundred_steps_of_every_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     require_agreement(train(monkeypatch, tmp_path, one_per_schedule(cases_of(world_size)), MANY_STEPS))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_overlap_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    overlapped = OVERLAPPING[world_size]
+    plain = replace(overlapped, overlap=False)
+    found = train(monkeypatch, tmp_path, [plain, overlapped], 5)
+    for one, other in zip(found[plain], found[overlapped], strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())

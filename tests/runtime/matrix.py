@@ -113,6 +113,7 @@ class Case:
     buckets: int = 1
     recompute: int | tuple[int, ...] = 0
     zero: int = 0
+    overlap: bool = False
     model: Model = "vit"
     through: Callable[[qs.Plan], qs.Plan] | None = None
     file: str = ""
@@ -126,6 +127,7 @@ class Case:
             "buckets": self.buckets if self.buckets > 1 else None,
             "recompute": self.recompute or None,
             "zero": self.zero or None,
+            "overlap": self.overlap or None,
             "through": self.through and self.through.__name__.removeprefix("through_"),
         }
         words = [f"{name}={value}".replace(" ", "") for name, value in more.items() if value is not None]
@@ -144,6 +146,7 @@ class Case:
             buckets_per_stage=self.buckets,
             recompute=self.recompute,
             zero=self.zero,
+            overlap=self.overlap,
             tied=self._tied_stages(),
         )
         return self.through(compiled) if self.through else compiled
@@ -339,3 +342,10 @@ SHARED_OUT = [
 ]
 
 CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT]
+
+OVERLAPPING: Mapping[int, Case] = {
+    2: Case("dualpipe-v", "tp=2", 4, chunks=2, overlap=True, model="gpt"),
+    4: Case("dualpipe", "pp=2,tp=2", 4, overlap=True, model="gpt"),
+    8: Case("interleaved-1f1b", "dp=2,pp=2,tp=2", 4, chunks=2, overlap=True, model="gpt", zero=3),
+}
+"""What is trained with overlap and without, by the number of ranks; the turns are settled after two steps."""

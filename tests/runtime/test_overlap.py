@@ -38,7 +38,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = {0, 1, 2, 9, 12, 15}
+"""Those of every day; the others are for the long proof."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if number in QUICK else pytest.mark.slow) for number, case in enumerate(CASES)],
+    ids=str,
+)
 def test_overlap_changes_no_number(case: Case) -> None:
     overlapped = replace(case, overlap=True)
     assert len(overlapped.plan.columns.rows_where(Overlap))

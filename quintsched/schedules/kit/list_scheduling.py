@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
 
@@ -25,18 +26,30 @@ FLOOD = 2
 """So many forwards may lie before the next rank without having begun there."""
 
 
+PerStage: TypeAlias = tuple[tuple[float, ...], ...]
+"""For each stage in order, a value per microbatch."""
+
+
 @dataclass(frozen=True)
 class Work:
-    """What is to be scheduled: for each stage in order, the times of its three passes and what a microbatch holds."""
+    """What is to be scheduled: the times of the three passes, what a microbatch holds, and how long messages take.
 
-    microbatches: int
-    forward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    activation: tuple[float, ...]
-    after_input: tuple[float, ...]
-    p2p: float
+    Those are under way for `send_activation[s]` from stage s to s+1, and for `send_gradient[s]` the other way.
+    """
+
+    forward: PerStage
+    backward_input: PerStage
+    backward_weight: PerStage
+    activation: PerStage
+    after_input: PerStage
+    send_activation: PerStage
+    send_gradient: PerStage
     cap: float
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return len(self.forward[0])
 
     @property
     def num_passes(self) -> int:
@@ -119,14 +132,18 @@ class _Stage:
         self.busy_until = self.peak = 0.0
         self.began = -1.0
         self._number, self._is_last, self._run, self._manner = number, behind == 0, run, manner
-        self._microbatches, self._p2p, self._cap = work.microbatches, work.p2p, work.cap + EPSILON
+        self._microbatches, self._cap = work.microbatches, work.cap + EPSILON
+        self._send_activation = () if self._is_last else work.send_activation[number]
+        self._send_gradient = work.send_gradient[number - 1] if number else ()
         self._forward, self._half = work.forward[number], work.backward_input[number]
         self._weight = work.backward_weight[number]
         self._activation, self._after = work.activation[number], work.after_input[number]
-        room = int(min(self._cap / self._activation, MOST_ROOM)) if self._activation else work.microbatches
+        most = max(self._activation)
+        room = int(min(self._cap / most, MOST_ROOM)) if most else work.microbatches
         self._lead = max(1, min(round(1 + manner.slope * behind), room))
         self._memory = self._idle = 0.0
-        self._most_idle = longest_span - work.microbatches * (self._forward + self._half + self._weight) + EPSILON
+        passes = map(sum, zip(self._forward, self._half, self._weight, strict=True))
+        self._most_idle = longest_span - math.fsum(passes) + EPSILON
 
     def decide(self, now: float) -> bool:
         """Begin what is best now, if the stage is free and anything can run; whether the span may still do."""
@@ -162,15 +179,16 @@ class _Stage:
         if gradient <= now and (ahead or forward > now):
             return BwdInput
         if forward <= now:
-            fits = not ahead or self._fits(self._forward, manner.early_forward, now, gradient)
+            fits = not ahead or self._fits(self._forward[self.forwards], manner.early_forward, now, gradient)
             return Fwd if fits else None
-        if self.weights < self.halves and self._fits(self._weight, manner.early_weight, now, min(gradient, forward)):
-            return BwdWeight
+        if self.weights < self.halves:
+            length = self._weight[self.weights]
+            return BwdWeight if self._fits(length, manner.early_weight, now, min(gradient, forward)) else None
         return None
 
     def _may_forward(self, gradient: float) -> bool:
         """Whether the next forward has or gets its input, and has room, and the next stage may need it."""
-        if self.forwards >= len(self.inputs) or self._memory + self._activation > self._cap:
+        if self.forwards >= len(self.inputs) or self._memory + self._activation[self.forwards] > self._cap:
             return False
         return not (self._floods() and (gradient < math.inf or self.weights < self.halves))
 
@@ -189,30 +207,35 @@ class _Stage:
         return self._idle + (coming - self.busy_until) > self._run.longest_idle + EPSILON
 
     def _begin_forward(self, now: float) -> None:
-        self.order.append(Fwd(self._number, self.forwards))
+        number = self.forwards
+        self.order.append(Fwd(self._number, number))
         self.forwards += 1
-        self.busy_until = now + self._forward
-        self._memory += self._activation
+        self.busy_until = now + self._forward[number]
+        self._memory += self._activation[number]
         self.peak = max(self.peak, self._memory)
         if self._is_last:
             self.gradients.append(self.busy_until)
         else:
-            self._run.stages[self._number + 1].inputs.append(self.busy_until + self._p2p)
-            self._run.wake(self._number + 1, self.busy_until + self._p2p)
+            arrival = self.busy_until + self._send_activation[number]
+            self._run.stages[self._number + 1].inputs.append(arrival)
+            self._run.wake(self._number + 1, arrival)
         if self._number:
             self._run.wake(self._number - 1, now)  # it may have held forwards back
 
     def _begin_half(self, now: float) -> None:
-        self.order.append(BwdInput(self._number, self.halves))
+        number = self.halves
+        self.order.append(BwdInput(self._number, number))
         self.halves += 1
-        self.busy_until = now + self._half
-        self._memory += self._after - self._activation
+        self.busy_until = now + self._half[number]
+        self._memory += self._after[number] - self._activation[number]
         if self._number:
-            self._run.stages[self._number - 1].gradients.append(self.busy_until + self._p2p)
-            self._run.wake(self._number - 1, self.busy_until + self._p2p)
+            arrival = self.busy_until + self._send_gradient[number]
+            self._run.stages[self._number - 1].gradients.append(arrival)
+            self._run.wake(self._number - 1, arrival)
 
     def _begin_weight(self, now: float) -> None:
-        self.order.append(BwdWeight(self._number, self.weights))
+        number = self.weights
+        self.order.append(BwdWeight(self._number, number))
         self.weights += 1
-        self.busy_until = now + self._weight
-        self._memory -= self._after
+        self.busy_until = now + self._weight[number]
+        self._memory -= self._after[number]

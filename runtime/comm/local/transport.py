@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError
 from ...job.choices import Rules
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from .rendezvous import Collective, Distribute
+from .wire import WireTimes
 from .world import Awaited, LocalWorld
 
 Result = TypeVar("Result")
@@ -164,14 +165,14 @@ def run_local(
     timeout_s: float = 60.0,
     *,
     rules: Rules = "mailbox",
-    wire_s: float = 0.0,
+    wire_s: WireTimes = 0.0,
     collective_s: float = 0.0,
 ) -> list[Result]:
     """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
 
     `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
-    wires. A message is under way for `wire_s`, and a directed channel carries one at a time. A collective takes
-    `collective_s`, and a group does one at a time.
+    wires. A message is under way for `wire_s`, one number or one for each channel {(source, destination): seconds},
+    and a channel carries one at a time. A collective takes `collective_s`; a group does one at a time.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
     The threads take over the caller's grad mode; they have torch's global random generator in common.

@@ -3,7 +3,7 @@
     send 0 ──▶ message 0 ◀── receive 0        of one (source, destination, tag); under NCCL's rules of one
     send 1 ──▶ message 1 ◀── receive 1        (source, destination): the order is all there is
 
-    channel 0 to 1   ├── message 0 ──┤├── message 1 ──┤      one at a time, each `wire_s` long
+    channel 0 to 1   ├── message 0 ──┤├── message 1 ──┤      one at a time, each `wire_s` of that channel long
                      ▲ sent, and unless buffered, received
 
 Under the rules "mailbox" a message starts when it is sent, else when both ends are there. Under "nccl" nothing is
@@ -13,6 +13,7 @@ copied until one of the two waits after its arrival: a tensor that is changed to
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,6 +25,8 @@ from ..base import describe
 from ..clock import now_s
 
 Key = tuple[int, int, int | None]
+WireTimes = float | Mapping[tuple[int, int], float]
+"""Seconds that a message is under way: on all channels, or on each (source, destination), 0 where none is named."""
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class _Mailbox:
 class Wire:
     """All directed channels of a world. Calls are made with the world's lock held."""
 
-    def __init__(self, rules: Rules, wire_s: float) -> None:
+    def __init__(self, rules: Rules, wire_s: WireTimes) -> None:
         self.is_buffered = rules == "mailbox"
         self.is_tagged = rules != "nccl"
         self._wire_s = wire_s
@@ -114,9 +117,10 @@ class Wire:
 
     def _start(self, message: Message) -> None:
         """Put the message on its channel, which carries one at a time."""
-        if not self._wire_s:
+        channel = message.key[:2]
+        wire_s = self._wire_s.get(channel, 0.0) if isinstance(self._wire_s, Mapping) else self._wire_s
+        if not wire_s:
             message.arrival_s = 0.0
             return
-        channel = message.key[:2]
         start_s = max(now_s(), self._free_s.get(channel, 0.0))
-        message.arrival_s = self._free_s[channel] = start_s + self._wire_s
+        message.arrival_s = self._free_s[channel] = start_s + wire_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from time import sleep
 from typing import NoReturn, Protocol, get_args
 
@@ -19,7 +20,7 @@ from quintsched.errors import MisfitError, StallError, UsageError, suggest
 from ...job.choices import Rules
 from ..clock import now_s
 from .rendezvous import Meetings
-from .wire import Wire
+from .wire import Wire, WireTimes
 
 
 class Awaited(Protocol):
@@ -44,7 +45,7 @@ class LocalWorld:
         device: where their tensors live.
         timeout_s: longest that one wait may take, in seconds.
         rules: what a wire does with a message.
-        wire_s: how long a message is under way, in seconds.
+        wire_s: how long a message is under way, in seconds: on all channels, or on each (source, destination).
         collective_s: how long a collective of several ranks takes, in seconds, once all of them have come to it.
 
     Raises:
@@ -58,13 +59,12 @@ class LocalWorld:
         timeout_s: float = 60.0,
         *,
         rules: Rules = "mailbox",
-        wire_s: float = 0.0,
+        wire_s: WireTimes = 0.0,
         collective_s: float = 0.0,
     ) -> None:
         if rules not in get_args(Rules):
             raise UsageError(f"unknown rules {rules!r}{suggest(rules, get_args(Rules))}")
-        if not (wire_s >= 0 and math.isfinite(wire_s)):
-            raise UsageError(f"a message cannot be under way for {wire_s!r} s")
+        _check_wires(wire_s, world_size)
         if not (collective_s >= 0 and math.isfinite(collective_s)):
             raise UsageError(f"a collective cannot take {collective_s!r} s")
         self.world_size = world_size
@@ -175,3 +175,12 @@ class LocalWorld:
         for bell in self._bells:
             bell.notify_all()
         self._end.notify_all()
+
+
+def _check_wires(wire_s: WireTimes, world_size: int) -> None:
+    times = wire_s if isinstance(wire_s, Mapping) else {(0, 0): wire_s}
+    for channel, seconds in times.items():
+        if not (seconds >= 0 and math.isfinite(seconds)):
+            raise UsageError(f"a message cannot be under way for {seconds!r} s")
+        if not all(0 <= end < world_size for end in channel):
+            raise UsageError(f"wire_s names the channel {channel}, but ranks are 0 to {world_size - 1}")

@@ -65,6 +65,8 @@ class TestEveryInstruction:
     def test_its_time_is_made_of_costs(self, kind):
         assert set(kind.costs) <= set(qs.Costs.model_fields)
         assert kind.costs or not kind.computes
+        assert set(kind.exchanges) <= set(qs.Costs.model_fields)
+        assert kind.computes or not kind.exchanges
 
     def test_it_has_a_colour_unless_it_is_an_arrow(self, kind):
         style = pytest.importorskip("quintsched.viz.style")

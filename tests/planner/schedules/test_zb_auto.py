@@ -111,6 +111,44 @@ def test_costs_that_differ_per_stage(data, P, M):
         planned(P, M, costs, most * 0.99)
 
 
+@given(data=st.data(), P=st.integers(1, 5), M=st.integers(1, 8))
+def test_costs_that_differ_per_microbatch_and_link(data, P, M):
+    """The cap holds under what each microbatch really holds, and what was planned is what the simulator finds."""
+
+    def values(count: int, values: st.SearchStrategy[float] = POSITIVE) -> tuple[float, ...]:
+        return tuple(data.draw(st.lists(values, min_size=count, max_size=count)))
+
+    activation, factors = values(P), values(M)
+    costs = Costs(
+        forward={"stages": values(P), "microbatches": values(M)},
+        backward_input={"stages": 2.0, "microbatches": values(M)},
+        exchange={"stages": data.draw(POSITIVE)},
+        microbatches=values(M),
+        activation={"stages": activation, "microbatches": factors},
+        p2p={"latency": data.draw(st.sampled_from([0.0, 0.25, 3.0])), "links": _links(data, P)},
+    )
+    most = max(activation) * max(factors)
+    cap = most * data.draw(st.sampled_from([1.0, 1.5, 2.0, 4.0, 20.0]))
+    simulation = planned(P, M, costs, cap).simulate(costs)
+    assert max(simulation.peak_activations) <= cap + 1e-9
+    with pytest.raises(qs.UsageError, match="the nearest that works"):
+        planned(P, M, costs, most * 0.99)
+    at_once = costs.model_copy(update={"p2p": 0.0})
+    outcome = _best(find_schedule("zb-auto").shape(P, M, None, 1, at_once, cap))
+    assert planned(P, M, at_once, cap).simulate(at_once).makespan <= outcome.makespan * (1 + 1e-12)
+
+
+def _links(data, P):
+    pairs = [(s, d) for s in range(P) for d in range(P) if s != d]
+    named = data.draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return [{"source": s, "destination": d, "latency": data.draw(POSITIVE)} for s, d in named]
+
+
+def test_a_search_that_knows_the_lengths_is_no_worse_than_one_that_does_not():
+    lengths = Costs(microbatches=(1.0, 0.25, 2.0, 0.25, 1.0, 2.0, 0.5, 1.0))
+    assert planned(4, 8, lengths).simulate(lengths).span < planned(4, 8).simulate(lengths).span
+
+
 @pytest.mark.parametrize("costs", [Costs(forward=0.0, backward_input=0.0, backward_weight=0.0), Costs(activation=0.0)])
 def test_nothing_costs_anything(costs):
     assert planned(3, 5, costs, 1.0).simulate(costs).makespan == (15.0 + 2 * 1.0 if costs.forward else 0.0)

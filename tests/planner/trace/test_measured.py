@@ -8,6 +8,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules import all_schedules
+from quintsched.simulation.cost_forms import Wires
 from quintsched.trace.measured import Trace
 from tests.traces import rank_traces, write_trace
 
@@ -19,6 +20,9 @@ PER_STAGE = qs.Costs(
     p2p=0.6,
     optimizer=(3.0, 4.0),
     clip=(1.0, 2.0),
+)
+PER_STAGE_4 = PER_STAGE.model_copy(
+    update={name: getattr(PER_STAGE, name) * 2 for name in PER_STAGE.model_fields_set - {"unit", "p2p"}}
 )
 SHAPES = {"interleaved-1f1b": {"chunks": 2}, "seq-1f1b": {"slices": 2}}
 
@@ -72,6 +76,40 @@ def test_medians_are_taken_over_steps_and_jitter_evens_out(tmp_path):
     found = write_trace(tmp_path, simulated(mesh="dp=2,pp=2"), scales=(1.3, 1.0, 1.1), jitter=0.04).costs()
     assert found.forward == pytest.approx((11.0, 13.2), rel=0.05)
     assert found.p2p == pytest.approx(0.66, rel=0.05)
+
+
+def test_links_that_differ_come_back(tmp_path):
+    """Of pairs whose messages were waited for; what is like the others is left out."""
+    links = [{"source": 2, "destination": 3, "latency": 6.0}, {"source": 3, "destination": 2, "latency": 0.7}]
+    costs = PER_STAGE_4.model_copy(update={"p2p": Wires(latency=0.7, links=links)})
+    simulation = simulated("gpipe", mesh="dp=2,pp=4", microbatches=3, costs=costs)
+    found = write_trace(tmp_path, simulation, scales=(1.0, 1.0, 1.0)).costs()
+    assert isinstance(found.p2p, Wires)
+    assert found.p2p.latency == pytest.approx(0.7, abs=0.002)
+    given = {(link.source, link.destination): link.latency for link in found.p2p.links}
+    assert given == pytest.approx({(2, 3): 6.0, (3, 2): 0.7}, abs=0.002)
+    assert simulation.plan.simulate(found).makespan == pytest.approx(simulation.makespan, rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "seq-1f1b", "dualpipe"])
+def test_factors_come_back(tmp_path, name):
+    """What all computations have in common; a mean of 1, the rest is in the stages."""
+    lengths, parts = (1.0, 0.5, 2.0, 1.5, 0.25, 0.75), (0.5, 1.5)
+    slices = parts if name == "seq-1f1b" else None
+    costs = qs.Costs(unit="ms", forward=90.0, backward_input=80.0, microbatches=lengths, slices=slices, p2p=0.0)
+    simulation = simulated(name, microbatches=6, costs=costs)
+    trace = write_trace(tmp_path, simulation)
+    found = trace.costs(per_microbatch=True)
+    of_forward = found.forward
+    if name == "dualpipe":  # a stage that half of the microbatches visit knows their share only
+        assert len(of_forward.microbatches) == 6
+    else:
+        assert of_forward.microbatches == pytest.approx(lengths, abs=0.005)
+        assert found.backward_weight.microbatches == pytest.approx(lengths, abs=0.005)
+        assert of_forward.slices == (slices and pytest.approx(slices, abs=0.005))
+    error = simulation.plan.simulate(found).makespan / simulation.makespan - 1
+    assert abs(error) < 0.003
+    assert abs(simulation.plan.simulate(trace.costs()).makespan / simulation.makespan - 1) > 0.02
 
 
 def test_nobody_waits_where_there_is_nothing_to_wait_for(tmp_path):

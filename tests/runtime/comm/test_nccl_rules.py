@@ -29,6 +29,11 @@ def test_rules_say_for_what_profile_a_plan_must_be_proved() -> None:
     for wire_s in (-1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="cannot be under way"):
             LocalWorld(2, wire_s=wire_s)
+        with pytest.raises(UsageError, match="cannot be under way"):
+            LocalWorld(2, wire_s={(0, 1): 0.0, (1, 0): wire_s})
+    for channel in ((0, 2), (-1, 0)):
+        with pytest.raises(UsageError, match="ranks are 0 to 1"):
+            LocalWorld(2, wire_s={channel: 0.0})
 
 
 @settings(max_examples=20)
@@ -260,6 +265,15 @@ def test_sends_do_not_wait_for_the_wire_and_receives_do() -> None:
         return max(late)
 
     assert min(late_s() for _ in range(5)) < wire_s / 2
+
+
+def test_every_channel_may_have_its_own_wire() -> None:
+    """What is not named has none."""
+    wire = Wire("mailbox", {(0, 1): 1.0, (1, 0): 3.0})
+    ends = [(0, 1, 5), (1, 0, 5), (0, 1, 6), (1, 2, 5)]
+    first, back, second, other = (wire.send(*end, numbered(0)).arrival_s or 0.0 for end in ends)
+    assert first + 2.0 <= back <= time.perf_counter() + 3.0
+    assert (second, other) == (first + 1.0, 0.0)
 
 
 @pytest.mark.parametrize("rules", STRICT)

@@ -45,6 +45,18 @@ def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> N
     assert 0.98 <= min(ratios) <= 1.15, ratios
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_step_takes_as_long_as_simulated_where_links_and_microbatches_differ(fidelity: ModuleType, name: str) -> None:
+    case = fidelity.Links(SCHEDULES[name], computation_ms=10.0, steps=1)
+    plan = case.plan()
+    plain = case.costs().model_copy(update={"microbatches": None, "p2p": case.wire_ms})
+    assert abs(plan.simulate(plain).makespan / plan.simulate(case.costs()).makespan - 1) > 0.05, "they matter"
+    ratios = []
+    while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
+        ratios.append(fidelity.run_sleeps(case).ratio)
+    assert 0.98 <= min(ratios) <= 1.15, ratios
+
+
 def test_a_late_message_is_named(fidelity: ModuleType, tmp_path: Path) -> None:
     """Whoever thinks that messages take no time is told where they do."""
     case = fidelity.Sleeps(SCHEDULES["gpipe"], pp=2, computation_ms=5.0, wire_ms=40.0, steps=1)

@@ -1,0 +1,140 @@
+"""How long each instruction of a plan takes under a cost model.
+
+    Fwd        f + x                       f: forward, x: exchange, the communication inside the stage (of tp, cp, ep)
+    Bwd        b + y                       b: backward_input + backward_weight, y: exchange_backward
+    Overlap    max(f + b, f + x, b + y)    one side exchanges while the other computes
+    SendAct    latency + size / bandwidth  of the wire between the two ranks
+    OptStep    optimizer, of its stages    and so on: what each class of instruction names
+
+The parts of a computation can be had alone: `computation_times` and `exchange_times`, of any stages and microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from quintsched.graph.event_graph import Times
+from quintsched.graph.plan_events import Events
+from quintsched.ir.columns import FIELDS, Ints
+from quintsched.ir.instructions import (
+    ALL,
+    COMPUTATIONS,
+    SKIP_MESSAGES,
+    Bwd,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    OnBucket,
+    Overlap,
+    RecvAct,
+    Send,
+    SendGrad,
+)
+from quintsched.ir.plan_data import PlanData
+from quintsched.simulation.costs import Costs
+from quintsched.simulation.state_memory import bucket_share
+
+BETWEEN_INPUTS = (RecvAct, SendGrad)
+"""The messages that name the stage whose input they hold, or its gradient; others name the one of the output."""
+
+
+def event_durations(plan: PlanData, events: Events, costs: Costs) -> Times:
+    """Return how long each event takes, times the plan's chunks and slices (so that whole numbers stay exact)."""
+    columns = plan.columns
+    durations = np.zeros(len(columns))
+    for kind in ALL:
+        rows = columns.rows_where(kind)
+        if kind.costs and len(rows):
+            durations[rows] = _durations(kind, rows, plan, costs)
+    return durations[events.first_rows]
+
+
+def computation_times(kind: type[Compute], stages: Ints, units: Ints, plan: PlanData, costs: Costs) -> Times:
+    """Return how long computations of one class take, without their exchanges, an entry per stage and unit.
+
+    All times here are times the plan's chunks and slices.
+    """
+    return _added(kind.costs, stages, units, plan, costs)
+
+
+def exchange_times(kind: type[Compute], stages: Ints, units: Ints, plan: PlanData, costs: Costs) -> Times:
+    """Return how long the communication inside such computations takes, likewise."""
+    return _added(kind.exchanges, stages, units, plan, costs)
+
+
+def _added(names: Iterable[str], stages: Ints, units: Ints, plan: PlanData, costs: Costs) -> Times:
+    total = np.zeros(len(stages))
+    for name in names:
+        total += costs.of_units(name, stages, units, plan.schedule)
+    return total
+
+
+def exposed_exchanges(plan: PlanData, costs: Costs) -> tuple[float, ...]:
+    """Return how long each pp rank communicates inside stages while it computes nothing."""
+    columns = plan.columns
+    exposed = np.zeros(len(columns))
+    for kind in COMPUTATIONS:
+        rows = columns.rows_where(kind)
+        exposed[rows] = exchange_times(kind, columns.stage[rows], columns.unit[rows], plan, costs)
+    rows = columns.rows_where(Overlap)
+    exposed[rows] = _overlaps(rows, plan, costs)[1]
+    of_ranks = (exposed[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks)))
+    return tuple(math.fsum(of_rank.tolist()) / plan.schedule.parts for of_rank in of_ranks)
+
+
+def _overlaps(rows: Ints, plan: PlanData, costs: Costs) -> tuple[Times, Times]:
+    """Return how long these compute, and for how long beyond that an exchange is left that nothing hides.
+
+    The sides compute one after the other, and each exchanges while the other computes.
+    """
+    sides = [(kind, *plan.columns.pairs(name, rows)) for kind, name in ((Fwd, "forward"), (Bwd, "backward"))]
+    forward, backward = (computation_times(*side, plan, costs) for side in sides)
+    of_forward, of_backward = (exchange_times(*side, plan, costs) for side in sides)
+    return forward + backward, np.maximum(np.maximum(of_forward - backward, of_backward - forward), 0.0)
+
+
+def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
+    """Return how long instructions of one class take: what their class says that adds up to it."""
+    columns = plan.columns
+    if issubclass(kind, Message):
+        return _message_times(kind, rows, plan, costs)
+    if kind is Overlap:
+        return np.add(*_overlaps(rows, plan, costs))
+    if issubclass(kind, Compute):
+        return _added((*kind.costs, *kind.exchanges), columns.stage[rows], columns.unit[rows], plan, costs)
+    stages = range(len(plan.stage_to_pp))
+    once: Times = np.array([_once(plan, costs, kind, stage) for stage in stages])
+    if issubclass(kind, OnBucket):
+        buckets = range(max(plan.layout.buckets) + 1)
+        of_bucket: Times = np.array([[bucket_share(plan, costs, s, b) for b in buckets] for s in stages])
+        return of_bucket[columns.stage[rows], columns.column("bucket")[rows]] * once[columns.stage[rows]]
+    if kind.whole_mesh:
+        held = (plan.layout.stages_of(rank) for rank in range(columns.num_ranks))
+        return max(float(sum(once[stage] for stage in of_rank)) for of_rank in held)
+    if "stages" in FIELDS[kind]:
+        return np.array([sum(once[stage] for stage in named) for named in columns.values("stages", rows)])
+    return once[columns.stage[rows]]
+
+
+def _message_times(kind: type[Message], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
+    alike = costs.message_time
+    if alike is not None:
+        return alike * plan.schedule.parts
+    columns = plan.columns
+    stages, units = columns.stage[rows], columns.unit[rows]
+    if issubclass(kind, BETWEEN_INPUTS):
+        stages = plan.layout.all_before(stages, units)
+    if issubclass(kind, SKIP_MESSAGES):  # as large as what the stage leaves that makes it
+        stages = np.array([plan.skips[name][0] for name in columns.values("skip", rows)])
+    ends = (columns.rank[rows], columns.peer[rows])
+    sources, destinations = ends if issubclass(kind, Send) else ends[::-1]
+    return costs.message_times(stages, units, sources, destinations, plan.schedule) * plan.schedule.parts
+
+
+def _once(plan: PlanData, costs: Costs, kind: type[Instruction], stage: int) -> float:
+    """Return what is done once for a stage, times the plan's chunks and slices."""
+    return sum(costs.of_stage(name, stage, plan.schedule.chunks, plan.schedule.slices) for name in kind.costs)

@@ -1,0 +1,238 @@
+"""What a trace says about costs: how long the instructions of a plan really took.
+
+    [wait ···][run ─────────] ── [next
+              ╰── a cost ──────╯
+
+A cost is an instruction's run time and what follows it until the next instruction starts, sends included, so that a
+simulation under the costs of a trace takes as long as what was traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quintsched.errors import UsageError
+from quintsched.graph.event_graph import Times
+from quintsched.graph.plan_events import Channels
+from quintsched.ir.columns import Flags, Ints
+from quintsched.ir.instructions import (
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    ClipGrad,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    OptStep,
+    Recompute,
+    Recv,
+)
+from quintsched.ir.plan_data import PlanData
+from quintsched.simulation.cost_forms import Link, PerUnit, Wires
+from quintsched.simulation.costs import Costs
+from quintsched.trace.trace_json import DIGITS
+
+Kind = TypeVar("Kind", bound=Instruction)
+
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+"""The units of a trace's times, and how many of each make a second."""
+
+REALLY_WAITED = 0.1
+"""The share of a message's way for which its taker has to wait, or else it had most likely arrived before."""
+
+ANOTHER_LINK = 0.1
+"""By how much of the usual time the messages of a pair of ranks have to differ for a link of their own."""
+
+FACTOR_DIGITS = 4
+"""How many digits the factors of microbatches have behind the point."""
+
+KINDS: dict[str, tuple[type[Compute], ...]] = {
+    "forward": (Fwd,),
+    "backward_input": (Bwd, BwdInput, BwdWeight),
+    "backward_weight": (Bwd, BwdInput, BwdWeight),
+    "recompute": (Recompute,),
+}
+"""The computations from which the factors of a cost are taken."""
+
+
+def per_second(unit: str) -> float:
+    """Return how many of a unit make a second; raises `UsageError` for what is no unit of real time."""
+    if unit not in UNITS:
+        raise UsageError(f"a trace cannot be told in {unit!r}; its costs have to be in {', '.join(UNITS)}")
+    return UNITS[unit]
+
+
+@dataclass(frozen=True, eq=False)
+class RowTimes:
+    """Seconds: replicas x steps x rows of the plan's columns; or rows only, for one step of one replica."""
+
+    start: Times
+    end: Times
+    wait: Times
+
+    def of(self, replica: int, step: int) -> RowTimes:
+        """One step of one replica."""
+        return RowTimes(self.start[replica, step], self.end[replica, step], self.wait[replica, step])
+
+
+def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) -> Costs:
+    """Return the costs that a trace shows, as `Trace.costs` says; raises `UsageError` for another unit of time."""
+    columns, scale = plan.columns, per_second(unit)
+    decimals = DIGITS - round(math.log10(scale))
+    until, waited = _handovers(plan, times)
+    run = np.maximum(until - times.start - waited, 0.0) * scale
+
+    def of_stages(kind: type[Compute]) -> tuple[list[float], list[int]]:
+        return _typical(run, columns.are(kind), columns.stage, len(plan.stage_to_pp))
+
+    found: dict[str, list[float]] = {"forward": of_stages(Fwd)[0]}
+    if plan.mode == "train":
+        found["backward_input"], found["backward_weight"] = _halves(*map(of_stages, (Bwd, BwdInput, BwdWeight)))
+        found["optimizer"] = _optimizer(plan, run)
+        found["clip"] = _clip(plan, times.start, until, scale)
+    if columns.are(Recompute).any():
+        found["recompute"] = of_stages(Recompute)[0]
+    rounded: dict[str, Any] = {n: tuple(round(value, decimals) for value in values) for n, values in found.items()}
+    if per_microbatch:
+        rounded |= {
+            name: PerUnit(stages=rounded[name], **_factors(plan, run, *kinds))
+            for name, kinds in KINDS.items()
+            if name in rounded
+        }
+    return Costs(unit=unit, p2p=_p2p(plan, times, scale, decimals), **rounded)
+
+
+def _factors(plan: PlanData, run: Times, *kinds: type[Compute]) -> dict[str, tuple[float, ...]]:
+    """Return how much of their stage's mean the microbatches take in these computations, and the slices likewise."""
+    columns = plan.columns
+    rows = columns.rows_where(*kinds)
+    took = np.zeros((len(plan.stage_to_pp), plan.schedule.num_units))
+    np.add.at(took, (columns.stage[rows], columns.unit[rows]), np.median(run[..., rows], axis=(0, 1)))
+    visits = plan.layout.visits_all
+    usual = took.sum(axis=1, keepdims=True) / np.maximum(visits.sum(axis=1, keepdims=True), 1)
+    counted = visits & (usual > 0)
+    share = np.divide(took, usual, out=np.zeros_like(took), where=counted)
+    mean = share.sum(axis=0) / np.maximum(counted.sum(axis=0), 1)
+    by_slice = np.where(counted.any(axis=0), mean, 1.0).reshape(plan.schedule.microbatches, -1)
+    found = {"microbatches": by_slice.mean(axis=1)}
+    if plan.schedule.slices > 1:
+        found["slices"] = by_slice.mean(axis=0)
+    return {name: tuple(np.round(factors, FACTOR_DIGITS).tolist()) for name, factors in found.items()}
+
+
+def _handovers(plan: PlanData, times: RowTimes) -> tuple[Times, Times]:
+    """Return until when each instruction occupies its rank, and how much of that it waits.
+
+    That is until the next one starts; sends belong to what stands before them, and receives occupy nobody.
+    """
+    columns = plan.columns
+    until, waited = times.end.copy(), times.wait.copy()
+    is_recv, is_message = columns.are(Recv), columns.are(Message)
+    for rank in range(len(plan.programs)):
+        rows = np.array(columns.rows_of(rank))
+        own = rows[~is_recv[rows]]
+        places = np.flatnonzero(~is_message[own])
+        if len(places):
+            heads = own[places]
+            until[..., heads[:-1]] = times.start[..., heads[1:]]
+            until[..., heads[-1]] = times.end[..., own].max(axis=-1)
+            waited[..., heads] = np.add.reduceat(times.wait[..., own], places, axis=-1)
+    return until, waited
+
+
+def _typical(run: Times, rows: Flags, stage: Ints, stages: int) -> tuple[list[float], list[int]]:
+    """Return what these rows take per stage (0 where it has none), and how many rows each stage has.
+
+    A step is a sum: within one the mean counts, since times are skewed and sums of medians come out low.
+    """
+    of_stage = [rows & (stage == number) for number in range(stages)]
+    found = [float(np.median(run[..., own].mean(axis=-1))) if own.any() else 0.0 for own in of_stage]
+    return found, [int(own.sum()) for own in of_stage]
+
+
+def _halves(
+    full: tuple[list[float], list[int]], inputs: tuple[list[float], list[int]], weights: tuple[list[float], list[int]]
+) -> tuple[list[float], list[float]]:
+    """Return both halves of a backward per stage, so that all backwards of the stage together take their time."""
+    found = []
+    for whole, num_whole, given, num_split, weight in zip(*full, *inputs, weights[0], strict=True):
+        split = given + weight
+        total = (whole * num_whole + split * num_split) / max(num_whole + num_split, 1)
+        share = given / split if split else 0.5
+        found.append((total * share, total * (1 - share)))
+    return [given for given, _ in found], [weight for _, weight in found]
+
+
+def _optimizer(plan: PlanData, run: Times) -> list[float]:
+    """Return a step of the optimizer per stage; one that steps several stages is shared out equally."""
+    found = [0.0] * len(plan.stage_to_pp)
+    for row, step in _rows_of(plan, OptStep):
+        for stage in step.stages:
+            found[stage] = float(np.median(run[..., row])) / len(step.stages)
+    return found
+
+
+def _clip(plan: PlanData, start: Times, until: Times, scale: float) -> list[float]:
+    """Return the global norm's time per stage: a rank's, from when the last rank comes to it, shared out equally.
+
+    What a rank does for the whole batch right before (reducing, sharing metrics) is part of it.
+    """
+    found = [0.0] * len(plan.stage_to_pp)
+    rows = [row for row, _ in _rows_of(plan, ClipGrad)]
+    begins = [_first_of_batch(plan, row) for row in rows]
+    for row in rows:
+        latest = start[..., begins].max(axis=(0, 2))
+        took = float(np.median(np.maximum(until[..., row] - latest, 0.0))) * scale
+        stages = plan.layout.stages_of(int(plan.columns.rank[row]))
+        for stage in stages:
+            found[stage] = took / len(stages)
+    return found
+
+
+def _first_of_batch(plan: PlanData, row: int) -> int:
+    """Return the first row of the stretch before `row` that works for the whole batch and has no cost of its own."""
+    rank, index = plan.columns.place(row)
+    program = plan.programs[rank]
+    first = index
+    while first and not isinstance(program[first - 1], Compute | Message | ClipGrad | OptStep):
+        first -= 1
+    return row - index + first
+
+
+def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+    for row in np.flatnonzero(plan.columns.are(kind)).tolist():
+        rank, index = plan.columns.place(row)
+        instruction = plan.programs[rank][index]
+        assert isinstance(instruction, kind)
+        yield row, instruction
+
+
+def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float | Wires:
+    """Return the median of the ways of the messages that were waited for, with links where a pair of ranks differs."""
+    channels = Channels.of(plan.columns)
+    sent, received = channels.pairs
+    way = np.maximum(times.end[..., received] - times.end[..., sent], 0.0)
+    wait = times.wait[..., received]
+    known = (wait > 0) & (wait >= REALLY_WAITED * way)
+    if not known.any():
+        return 0.0
+    usual, found = float(np.median(way[known])), dict[tuple[int, int], float]()
+    sources, destinations = plan.columns.rank[sent], plan.columns.rank[received]
+    for source, destination in zip(channels.sources.tolist(), channels.destinations.tolist(), strict=True):
+        waited = known & (sources == source) & (destinations == destination)
+        if waited.any():
+            found[source, destination] = float(np.median(way[waited]))
+    others = {pair for pair, took in found.items() if abs(took - usual) > ANOTHER_LINK * usual}
+    links = tuple(
+        Link(source=source, destination=destination, latency=round(took * scale, decimals))
+        for (source, destination), took in found.items()
+        if others & {(source, destination), (destination, source)}
+    )
+    latency = round(usual * scale, decimals)
+    return Wires(latency=latency, links=links) if links else latency

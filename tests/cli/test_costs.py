@@ -1,0 +1,93 @@
+"""Costs files of every form, wherever a command takes one."""
+
+import json
+
+import pytest
+
+import quintsched as qs
+from tests.traces import write_trace
+
+RICH = {
+    "unit": "ms",
+    "microbatches": [1, 2, 0.5, 1],
+    "forward": {"stages": [4, 5], "microbatches": [1, 2.5, 0.5, 1]},
+    "exchange": 0.5,
+    "message": 8,
+    "p2p": {
+        "nodes": [0, 1],
+        "within": {"bandwidth": 100},
+        "across": {"latency": 0.5, "bandwidth": 8},
+        "links": [{"source": 1, "destination": 0, "latency": 3}],
+    },
+}
+
+
+@pytest.fixture
+def rich(tmp_path) -> str:
+    (tmp_path / "rich.json").write_text(json.dumps(RICH))
+    return "rich.json"
+
+
+def test_simulate_says_what_is_exchange(cli, plan_file, rich):
+    expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
+    data = cli("simulate", plan_file, "--costs", rich, "--json").data
+    assert data == json.loads(json.dumps(expected.summary()))
+    assert data["exchange"] == [4.5, 4.5], "0.5 in each forward and each backward, and 1.125 as long on average"
+    told = cli("simulate", plan_file, "--costs", rich).out
+    assert "exchanges inside stages by pipeline rank, while it computes nothing: 0: 4.5  1: 4.5\n" in told
+    assert "exchanges" not in cli("simulate", plan_file).out
+
+
+def test_the_costs_that_were_used_are_written(cli, plan_file, rich, tmp_path):
+    cli("simulate", plan_file, "--costs", rich, "-o", "used.json")
+    assert json.loads((tmp_path / "used.json").read_text()) == RICH
+
+
+def test_show_takes_costs(cli, refused, plan_file, rich):
+    expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
+    shown = cli("show", plan_file, "--costs", rich).out.splitlines()
+    assert shown[0].endswith(f": {expected.makespan:g} ms long, bubble {100 * expected.bubble:.1f} %")
+    assert cli("show", plan_file, "--costs", rich, "--json").data["makespan"] == expected.makespan
+    assert "takes none" in refused(2, "show", plan_file, "--costs", rich, "--rank", 0)
+
+
+def test_pictures_take_costs(cli, plan_file, rich, tmp_path):
+    pytest.importorskip("matplotlib")
+    expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
+    for name in ("picture.svg", "picture.json"):
+        data = cli("render", plan_file, "--costs", rich, "-o", name, "--json").data
+        assert data["makespan"] == expected.makespan
+        assert (tmp_path / name).stat().st_size > 0
+    shape = ("--pp", 2, "-m", 4, "--costs", rich)
+    data = cli("compare", "1f1b", "zb-auto", *shape, "-o", "both.svg", "--json").data
+    assert [found["schedule"] for found in data["schedules"]] == ["1f1b", "zb-auto"]
+    assert "time in ms" in cli("compare", "1f1b", "zb-auto", *shape).out
+
+
+def test_costs_for_other_microbatches_are_one_error(cli, refused, plan_file, rich):
+    other = cli("compile", "-s", "1f1b", "--mesh", "pp=4", "-m", 8, "-o", "other.json")
+    assert other.code == 0
+    for command in (("simulate", "other.json"), ("show", "other.json"), ("compare", "1f1b", "--pp", 4, "-m", 8)):
+        words = refused(1, *command, "--costs", rich)
+        assert "costs: /microbatches has 4 values, but the plan has 8 microbatches" in words
+
+
+def test_a_search_takes_them(cli, refused, rich):
+    command = ("compile", "-s", "zb-auto", "--mesh", "pp=2", "--costs", rich)
+    found = qs.Plan.from_json(cli(*command, "-m", 4).out)
+    assert found == qs.compile("zb-auto", mesh="pp=2", microbatches=4, costs=qs.Costs.model_validate(RICH))
+    assert "/microbatches has 4 values, but the plan has 6 microbatches" in refused(1, *command, "-m", 6)
+
+
+def test_factors_from_a_trace(cli, refused, tmp_path, plan_file):
+    lengths = (1.0, 2.0, 0.5, 0.5)
+    costs = qs.Costs(unit="ms", forward=20.0, backward_input=20.0, backward_weight=20.0, microbatches=lengths)
+    simulation = qs.Plan.load(plan_file).simulate(costs)
+    write_trace(tmp_path / "traces", simulation)
+    command = ("simulate", plan_file, "--costs", "from-trace", "traces", "--json")
+    found = cli(*command, "--per-microbatch", "-o", "found.json").data
+    assert found["makespan"] == pytest.approx(simulation.makespan, rel=0.001)
+    assert cli(*command).data["makespan"] != pytest.approx(simulation.makespan, rel=0.01)
+    assert qs.Costs.load(tmp_path / "found.json").forward.microbatches == pytest.approx(lengths, abs=0.001)
+    words = refused(2, "simulate", plan_file, "--costs", "found.json", "--per-microbatch")
+    assert "--per-microbatch goes with --costs from-trace only" in words
