@@ -69,6 +69,14 @@ def test_a_skip_takes_the_time_of_a_message() -> None:
     )
 
 
+def test_a_skip_is_as_large_as_what_the_stage_leaves_that_makes_it() -> None:
+    plan = qs.compile("gpipe", mesh="pp=3", microbatches=1, skip={"h": (0, 1, 2)})
+    costs = qs.Costs(p2p=2.0, message=(3.0, 1.0, 1.0))
+    spans = {str(span.instruction): span.end - span.start for row in plan.simulate(costs).timeline for span in row}
+    skips = [length for name, length in spans.items() if "Skip" in name]
+    assert skips == [6.0] * 8
+
+
 @pytest.mark.parametrize(
     ("i", "words"),
     [
