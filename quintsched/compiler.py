@@ -16,7 +16,7 @@ from typing import ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.plan_data import PlanData
+from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.spell_collectives import spell_out
@@ -24,15 +24,21 @@ from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
 from quintsched.schedules import Schedule, Shape
 from quintsched.schedules.kit.order import order_of_computation
+from quintsched.schedules.kit.runs import Runs, find_runs
+from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule
 from quintsched.verify.soundness import check, check_order
-from quintsched.verify.wellformed import loss_faults, recompute_faults, skip_faults, tied_faults, zero_faults
+from quintsched.verify.wellformed import (
+    blocks_faults,
+    loss_faults,
+    recompute_faults,
+    skip_faults,
+    tied_faults,
+    zero_faults,
+)
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
-
-MOST_SHOWN = 16
-"""How many stages of a placement a message shows."""
 
 MOST_ASKED_AGAIN = 2**17
 """The longest order, in computations, that a user's schedule is asked for a second time."""
@@ -83,29 +89,60 @@ def compile(request: CompileRequest) -> Plan:
 def compile_request(request: CompileRequest) -> Plan:
     """Compile what is asked for, as `compile` does."""
     schedule, mesh = load_schedule(request.schedule), Mesh.parse(request.mesh)
-    shape = _own_shape(request)
-    placed = _placed_by_user(schedule, shape, request.stage_to_pp)
-    placed = replace(placed, recompute=_per_stage(request.recompute, schedule, placed))
-    with _placement_at_fault(schedule, shape, placed):
-        return _proved(_order(schedule, placed, mesh, request), request)
+    own, placed = schedule.placed(mesh.pp, request.chunks), _placed(schedule, request)
+    runs = find_runs(schedule, own, placed)
+    shape = replace(_shape(schedule, request, placed, runs), stage_to_pp=placed)
+    shape = replace(shape, recompute=_per_stage(request.recompute, schedule, shape))
+    with _placement_at_fault(schedule, own, placed):
+        return _proved(_order(schedule, shape, mesh, request, runs), request)
 
 
 def stages_of(request: CompileRequest) -> tuple[int, ...]:
     """Return where the stages of the plan lie that is asked for; raises `UsageError`."""
-    return _placed_by_user(load_schedule(request.schedule), _own_shape(request), request.stage_to_pp).stage_to_pp
+    return _placed(load_schedule(request.schedule), request)
 
 
-def _own_shape(request: CompileRequest) -> Shape:
-    """Return the shape with the schedule's own placement."""
-    schedule, pp = load_schedule(request.schedule), Mesh.parse(request.mesh).pp
+def _placed(schedule: Schedule, request: CompileRequest) -> tuple[int, ...]:
+    """Return where the stages lie: where the user wants them, or the schedule; raises `UsageError` for no such rank."""
+    pp = Mesh.parse(request.mesh).pp
+    own, wanted = schedule.placed(pp, request.chunks), request.stage_to_pp
+    if wanted is None:
+        return own
+    if not wanted or not all(0 <= rank < pp for rank in wanted):
+        raise UsageError(
+            f"{schedule.name}: stage_to_pp is {_shown(wanted)}; name a pipeline rank from 0 to {pp - 1} "
+            f"for each stage, like {_shown(own)}"
+        )
+    return tuple(wanted)
+
+
+def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Shape:
+    """Return the shape of the schedule's own stages, with the costs of those."""
+    pp, costs = Mesh.parse(request.mesh).pp, request.costs
+    if schedule.searches:
+        costs = _searched(schedule, request, placed, runs)
     sizes = (pp, request.microbatches, request.chunks, request.slices)
-    return schedule.shape(*sizes, request.costs, request.memory_cap, overlap=request.overlap)
+    return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
 
-def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest) -> PlanData:
+def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Costs | None:
+    """Return the costs of the schedule's own stages, by the blocks of the plan's stages where these are known."""
+    pp, costs, blocks, slices = Mesh.parse(request.mesh).pp, request.costs, request.stages, max(request.slices, 1)
+    if blocks and len(blocks) == len(placed):
+        model = sum(blocks) // (2 if schedule.bidirectional else 1)
+        costs = (costs or Costs()).spread(shares_of(blocks, max(model, 1), pp), slices)
+    if costs is None or runs is None:
+        return costs
+    counts = ScheduleSpec(schedule.name, request.microbatches, request.chunks or schedule.min_chunks, slices)
+    costs.check_fits(counts, len(placed), pp)
+    return runs.merge(costs)
+
+
+def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest, runs: Runs | None) -> PlanData:
     """Return the complete order of computation, and with it what it is lowered with."""
-    order = order_of_computation(schedule, shape, mesh, request.buckets_per_stage)
-    _require_one_order(schedule, shape, order)
+    order = order_of_computation(schedule, shape, mesh, request.buckets_per_stage, runs)
+    _require_one_order(schedule, shape, order, runs)
+    order = _with_blocks(order, request.stages)
     order = _with_tied(order, request.tied or {})
     order = _with_skips(order, request.skip or {})
     order = _with_losses(order, request.losses or ())
@@ -131,43 +168,30 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
 
 
 @contextmanager
-def _placement_at_fault(schedule: Schedule, shape: Shape, placed: Shape) -> Iterator[None]:
+def _placement_at_fault(schedule: Schedule, own: tuple[int, ...], placed: tuple[int, ...]) -> Iterator[None]:
     """Say as a `UsageError` what is not sound where the user has placed the stages otherwise than the schedule does."""
     try:
         yield
     except UnsoundError as error:
-        if placed.stage_to_pp == shape.stage_to_pp:
+        if placed == own:
             raise
         _, _, finding = str(error).partition("\n")
         raise UsageError(
-            f"{schedule.name}: it cannot run with stage_to_pp={_shown(placed.stage_to_pp)}; its own placement is "
-            f"{_shown(shape.stage_to_pp)}. {(finding or str(error)).partition(chr(10))[0]}"
+            f"{schedule.name}: it cannot run with stage_to_pp={_shown(placed)}; its own placement is "
+            f"{_shown(own)}. {(finding or str(error)).partition(chr(10))[0]}"
         ) from error
-
-
-def _placed_by_user(schedule: Schedule, shape: Shape, stage_to_pp: Sequence[int] | None) -> Shape:
-    """Return the shape with the stages where the user wants them; raises `UsageError` for ranks that there are not."""
-    if stage_to_pp is None:
-        return shape
-    if not stage_to_pp or not all(0 <= rank < shape.pp for rank in stage_to_pp):
-        raise UsageError(
-            f"{schedule.name}: stage_to_pp is {_shown(stage_to_pp)}; name a pipeline rank from 0 to {shape.pp - 1} "
-            f"for each stage, like {_shown(shape.stage_to_pp)}"
-        )
-    return replace(shape, stage_to_pp=tuple(stage_to_pp))
 
 
 def _shown(stage_to_pp: Sequence[int]) -> str:
     """Return a placement in words that are not too many."""
-    more = ", …" if len(stage_to_pp) > MOST_SHOWN else ""
-    return f"[{', '.join(map(str, stage_to_pp[:MOST_SHOWN]))}{more}]"
+    return f"[{listed(stage_to_pp).replace(',', ', ')}]"
 
 
-def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData) -> None:
+def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: Runs | None) -> None:
     """Raise `UnsoundError` where a schedule of one's own gives another order when it is asked again."""
     if schedule.built_in or order.num_instructions > MOST_ASKED_AGAIN:
         return
-    again = order_of_computation(schedule, shape, order.mesh, order.buckets_per_stage)
+    again = order_of_computation(schedule, shape, order.mesh, order.buckets_per_stage, runs)
     if again.columns == order.columns:
         return
     for rank, (first, second) in enumerate(zip(order.programs, again.programs, strict=True)):
@@ -181,12 +205,14 @@ def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData) -> Non
 
 def evaluation_of(plan: Plan) -> Plan:
     """Return the plan that runs forward, only, what `plan` trains: of the same shape, with weights shared out alike."""
+    stages = len(plan.routes[0].stages)
     return compile(
         "inference",
         mesh=plan.mesh,
         microbatches=plan.schedule.microbatches,
         chunks=plan.schedule.chunks,
-        stage_to_pp=plan.stage_to_pp[: len(plan.routes[0].stages)],
+        stage_to_pp=plan.stage_to_pp[:stages],
+        stages=plan.blocks_per_stage[:stages] or None,
         skip=plan.skips,
         losses=plan.losses,
         zero=plan.zero.stage if plan.zero.shards_weights else 0,
@@ -200,6 +226,16 @@ def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape)
     for fault in recompute_faults(asked, num_stages, schedule.mode):
         raise UsageError(f"{schedule.name}: {fault}")
     return asked if any(asked) else ()
+
+
+def _with_blocks(order: PlanData, blocks: Sequence[int] | None) -> PlanData:
+    """Return the order with stages of so many blocks; raises `UsageError`."""
+    if blocks is None:
+        return order
+    plan = replace(order, blocks_per_stage=tuple(blocks))
+    for fault in blocks_faults(plan.blocks_per_stage, plan):
+        raise UsageError(f"{plan.schedule.name}: stages: {fault}")
+    return plan
 
 
 def _with_tied(order: PlanData, tied: Mapping[str, Sequence[int]]) -> PlanData:

@@ -63,7 +63,7 @@ class Engine:
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
-            fast as can be.
+            fast as can be; where the plan says how many blocks each has, that is what they get, and no costs.
         bucket_mb: gradients are reduced in buckets of at most this many megabytes.
         dtype: the floating-point type of weights and inputs; None leaves blocks as they are built. For bf16 and fp16
             the optimizer works on float32 masters, and gradients are added up in float32.

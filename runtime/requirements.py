@@ -72,10 +72,10 @@ def _refuse_dropouts_of_experts(number: str, block: nn.Module) -> None:
 
 
 def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where a stage has too few blocks for every k-th of them to be recomputed."""
+    """Raise `MisfitError` where a stage has too few blocks for every k-th of them to be recomputed, but not none."""
     for number, stage in stages.items():
         every = plan.layout.recompute_every(number)
-        if every > len(stage.blocks):
+        if every > len(stage.blocks) > 0:
             raise MisfitError(
                 f"one of {every} blocks of stage {number} is to be recomputed, but it has {len(stage.blocks)}; "
                 f"set recompute to {len(stage.blocks)} at most, or to 1 for the whole stage"

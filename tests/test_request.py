@@ -35,6 +35,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "chunks": (1, 1, ["1"]),
     "buckets_per_stage": (2, 2, ["2"]),
     "stage_to_pp": ((1, 0), [1, 0], ["1,0"]),
+    "stages": ((3, 1), [3, 1], ["3,1"]),
     "slices": (1, 1, ["1"]),
     "overlap": (False, False, ["--no-overlap"]),
     "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
@@ -57,6 +58,7 @@ OTHER: dict[str, Any] = {
     "mesh": "pp=2",
     "communication": "ring",
     "stage_to_pp": [0, 1],
+    "stages": [1, 3],
     "overlap": True,
     "recompute": 1,
     "tied": {"v": [0, 1]},
@@ -256,8 +258,8 @@ def test_a_placement_that_a_schedule_cannot_take_is_one_clear_error() -> None:
         qs.UsageError, match=r"1f1b: it cannot run with stage_to_pp=\[0, 1, 0\]; its own .* \[0, 1\]\. "
     ):
         qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 1, 0])
-    with pytest.raises(qs.UsageError, match=r"zbv: it cannot run with stage_to_pp=\[0, 1, 0\]; its own"):
-        qs.compile("zbv", mesh="pp=2", microbatches=2, stage_to_pp=[0, 1, 0])
+    with pytest.raises(qs.UsageError, match=r"zbv: it cannot run with stage_to_pp=\[0, 1, 0, 1\]; its own"):
+        qs.compile("zbv", mesh="pp=2", microbatches=2, stage_to_pp=[0, 1, 0, 1])
 
 
 def own(order: Any, **fields: Any) -> Schedule:

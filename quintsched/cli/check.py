@@ -88,6 +88,7 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
         "peak_receives": list(verdict.peak_receives),
         "receive_slots": list(verdict.slots.receive),
         "send_slots": list(verdict.slots.send),
+        **({"blocks_per_stage": list(blocks)} if (blocks := verdict.plan.blocks_per_stage) else {}),
         "findings": [
             {"point": f.point.value, "message": f.message, "rank": f.rank, "index": f.index} for f in verdict.findings
         ],

@@ -78,6 +78,7 @@ class _PlanFile(_Strict):
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
     stage_to_pp: list[Index] = Field(min_length=1)
     stage_to_part: list[Index] | None = None
+    blocks_per_stage: list[Index] | None = Field(default=None, min_length=1)
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
@@ -108,6 +109,7 @@ def dumps(plan: PlanData) -> str:
         "mesh": [list(axis) for axis in plan.mesh.axes],
         "stage_to_pp": list(plan.stage_to_pp),
         **({"stage_to_part": list(plan.stage_to_part)} if plan.stage_to_part is not None else {}),
+        **({"blocks_per_stage": list(plan.blocks_per_stage)} if plan.blocks_per_stage else {}),
         "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
         "buckets_per_stage": plan.buckets_per_stage,
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
@@ -265,6 +267,7 @@ def _plan_of(file: _PlanFile, programs: Programs) -> PlanData:
         losses=tuple(file.losses or ()),
         communication=_communication_of(file),
         zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
+        blocks_per_stage=tuple(file.blocks_per_stage or ()),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -29,6 +29,12 @@ MAX_RECOMPUTE = 2**16
 
 MAX_ZERO_EVERY = 2**24
 """The most microbatches whose gradients are reduced together."""
+
+MAX_BLOCKS = 2**24
+"""The most blocks of a stage."""
+
+MOST_LISTED = 16
+"""How many stages a line of text lists."""
 
 MAX_TIED = 1024
 """The most named weights that several stages hold."""
@@ -63,9 +69,10 @@ class PlanData:
     columns. `recompute` says per stage whether its activations are kept (0), or those of every k-th block recomputed
     (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight,
     `skips` which stage makes each named skip and then which ones take it, `losses` which stages have a loss (() where
-    the last one of each route has), `zero` what replicas shard among them, `communication` how buckets are exchanged. A
-    plan that was put together by hand is not checked before `check` is asked, but for its instructions' fields: a
-    program with something else than numbers where numbers belong is refused with an `UnsoundError`.
+    the last one of each route has), `zero` what replicas shard among them, `communication` how buckets are exchanged.
+    `blocks_per_stage` says how many of the model's blocks are a stage; () where the run decides. A plan that was put
+    together by hand is not checked before `check` is asked, but for its instructions' fields: a program with something
+    else than numbers where numbers belong is refused with an `UnsoundError`.
     """
 
     mode: Mode
@@ -82,6 +89,7 @@ class PlanData:
     losses: tuple[int, ...] = ()
     communication: Communication = NATIVE
     zero: Zero = field(default_factory=Zero)
+    blocks_per_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "programs", Programs.of(self.programs))
@@ -151,6 +159,12 @@ class PlanData:
         """The number of instructions in all programs together."""
         return len(self.columns)
 
+    @cached_property
+    def stage_shares(self) -> tuple[float, ...]:
+        """How much of a whole rank's worth of the model each stage is, by its blocks; () where these are not known."""
+        blocks = self.blocks_per_stage
+        return shares_of(blocks, sum(blocks[s] for s in self.routes[0].stages), self.mesh.pp) if blocks else ()
+
     @property
     def title(self) -> str:
         """One line that names the plan: schedule, mesh and microbatches."""
@@ -159,5 +173,19 @@ class PlanData:
         recomputing = ", recomputing" if any(self.recompute) else ""
         zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
+        blocks = f", stages of {listed(self.blocks_per_stage)} blocks" if self.blocks_per_stage else ""
         microbatches = f"{self.schedule.microbatches} microbatches"
-        return f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{recomputing}{zero}{spelled}"
+        return (
+            f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{blocks}{recomputing}{zero}{spelled}"
+        )
+
+
+def shares_of(blocks_per_stage: Sequence[int], blocks: int, pp: int) -> tuple[float, ...]:
+    """Return how much of a rank's worth each stage is: one in `pp` of the model's blocks, which are all alike."""
+    return tuple(count * pp / blocks for count in blocks_per_stage)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers as one writes them on a command line, the first of them where they are many."""
+    more = ",…" if len(numbers) > MOST_LISTED else ""
+    return ",".join(map(str, numbers[:MOST_LISTED])) + more

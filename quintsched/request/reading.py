@@ -79,6 +79,14 @@ def read_wholes(name: str, value: object) -> tuple[int, ...]:
     return tuple(read_whole_number(name, item) for item in value)
 
 
+def read_counts(name: str, value: object) -> tuple[int, ...]:
+    """Read whole numbers from 0 on, at least one; raises `UsageError`."""
+    found = read_wholes(name, value)
+    if not found or min(found) < 0:
+        raise _refuse(name, value, "give a whole number from 0 on for each stage")
+    return found
+
+
 def read_whole_or_wholes(name: str, value: object) -> int | tuple[int, ...]:
     """Read one whole number or several; raises `UsageError`."""
     found = whole_number(value)

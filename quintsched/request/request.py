@@ -119,6 +119,15 @@ class CompileRequest:
         parse=reading.parse_stages,
         in_plan=lambda plan: plan.stage_to_pp,
     )
+    stages: Sequence[int] | None = _setting(
+        "how many blocks of the model each stage has, 3,4,4,2; with 0 it passes on what it gets, or, as the last one, "
+        "only finds the loss. By default the run balances what stages cost.",
+        reading.optional(reading.read_counts),
+        "BLOCKS",
+        default=None,
+        parse=reading.parse_stages,
+        in_plan=lambda plan: plan.blocks_per_stage or None,
+    )
     slices: int = _setting(
         "slices of a microbatch's sequence, for schedules that take them.",
         reading.read_whole_number,

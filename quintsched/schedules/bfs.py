@@ -21,6 +21,7 @@ from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
     placement=loop,
     min_chunks=2,
     max_chunks=MAX_CHUNKS,
+    any_placement=True,
 )
 def bfs(rank: int, shape: Shape) -> Order:
     """Yield the forwards of this rank, stage by stage, and then the backwards from the last stage to the first."""

@@ -17,6 +17,7 @@ from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
     mode="forward",
     placement=loop,
     max_chunks=MAX_CHUNKS,
+    any_placement=True,
 )
 def inference(rank: int, shape: Shape) -> Order:
     """Yield the forwards of this rank, stage by stage."""

@@ -17,7 +17,7 @@ costs, and of wires between ranks, are in `cost_forms`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -152,6 +152,30 @@ class Costs(BaseModel):
         value = self._of_stages(name)
         return float(value[stage]) * chunks * slices if isinstance(value, tuple) else float(value) * slices
 
+    def with_stages(self, change: Callable[[str, PerStage], PerStage]) -> Costs:
+        """Return these costs with each one's scalar or list of stages changed: (name, value) → the value instead."""
+        found: dict[str, object] = {}
+        for name, value in self:
+            if isinstance(value, PerMicrobatch):
+                found[name] = value.model_copy(update={"stages": change(name, value.stages)})
+            elif value is not None and name not in _NOT_OF_STAGES:
+                found[name] = change(name, value)
+        return self.model_copy(update=found)
+
+    def spread(self, shares: Sequence[float], slices: int) -> Costs:
+        """Return these costs with what is for a whole rank's worth of layers spread over stages, a value for each.
+
+        `shares` says how much of a rank's worth each stage is; where it is empty, the costs stay as they are.
+        """
+
+        def per_stage(name: str, value: PerStage) -> PerStage:
+            if isinstance(value, tuple) or name in _TAKEN_AS_IT_IS:
+                return value
+            parts = slices if name in _PER_UNIT else 1
+            return tuple(value * share / parts for share in shares)
+
+        return self.with_stages(per_stage) if shares else self
+
     def of_units(self, name: str, stages: Ints, units: Ints, counts: Counts) -> Amounts:
         """What computations cost, an entry per computation, times chunks x slices likewise."""
         each = self._of_each(name, stages, units, counts)
@@ -209,6 +233,18 @@ class Costs(BaseModel):
         value: UnitCost | MicrobatchCost | None = getattr(self, name)
         return getattr(self, _INSTEAD[name]) if value is None else value
 
+
+_NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p"})
+"""What says nothing of stages."""
+
+_TAKEN_AS_IT_IS = frozenset({"message", "experts"})
+"""What of a scalar does not depend on how much of the model a stage is."""
+
+_PER_UNIT = frozenset(
+    {"forward", "backward_input", "backward_weight", "recompute", "exchange", "exchange_backward"}
+    | {"activation", "activation_after_input", "activation_checkpointed"}
+)
+"""What costs anew for each slice; all else of a stage is there, or done, once."""
 
 _INSTEAD = {"recompute": "forward", "exchange_backward": "exchange", "activation_after_input": "activation"}
 """Which cost stands for one that is not given."""

@@ -164,6 +164,7 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     """
     costs = costs or Costs()
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
+    costs = costs.spread(plan.stage_shares, plan.schedule.slices)
     events = Events.merge(plan)
     durations = event_durations(plan, events, costs)
     graph = build_graph(events, plan.flows, PROFILES["channel"])

@@ -22,7 +22,7 @@ from quintsched.graph.profiles import find_profile
 from quintsched.ir.columns import Flags, Ints
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
-from quintsched.ir.plan_data import PlanData
+from quintsched.ir.plan_data import PlanData, listed
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
@@ -74,7 +74,7 @@ class Verdict:
             head = (
                 f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
                 f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
-                f"and {receives} received messages stand on a rank"
+                f"and {receives} received messages stand on a rank{self._blocks}"
             )
             return "\n".join([head, *self._why_not_elsewhere()])
         cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
@@ -84,6 +84,11 @@ class Verdict:
             lines.append(f"… and {len(self.findings) - len(shown)} more")
         places = [(f.rank, f.index) for f in shown if f.rank is not None and f.index is not None]
         return "\n".join([f"not sound: {self.plan.title}", *lines, *excerpt(self.plan, places)])
+
+    @property
+    def _blocks(self) -> str:
+        blocks = self.plan.blocks_per_stage
+        return f"; the stages have {listed(blocks)} blocks of the model" if blocks else ""
 
     def _why_not_elsewhere(self) -> list[str]:
         """Say, for the profiles under which the plan is not free, which waits close a circle there."""
@@ -131,7 +136,8 @@ def _prove(plan: PlanData) -> Verdict:
     cycles: dict[str, tuple[Finding, ...]] = {}
     if not any(finding.point in (Point.CHANNELS, Point.COLLECTIVES) for finding in findings):
         profiles, cycles = deadlocks(plan, events, any(f.point is Point.DATA_FLOW for f in findings))
-    activations, receives = peak_activations(plan, Costs()), peak_receives(plan)
+    costs = Costs().spread(plan.stage_shares, plan.schedule.slices)
+    activations, receives = peak_activations(plan, costs), peak_receives(plan)
     return Verdict(plan, tuple(findings), profiles, activations, receives, cycles)
 
 

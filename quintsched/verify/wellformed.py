@@ -13,7 +13,7 @@ from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import peer_of
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData
+from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
 from quintsched.ir.values import MAX_SKIPS
 from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
@@ -138,6 +138,31 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
     yield from loss_faults(plan)
     yield from communication_faults(plan)
     yield from zero_faults(plan.zero, plan.mesh, plan.mode)
+    if plan.blocks_per_stage:
+        yield from blocks_faults(plan.blocks_per_stage, plan)
+
+
+def blocks_faults(blocks: tuple[int, ...], plan: PlanData) -> Iterator[str]:
+    """Yield what is wrong with how many blocks of the model each stage of a plan is to have."""
+    num_stages = len(plan.stage_to_pp)
+    if len(blocks) != num_stages:
+        yield f"blocks are given for {len(blocks)} stages ({listed(blocks)}), but there are {num_stages}"
+        return
+    for count in blocks:
+        if type(count) is not int or not 0 <= count <= MAX_BLOCKS:
+            yield f"a stage of {count!r} blocks; give a whole number from 0 to {MAX_BLOCKS} for each stage"
+            return
+    for first in {route.stages[0] for route in plan.routes if route.stages}.intersection(range(num_stages)):
+        if not blocks[first]:
+            yield f"stage {first} has no blocks, but it is a first stage, which takes the inputs; give it at least one"
+    holders: dict[int, int] = {}
+    for stage, piece in enumerate(plan.stage_to_part or ()):
+        twin = holders.setdefault(piece, stage)
+        if stage < num_stages and blocks[stage] != blocks[twin]:
+            yield (
+                f"stages {twin} and {stage} hold the same piece of the model, but have {blocks[twin]} and "
+                f"{blocks[stage]} blocks; give both the same number"
+            )
 
 
 def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:

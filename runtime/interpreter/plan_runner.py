@@ -164,7 +164,7 @@ class PlanRunner:
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
         require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
-        return inputs, model.tensor.tokens.travelling(shapes)
+        return inputs, model.tensor.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
@@ -206,6 +206,7 @@ class PlanRunner:
         return {
             number: StageForward(
                 {int(block): module for block, module in stage.blocks.items()},
+                model.cuts[number].start,
                 cargo.of_stage(number),
                 masks=model.masks,
                 recompute=layout.recompute_every(number) if flows.trains else 0,

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quintsched.compiler import compile_request, stages_of
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, UsageError
+from quintsched.ir.plan_data import listed
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, entries
 from quintsched.user_code import names_file
@@ -18,7 +19,8 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     """Return the plan of a job: the one at `plan_path`, that of `parallel.plan`, or a compiled one.
 
     A plan file wins over the `parallel` section. Raises `MisfitError` where a setting that the job file gives says
-    something else than the plan, or the batch does not divide; errors of loading and compiling as they come.
+    something else than the plan, or the batch does not divide; `UsageError` where stages are to be balanced that the
+    plan has settled; errors of loading and compiling as they come.
     """
     path = plan_path or job.parallel.plan
     if path is None:
@@ -27,6 +29,7 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
         plan = Plan.load(path)
         _require_agreement(job.parallel, plan, str(path))
     _require_even_batch(job.train.batch_size, plan)
+    _require_one_cut(job.parallel, plan)
     return plan
 
 
@@ -37,7 +40,8 @@ def _request(job: JobConfig) -> CompileRequest:
         return request
     from ..models import tied_weights
 
-    last = len(stages_of(request)) - 1
+    held = request.stages or (1,) * len(stages_of(request))
+    last = max((stage for stage, blocks in enumerate(held) if blocks), default=0)
     return replace(request, tied=dict.fromkeys(tied_weights(job.model), (0, last))) if last else request
 
 
@@ -61,4 +65,13 @@ def _require_even_batch(batch_size: int, plan: Plan) -> None:
         raise MisfitError(
             f"train.batch_size {batch_size} does not divide into {count} equal microbatches (the plan's replicas x "
             f"microbatches); the nearest that do: {nearest}"
+        )
+
+
+def _require_one_cut(parallel: ParallelConfig, plan: Plan) -> None:
+    """Raise `UsageError` where the job wants stages balanced, and the plan says what they are."""
+    if plan.blocks_per_stage and parallel.balance == "measured":
+        raise UsageError(
+            f"parallel.balance is measured, but the plan says how many blocks each stage has "
+            f"({listed(plan.blocks_per_stage)}); leave out one of them, balance or stages"
         )

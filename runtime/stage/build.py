@@ -1,18 +1,20 @@
 """The stages of one rank: cut from the blocks, built one block at a time, split over ep (experts) and tp.
 
 blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
-stages  [  0  ][  1  ][ 2 ][ 3 ]
+stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by what blocks cost, or as the plan says
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 from quintsched.ir.layout import Layout
+from quintsched.ir.plan_data import PlanData, listed
 
 from ..blocks.blocks import Block, Blocks, build_block
 from ..blocks.dtensor import local_of, prepare_sharded
@@ -51,6 +53,21 @@ def cut(costs: Sequence[float], layout: Layout) -> list[range]:
     stages = range(len(layout.stage_to_pp))
     ranges = partition(costs, 1 + max(map(layout.part_of, stages)))
     return [ranges[layout.part_of(stage)] for stage in stages]
+
+
+def cut_as_planned(plan: PlanData, num_blocks: int) -> list[range]:
+    """Return each stage's blocks, as many as the plan says; raises `MisfitError` where these are not all blocks."""
+    layout, planned = plan.layout, plan.blocks_per_stage
+    counts = dict(sorted((layout.part_of(stage), blocks) for stage, blocks in enumerate(planned)))
+    ends = [0, *accumulate(counts.values())]
+    if ends[-1] != num_blocks:
+        each, rest = divmod(num_blocks, len(counts))
+        evenly = ",".join(str(each + (layout.part_of(stage) < rest)) for stage in range(len(planned)))
+        raise MisfitError(
+            f"the plan's stages have {listed(planned)} blocks, {ends[-1]} of a model, but the model has {num_blocks}; "
+            f"compile the plan with --stages and numbers that add up to that, like --stages {evenly}"
+        )
+    return [range(*ends[layout.part_of(stage) :][:2]) for stage in range(len(planned))]
 
 
 def build_stages(
@@ -97,7 +114,8 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
     """
     _require_whole(blocks)
     homes: dict[int, tuple[int, int]] = {}
-    for stage, numbers in enumerate(dict.fromkeys(cuts)):
+    for numbers in dict.fromkeys(cuts):
+        stage = cuts.index(numbers)
         for number in numbers:
             block = blocks[number]
             for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():

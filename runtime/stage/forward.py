@@ -62,7 +62,8 @@ class StageForward:
     """One stage, ready to be run on a microbatch.
 
     Args:
-        blocks: the stage's blocks by number.
+        blocks: the stage's blocks by number; a stage without any gives what it gets.
+        start: how many blocks of the model come before.
         parcels: what every block of the model leaves for the next.
         recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
@@ -73,6 +74,7 @@ class StageForward:
     def __init__(
         self,
         blocks: Mapping[int, nn.Module],
+        start: int,
         parcels: Sequence[Parcel],
         *,
         masks: Masks,
@@ -81,24 +83,25 @@ class StageForward:
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
     ) -> None:
         numbers = list(blocks)
-        self.arriving = parcels[numbers[0] - 1].names if numbers[0] else ()
+        self.arriving = parcels[start - 1].names if start else ()
         """The names of what the stage is given beside the activation, in order."""
-        self.parcel = parcels[numbers[-1]]
+        self.parcel = parcels[start + len(numbers) - 1]
         """What it leaves: its output, and what rides along from there or is taken past stages."""
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
-            arriving = parcels[some[0] - 1].names if some[0] else ()
+            first, end = (some[0], some[-1] + 1) if some else (start, start)
+            arriving, leaving = (parcels[number - 1].names if number else () for number in (first, end))
             modules = [module for number in some for module in around(number, blocks[number])]
-            made = Chain(modules, arriving, parcels[some[-1]].names)
-            run = torch.compile(made, dynamic=False) if compiled else made
+            made = Chain(modules, arriving, leaving)
+            run = torch.compile(made, dynamic=False) if compiled and modules else made
             keyed = partial(_run_keyed, masks, run) if self.drops else run
             return keyed, partial(_buffers, modules) if dropped else None
 
-        self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute)]
-        self.whole = self._chains[0][0] if len(self._chains) == 1 and not recompute else None
+        self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
+        self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
         """What runs the stage, where nothing of it is recomputed."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:

@@ -51,6 +51,5 @@ def require_planned_losses(layout: Layout, cuts: Sequence[range], parcels: Seque
     for stage in layout.losses[:-1]:
         if not any(parcels[number].has_loss for number in cuts[stage]):
             raise MisfitError(
-                f"the plan has a loss on stage {stage}, but none of its blocks, {cuts[stage].start} to "
-                f"{cuts[stage].stop - 1}, returns one beside its output"
+                f"the plan has a loss on stage {stage}, but none of its {len(cuts[stage])} blocks returns one"
             )

@@ -15,6 +15,7 @@ import torch
 
 from quintsched.errors import UsageError
 from quintsched.ir.instructions import BwdInput
+from quintsched.ir.plan_data import listed
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
@@ -28,7 +29,7 @@ from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.model_cuts import TensorCuts
-from .build import build_stages, cut, require_separate
+from .build import build_stages, cut, cut_as_planned, require_separate
 from .losses import target_stages
 from .microbatches import BatchCutter
 from .tied_weights import TiedWeights
@@ -87,10 +88,7 @@ class RankModel:
     def _cut(self, blocks: Blocks) -> None:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         options, tensor = self.options, self._groups.tensor
-        costs = estimate_costs(blocks) if options.block_costs is None else options.block_costs
-        if len(costs) != len(blocks):
-            raise UsageError(f"there are {len(costs)} block_costs for {len(blocks)} blocks")
-        self.cuts = cut(costs, self.plan.layout)
+        self.cuts = self._cuts_of(blocks)
         require_separate(blocks, self.cuts, tensor)
         self.outlines = outlines(blocks, apart=tensor.size > 1)
         self.tensor = TensorCuts(
@@ -101,6 +99,21 @@ class RankModel:
             cut_logits=options.cut_logits,
         )
         self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
+
+    def _cuts_of(self, blocks: Blocks) -> list[range]:
+        """Return each stage's blocks: as the plan says, or else by what they cost."""
+        costs = self.options.block_costs
+        if self.plan.blocks_per_stage:
+            if costs is not None:
+                raise UsageError(
+                    f"the plan says how many blocks each stage has ({listed(self.plan.blocks_per_stage)}), so that "
+                    "there is nothing to balance; leave out block_costs, or compile the plan without stages"
+                )
+            return cut_as_planned(self.plan, len(blocks))
+        costs = estimate_costs(blocks) if costs is None else costs
+        if len(costs) != len(blocks):
+            raise UsageError(f"there are {len(costs)} block_costs for {len(blocks)} blocks")
+        return cut(costs, self.plan.layout)
 
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device

@@ -120,8 +120,13 @@ class Trainer:
         )
         self.progress = Progress(self._train_batches.num_batches)
 
-    def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float]:
-        """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all."""
+    def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float] | None:
+        """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
+
+        None where the plan says how many blocks each stage has.
+        """
+        if self.plan.blocks_per_stage:
+            return None
         if self.job.parallel.balance == "estimated":
             return estimate_costs(blocks)
         costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)

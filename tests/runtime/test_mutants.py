@@ -8,6 +8,7 @@ and takes what the plan's skips say, and has a loss where the plan has one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from inspect import Parameter, Signature
 from random import Random
@@ -23,11 +24,13 @@ from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..planner.verify.mutants import any_mutant, small_plans, spelled_plans
+from ..planner.verify.mutants import any_mutant, small_plans, spelled_plans, uneven_plans
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
-PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4] if plan.mode == "train"]
+UNEVEN = [replace(plan, blocks_per_stage=()) for plan in uneven_plans()]
+"""Each piece of the model is one block here."""
+PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4, *UNEVEN * 4] if plan.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
@@ -178,7 +181,7 @@ def accepted(seed: int, count: int) -> list[qs.Plan]:
     random, found = Random(seed), {}
     for _ in range(count):
         plan = random.choice(PLANS)
-        changed = any_mutant(plan, random)
+        changed = replace(any_mutant(plan, random), blocks_per_stage=())
         if changed != plan and changed.check(profile="blocking").sound:
             found[changed.to_json()] = changed
     return list(found.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from quintsched.errors import UnsoundError
@@ -12,11 +13,17 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.ir.programs import Programs
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
+from quintsched.schedules.kit.runs import Runs
 from quintsched.schedules.kit.steps import Steps
 
 
-def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1) -> PlanData:
-    """Return the plan that holds only what the schedule says: which computations, in which order."""
+def order_of_computation(
+    schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1, runs: Runs | None = None
+) -> PlanData:
+    """Return the plan that holds only what the schedule says: which computations, in which order.
+
+    `runs` says which stages of `shape` each stage of the schedule stands for; None: it is asked with these.
+    """
     stages = range(len(shape.stage_to_pp))
     half = len(stages) // 2
     asked = {"memory_cap": shape.memory_cap, "overlap": shape.overlap or None}
@@ -28,7 +35,7 @@ def order_of_computation(schedule: Schedule, shape: Shape, mesh: Mesh, buckets_p
         stage_to_pp=shape.stage_to_pp,
         routes=_routes(schedule, shape),
         buckets_per_stage=buckets_per_stage,
-        programs=Programs(Columns.stack([_program(schedule, rank, shape) for rank in range(shape.pp)])),
+        programs=Programs(Columns.stack([*_programs(schedule, shape, runs)])),
         stage_to_part=tuple(stage % half for stage in stages) if schedule.bidirectional else None,
         recompute=shape.recompute,
     )
@@ -44,6 +51,14 @@ def _routes(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
         Route(tuple(stages[:half]), tuple(units[:middle])),
         Route(tuple(stages[half:]), tuple(units[middle:])),
     )
+
+
+def _programs(schedule: Schedule, shape: Shape, runs: Runs | None) -> Iterator[Columns]:
+    """Yield each rank's order, in stages of the plan."""
+    asked = shape if runs is None else runs.asked(shape)
+    for rank in range(shape.pp):
+        program = _program(schedule, rank, asked)
+        yield program if runs is None else runs.expand(program, shape, f"{schedule.name}: rank {rank}")
 
 
 def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:

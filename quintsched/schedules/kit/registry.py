@@ -97,6 +97,8 @@ class Schedule:
     """Whether the order depends on costs and a memory cap."""
     bidirectional: bool = False
     """Whether half of the microbatches go the other way: each piece of the model is then held twice."""
+    any_placement: bool = False
+    """Whether the order runs wherever the stages lie: it is then asked with any placement of the user's as it is."""
     overlaps: bool = False
     """Whether it has forwards beside backwards that can overlap: it then looks at `Shape.overlap`."""
     constraint: Callable[[Shape], str | None] = lambda _shape: None
@@ -128,9 +130,9 @@ class Schedule:
 
         Raises `UsageError` for sizes that the schedule does not take, `UnsoundError` where its own code fails.
         """
-        chunks = self.min_chunks if chunks is None else chunks
         _check_range(self.name, "microbatches", microbatches, 1, MAX_MICROBATCHES)
-        _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
+        placed = self.placed(pp, chunks)
+        chunks = self.min_chunks if chunks is None else chunks
         _check_range(self.name, "slices", slices, 1, self.max_slices)
         if not self.searches and (costs is not None or memory_cap is not None):
             raise UsageError(f"{self.name}: its order does not depend on costs or a memory cap; leave them out")
@@ -141,16 +143,21 @@ class Schedule:
                 f"choose among {others}"
             )
         with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
-            placed = self._placed(pp, chunks)
             shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap, overlap=overlap)
             fault = self.constraint(shape)
         if fault:
             raise UsageError(f"{self.name}: {fault}")
         return shape
 
-    def _placed(self, pp: int, chunks: int) -> tuple[int, ...]:
-        """Return where the placement puts the stages; raises `UnsoundError` where it gives no ranks."""
-        found = self.placement(pp, chunks)
+    def placed(self, pp: int, chunks: int | None) -> tuple[int, ...]:
+        """Return where the schedule's own placement puts the stages; `chunks` None takes the fewest.
+
+        Raises `UsageError` for chunks that it does not take, `UnsoundError` where it fails or gives no ranks.
+        """
+        chunks = self.min_chunks if chunks is None else chunks
+        _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
+        with own_code(f"{self.name} at pp={pp}, {chunks} chunks"):
+            found = self.placement(pp, chunks)
         ranks = [whole_number(rank) for rank in found] if isinstance(found, Iterable) else []
         placed = tuple(rank for rank in ranks if rank is not None and 0 <= rank < pp)
         if not ranks or len(placed) != len(ranks):
@@ -199,6 +206,7 @@ def schedule(
     max_slices: int = 1,
     searches: bool = False,
     bidirectional: bool = False,
+    any_placement: bool = False,
     overlaps: bool = False,
     constraint: Callable[[Shape], str | None] = lambda _shape: None,
 ) -> Callable[[Callable[[int, Shape], Order]], Schedule]:
@@ -222,6 +230,7 @@ def schedule(
             max_slices=max_slices,
             searches=searches,
             bidirectional=bidirectional,
+            any_placement=any_placement,
             overlaps=overlaps,
             constraint=constraint,
         )

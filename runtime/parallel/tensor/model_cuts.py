@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from ...blocks.blocks import Parcel, TensorSpec
 from ...blocks.dtensor import is_sharded
 from ...comm import Group
 from ...job.choices import TensorSplit
@@ -68,6 +70,14 @@ class TensorCuts:
         """Return the weights of cut blocks whose gradients are partial sums on the ranks of tp."""
         inside = [partial_weights(block) for number, block in blocks.items() if self.tokens.inside(number)]
         return frozenset().union(*inside)
+
+    def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Return what a rank sends and keeps of what the blocks leave; raises `MisfitError` as `tokens` does."""
+        *others, last = self.tokens.travelling(parcels)
+        if self._logits_are_cut:  # a loss on a stage of its own gets them so
+            *sizes, ids = last.activation.shape
+            last = replace(last, activation=TensorSpec((*sizes, ids // self._group.size), last.activation.dtype))
+        return [*others, last]
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a loss or a metric bound to the ranks over which the logits it gets are cut, if they are."""

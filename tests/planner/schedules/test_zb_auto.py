@@ -161,11 +161,13 @@ def test_a_cap_that_cannot_work(cap):
         planned(4, 8, cap=cap)
 
 
-def test_stages_may_lie_anywhere_but_alone():
-    plan = qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=[2, 0, 1], memory_cap=3.0)
+@pytest.mark.parametrize("where", [[2, 0, 1], [0, 0, 1, 2]])
+def test_stages_may_lie_anywhere_but_alone_or_in_runs(where):
+    plan = qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=where, memory_cap=3.0)
     assert plan.check().sound
+    assert plan.stage_to_pp == tuple(where)
     with pytest.raises(qs.UsageError, match="one stage on each rank"):
-        qs.compile("zb-auto", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1])
+        qs.compile("zb-auto", mesh="pp=2", microbatches=4, stage_to_pp=[0, 1, 0])
 
 
 def test_costs_have_to_fit():

@@ -169,6 +169,18 @@ def _losses(plan: Plan, random: Random) -> Plan:
     return replace(plan, losses=(*sorted({*drawn}), len(stages) - 2) if random.random() < 0.6 else drawn)
 
 
+def _blocks(plan: Plan, random: Random) -> Plan:
+    """Say how many blocks stages have; half of the time as many for twins."""
+    stages = len(plan.stage_to_pp) + random.choice((0, 0, 0, 0, 0, -1, 1))
+    blocks = [random.choice((0, 1, 1, 2, 3)) for _ in range(stages)]
+    if random.random() < 0.1:
+        blocks[random.randrange(stages)] = -1
+    pieces = plan.stage_to_part or ()
+    if len(pieces) == stages and random.random() < 0.5:
+        blocks = [blocks[pieces.index(piece)] for piece in pieces]
+    return replace(plan, blocks_per_stage=tuple(blocks))
+
+
 def _sizes(plan: Plan, random: Random) -> Plan:
     if random.random() < 0.5:
         return replace(plan, buckets_per_stage=random.randint(0, 3))
@@ -288,6 +300,7 @@ EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
     _skips,
     _losses,
     _sizes,
+    _blocks,
     _collective,
     _rename_units,
     _halves,

@@ -80,6 +80,11 @@ def head_faults(plan: Plan) -> list[str]:
         on_route = [stage for stage in plan.routes[0].stages if stage in plan.losses]
         if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*plan.routes[0].stages[-1:]]:
             found.append("a loss is not where one can be")
+    counts = {(piece, blocks) for piece, blocks in zip(pieces, plan.blocks_per_stage, strict=False)}
+    if plan.blocks_per_stage and (len(plan.blocks_per_stage) != stages or min(plan.blocks_per_stage) < 0):
+        found.append("the blocks do not fit the stages")
+    elif plan.blocks_per_stage and (len(counts) > len(model) or (0, 0) in counts):
+        found.append("a piece has other blocks elsewhere, or the first one none")
     return found + skip_head_faults(plan) + _zero_faults(plan, sizes, trains) + _communication_faults(plan, sizes)
 
 

@@ -107,6 +107,22 @@ def spelled_plans() -> list[Plan]:
     return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
 
 
+def uneven_plans() -> list[Plan]:
+    """Plans whose stages are runs of the schedule's, or missing, with as many blocks as they say."""
+    shapes: list[tuple[str, str, int, list[int], dict]] = [
+        ("1f1b", "dp=2,pp=2", 3, [0, 0, 1], {"stages": [1, 2, 0], "zero": 1}),
+        ("zb-h1", "pp=2", 3, [0, 1, 1, 1], {"stages": [2, 0, 1, 1], "tied": {"embedding": (0, 3)}}),
+        ("interleaved-1f1b", "pp=2", 4, [0, 0, 1, 0], {}),
+        ("zbv", "pp=2", 3, [0, 1, 1, 1, 0], {"recompute": [0, 1, 0, 1, 0]}),
+        ("dualpipe", "pp=2", 4, [0, 0, 1, 1, 1, 0], {"stages": [1, 3, 0, 1, 3, 0]}),
+        ("v-min", "pp=3", 3, [0, 1, 2, 1, 0], {"stages": [1, 1, 1, 1, 0]}),
+    ]
+    return [
+        qs.compile(schedule, mesh=mesh, microbatches=microbatches, stage_to_pp=where, **more)
+        for schedule, mesh, microbatches, where, more in shapes
+    ]
+
+
 def mutant(plan: Plan, random: Random) -> Plan:
     """Return the plan with one or two changes of its programs."""
     for _ in range(random.randint(1, 2)):

@@ -245,3 +245,13 @@ def test_a_skip_within_a_stage_is_none() -> None:
     blocks = [partial(Source, "a", 1.0), TakesA, Plain, Plain]
     with pytest.raises(qs.MisfitError, match="no other stage takes it: compile the plan without this skip"):
         train(compile_with({"a": (0, 1)}, "1f1b", mesh="pp=2"), blocks, block_costs=[1.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "skips"),
+    [((3, 0, 4, 5), {"a": (0, 2, 3), "b": (0, 3)}), ((3, 4, 5, 0), {"a": (0, 1, 2), "b": (0, 2)})],
+)
+def test_skips_go_past_stages_without_blocks(stages: tuple[int, ...], skips: dict[str, tuple[int, ...]]) -> None:
+    cached = train(compile_with(skips, "1f1b", mesh="pp=4", stages=stages), twelve())
+    assert_same_bits(cached, train(compile_with({}, "1f1b", mesh="pp=4", stages=stages), twelve()))
+    assert_equals_one_process(cached, train_plainly(twelve()))

@@ -85,6 +85,19 @@ def test_compiled_stages_equal_plain_ones(schedule: str, recompute: int) -> None
 
 
 @slow
+def test_stages_without_blocks_stay_as_they_are_beside_compiled_ones() -> None:
+    plan = qs.compile("1f1b", mesh="pp=3", microbatches=2, stages=[2, 0, 1])
+    task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
+
+    def run(transport: Transport) -> Outcome:
+        more: dict[str, bool] = {"compiled": True}
+        return train_rank(transport, plan, task, blocks, dtype=torch.float64, **more)
+
+    expected = train_plainly(task, blocks, 2, dtype=torch.float64)
+    assert worst_difference(run_local(3, run, timeout_s=300), expected) <= 1e-12
+
+
+@slow
 @pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
 def test_compiled_stages_look_beyond_their_part_of_a_sequence(context: ContextMethod) -> None:
     plan = qs.compile("1f1b", mesh="cp=2", microbatches=2)

@@ -1,0 +1,299 @@
+"""Placements that follow a schedule's own: each stage of the schedule is a run of the plan's stages, or has none."""
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched import torch_csv
+from quintsched.compiler import evaluation_of
+from quintsched.ir.instructions import COMPUTING, Bwd, Compute, Fwd, Overlap, Recompute, short
+from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
+from quintsched.schedules.kit.runs import find_runs
+from quintsched.testing import assert_plan_sound
+
+BUILT_IN = tuple(schedule for schedule in all_schedules() if schedule.built_in)
+FOLLOWING = tuple(schedule for schedule in BUILT_IN if not schedule.any_placement)
+
+PLACED = [
+    ("1f1b", 4, 8, [0, 0, 1, 2, 3, 3]),
+    ("gpipe", 3, 4, [0, 1, 1, 1, 2]),
+    ("eager-1f1b", 2, 4, [0, 1, 1]),
+    ("zb-h1", 3, 5, [0, 0, 1, 2, 2]),
+    ("zb-h2", 2, 4, [0, 0, 0, 1]),
+    ("zb-auto", 3, 5, [0, 1, 2, 2]),
+    ("seq-1f1b", 2, 4, [0, 0, 1]),
+    ("interleaved-1f1b", 2, 4, [0, 0, 1, 0, 1, 1]),
+    ("interleaved-1f1b", 4, 8, [0, 1, 2, 3, 0, 1, 2]),
+    ("interleaved-1f1b", 4, 8, [0, 0, 1, 2, 3, 0, 1]),
+    ("interleaved-zb", 3, 6, [0, 1, 2, 0, 1]),
+    ("bfs", 2, 4, [0, 0, 1, 0, 1]),
+    ("zbv", 2, 4, [0, 0, 1, 1, 1, 0]),
+    ("zbv", 4, 8, [0, 1, 2, 3, 2, 1, 0]),
+    ("zbv", 3, 6, [0, 1, 2, 2, 1]),
+    ("v-half", 3, 6, [0, 1, 2, 2, 1, 0, 0]),
+    ("v-min", 3, 6, [0, 0, 1, 2, 1, 0]),
+    ("dualpipe-v", 2, 6, [0, 1, 1, 0, 0]),
+    ("inference", 2, 3, [0, 0, 1, 0]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "microbatches", "where"), PLACED)
+@pytest.mark.parametrize("more", [{}, {"zero": 3, "buckets_per_stage": 2}, {"recompute": 1}])
+def test_uneven_placements_are_sound_and_compute_the_sequential_gradient(schedule, pp, microbatches, where, more):
+    if find_schedule(schedule).mode == "forward":
+        more = {}
+    blocks = [1, *[2] * (len(where) - 2), 0]
+    plan = qs.compile(
+        schedule,
+        mesh=qs.Mesh(dp=2, pp=pp) if "zero" in more else qs.Mesh(pp=pp),
+        microbatches=microbatches,
+        stage_to_pp=where,
+        stages=blocks,
+        slices=2 if schedule == "seq-1f1b" else 1,
+        **more,
+    )
+    assert (plan.stage_to_pp, plan.blocks_per_stage) == (tuple(where), tuple(blocks))
+    assert_plan_sound(plan)
+    assert qs.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("pp", "where", "blocks"),
+    [(2, [0, 0, 1, 1, 1, 0], [1, 3, 2]), (4, [0, 1, 2, 3, 3, 3, 2, 1, 0, 0], [1, 2, 0, 3, 0])],
+)
+def test_both_directions_of_dualpipe_have_like_runs(pp, where, blocks):
+    plan = qs.compile("dualpipe", mesh={"pp": pp}, microbatches=2 * pp, stage_to_pp=where, stages=blocks * 2)
+    assert [route.stages for route in plan.routes] == [(*range(len(blocks)),), (*range(len(blocks), len(where)),)]
+    assert plan.stage_to_part == (*range(len(blocks)),) * 2
+    assert_plan_sound(plan)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "where"),
+    [
+        ("dualpipe-v", 2, 4, [0, 0, 1, 1, 1, 0]),
+        ("dualpipe-v", 3, 6, [0, 1, 2, 1, 0]),
+        ("dualpipe", 2, 8, [0, 0, 1, 1, 1, 0]),
+        ("interleaved-1f1b", 2, 4, [0, 0, 1, 0, 1, 1]),
+        ("interleaved-1f1b", 4, 8, [0, 1, 2, 3, 0, 1, 2]),
+    ],
+)
+def test_overlaps_of_runs_become_overlaps_of_pairs_as_far_as_both_go(schedule, pp, microbatches, where):
+    shape = {"mesh": {"pp": pp}, "microbatches": microbatches, "overlap": True}
+    plain, plan = qs.compile(schedule, **shape), qs.compile(schedule, **shape, stage_to_pp=where)
+    assert_plan_sound(plan)
+    assert qs.Plan.from_json(plan.to_json()) == plan
+    size = [len(run) for run in find_runs(find_schedule(schedule), plain.stage_to_pp, tuple(where)).stages]
+    pairs = [min(size[i.forward[0]], size[i.backward[0]]) for i in overlaps_of(plain)]
+    assert len(overlaps_of(plan)) == sum(pairs) > 0
+
+
+def overlaps_of(plan: qs.Plan) -> list[Overlap]:
+    return [i for program in plan.programs for i in program if isinstance(i, Overlap)]
+
+
+def test_what_an_overlap_has_on_one_side_only_follows_it():
+    def order(rank: int, shape: Shape) -> Order:
+        yield from (Fwd(0, 0), Overlap((0, 1), (0, 0)), Bwd(0, 1))
+
+    plan = qs.compile(own_schedule(order), mesh="pp=1", microbatches=2, stage_to_pp=[0, 0])
+    found = [short(i) for i in plan.programs[0] if isinstance(i, COMPUTING)]
+    assert found == ["0F0", "1F0", "0F1&1B0", "1F1&0B0", "1B1", "0B1"]
+    plan = qs.compile("dualpipe-v", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], overlap=True)
+    found = " ".join(short(i) for i in plan.programs[0] if isinstance(i, COMPUTING))
+    assert "0F3&5B1 1F3 5F2&1B0 0B0" in found
+
+
+def computations(plan: qs.Plan, own_of: dict[int, int]) -> list[list[Compute]]:
+    """Each rank's computations in the schedule's own stages, those of a run as one."""
+    return [
+        [key for key, _ in groupby(type(i)(own_of[i.stage], i.microbatch) for i in program if isinstance(i, Compute))]
+        for program in plan.programs
+    ]
+
+
+@settings(max_examples=150)
+@given(data=st.data(), schedule=st.sampled_from(FOLLOWING), pp=st.integers(1, 4), rounds=st.integers(1, 2))
+def test_runs_of_any_lengths_compute_in_the_schedules_own_order(data, schedule, pp, rounds):
+    pp += pp % 2 if schedule.bidirectional else 0
+    microbatches = rounds * pp * (2 if schedule.bidirectional else 1)
+    slices = data.draw(st.integers(1, 2)) if schedule.max_slices > 1 else 1
+    plain = qs.compile(schedule, mesh={"pp": pp}, microbatches=microbatches, slices=slices)
+    own, ways = plain.stage_to_pp, len(plain.routes)
+    size = len(own) // ways
+    lengths = data.draw(st.lists(st.integers(1, 3), min_size=size, max_size=size)) * ways
+    where = tuple(rank for rank, length in zip(own, lengths, strict=True) for _ in range(length))
+    plan = qs.compile(schedule, mesh={"pp": pp}, microbatches=microbatches, slices=slices, stage_to_pp=where)
+    assert_plan_sound(plan)
+    runs = find_runs(schedule, own, where)
+    if runs is None:
+        assert where == own
+        return
+    assert [len(run) > 0 for run in runs.stages] == [True] * len(own)
+    assert [stage for run in runs.stages for stage in run] == [*range(len(where))]
+    own_of = {stage: number for number, run in enumerate(runs.stages) for stage in run}
+    assert [own[own_of[stage]] for stage in own_of] == [*where]
+    if not schedule.searches:  # what it finds depends on what its stages cost
+        assert computations(plan, own_of) == computations(plain, {stage: stage for stage in range(len(own))})
+
+
+@pytest.mark.parametrize("schedule", BUILT_IN, ids=lambda schedule: schedule.name)
+def test_a_schedules_own_placement_is_no_run_and_changes_no_byte(schedule):
+    shape = {"mesh": "dp=2,pp=2", "microbatches": 4}
+    plain = qs.compile(schedule, **shape)
+    assert qs.compile(schedule, **shape, stage_to_pp=plain.stage_to_pp).to_json() == plain.to_json()
+
+
+def test_forwards_of_a_run_come_in_order_and_backwards_in_reverse():
+    plan = qs.compile("zb-h1", mesh="pp=2", microbatches=1, stage_to_pp=[0, 0, 0, 1], recompute=[0, 1, 1, 0])
+    found = [f"{type(i).__name__}{i.stage}" for i in plan.programs[0] if isinstance(i, Compute)]
+    forwards, again = ["Fwd0", "Fwd1", "Fwd2"], ["Recompute2", "Recompute1"]
+    assert found[:3] == forwards
+    assert [name for name in found if name.startswith("Recompute")] == again
+    assert [name for name in found if name.startswith("BwdInput")] == ["BwdInput2", "BwdInput1", "BwdInput0"]
+    assert [name for name in found if name.startswith("BwdWeight")] == ["BwdWeight2", "BwdWeight1", "BwdWeight0"]
+
+
+def test_a_run_in_the_turn_of_a_v_is_cut_as_evenly_as_can_be():
+    own = find_schedule("zbv").placed(2, None)
+    assert [len(run) for run in find_runs(find_schedule("zbv"), own, (0, 1, 1, 1, 1, 1, 0)).stages] == [1, 2, 3, 1]
+
+
+def test_what_a_missing_stage_would_do_is_left_out():
+    whole = qs.compile("interleaved-1f1b", mesh="pp=4", microbatches=8)
+    plan = qs.compile("interleaved-1f1b", mesh="pp=4", microbatches=8, stage_to_pp=[0, 1, 2, 3, 0, 1, 2])
+    own = {stage: stage for stage in range(8)}
+    expected = [[i for i in program if i.stage != 7] for program in computations(whole, own)]
+    assert computations(plan, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "where"),
+    [
+        ("1f1b", [0, 1, 0]),
+        ("1f1b", [0, 0]),
+        ("zb-h1", [1, 0, 0, 1]),
+        ("interleaved-1f1b", [0, 0, 1]),
+        ("interleaved-1f1b", [0, 0, 0]),
+        ("zbv", [0, 1]),
+        ("zbv", [1, 0, 1]),
+        ("dualpipe", [0, 0, 1, 1, 0]),
+        ("dualpipe", [0, 0, 1, 1, 0, 0]),
+        ("dualpipe", [0, 1, 1]),
+    ],
+)
+def test_what_does_not_follow_is_refused_as_ever(schedule, where):
+    own = ", ".join(map(str, find_schedule(schedule).placed(2, None)))
+    with pytest.raises(
+        qs.UsageError, match=rf"{schedule}: it cannot run with stage_to_pp=.*; its own placement is \[{own}\]"
+    ):
+        qs.compile(schedule, mesh="pp=2", microbatches=4, stage_to_pp=where)
+
+
+def own_schedule(order, **fields) -> Schedule:
+    return Schedule(name="own", order=order, summary="", bubble="", memory="", **fields)
+
+
+def test_a_schedule_of_ones_own_is_expanded_too_with_what_it_recomputes():
+    def order(rank: int, shape: Shape) -> Order:
+        asked.append((shape.stage_to_pp, shape.recompute))
+        for microbatch in range(shape.microbatches):
+            yield Fwd(rank, microbatch)
+            yield from [Recompute(rank, microbatch)] * (shape.recompute[rank] > 0)
+            yield Bwd(rank, microbatch)
+
+    asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    plan = qs.compile(
+        own_schedule(order), mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1, 1], recompute=[0, 1, 0, 0]
+    )
+    assert {*asked} == {((0, 1), (1, 0))}
+    assert {i.stage for program in plan.programs for i in program if isinstance(i, Recompute)} == {1}
+    assert_plan_sound(plan)
+
+
+def test_a_stage_that_ones_own_schedule_does_not_have_is_named():
+    def order(rank: int, shape: Shape) -> Order:
+        yield Fwd(rank + 5, 0)
+
+    with pytest.raises(qs.UsageError, match=r"own: rank 0: instruction 0, Fwd\(stage=5, .*: it has the stages 0 to 1$"):
+        qs.compile(own_schedule(order), mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1])
+
+
+def test_one_that_runs_anywhere_is_asked_with_any_placement():
+    def order(rank: int, shape: Shape) -> Order:
+        asked.append(shape.stage_to_pp)
+        for stage in shape.stages_of(rank):
+            yield from (Fwd(stage, microbatch) for microbatch in range(shape.microbatches))
+
+    asked: list[tuple[int, ...]] = []
+    anywhere = own_schedule(order, mode="forward", any_placement=True)
+    assert_plan_sound(qs.compile(anywhere, mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1]))
+    assert {*asked} == {(0, 0, 1)}
+
+
+def test_a_search_plans_with_the_costs_of_runs():
+    where, times = [0, 1, 1, 2], (1.0, 2.0, 0.5, 4.0)
+    merged = qs.compile("zb-auto", mesh="pp=3", microbatches=4, costs=qs.Costs(forward=(1.0, 2.5, 4.0)))
+    plan = qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=where, costs=qs.Costs(forward=times))
+    own = {0: 0, 1: 1, 2: 1, 3: 2}
+    assert computations(plan, own) == computations(merged, {stage: stage for stage in range(3)})
+    with pytest.raises(qs.InputError, match="/forward has 3 values, but the plan has 4 stages"):
+        qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=where, costs=qs.Costs(forward=(1.0, 2.5, 4.0)))
+
+
+def test_a_search_knows_how_many_blocks_stages_have():
+    by_blocks = qs.compile("zb-auto", mesh="pp=3", microbatches=6, stages=[1, 1, 4])
+    names = ("forward", "backward_input", "backward_weight", "activation")
+    third = qs.Costs(**dict.fromkeys(names, (0.5, 0.5, 2.0)))
+    assert by_blocks.programs == qs.compile("zb-auto", mesh="pp=3", microbatches=6, costs=third).programs
+    assert by_blocks.programs != qs.compile("zb-auto", mesh="pp=3", microbatches=6).programs
+
+
+def test_an_evaluation_has_the_stages_of_its_training():
+    plan = qs.compile("dualpipe", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 3, 2] * 2)
+    evaluation = evaluation_of(plan)
+    assert (evaluation.stage_to_pp, evaluation.blocks_per_stage) == ((0, 0, 1), (1, 3, 2))
+    assert evaluation_of(qs.compile("zbv", mesh="pp=2", microbatches=4)).blocks_per_stage == ()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "blocks", "words"),
+    [
+        ("1f1b", [3, 4, 4], r"1f1b: stages: blocks are given for 3 stages \(3,4,4\), but there are 2"),
+        ("1f1b", [0, 4], "1f1b: stages: stage 0 has no blocks, but it is a first stage"),
+        ("1f1b", [2**24 + 1, 1], "1f1b: stages: a stage of 16777217 blocks; give a whole number from 0 to 16777216"),
+        ("1f1b", [-1, 4], r"stages is \[-1, 4\]; give a whole number from 0 on for each stage"),
+        ("1f1b", [], r"stages is \[\]; give a whole number from 0 on"),
+        ("1f1b", [1.5, 2], "stages is 1.5; give a whole number"),
+        ("1f1b", 3, "stages is 3; give whole numbers"),
+        ("dualpipe", [3, 4], r"blocks are given for 2 stages \(3,4\), but there are 4"),
+        ("dualpipe", [3, 4, 4, 3], "stages 0 and 2 hold the same piece of the model, but have 3 and 4 blocks"),
+        ("dualpipe", [3, 4, 0, 4], "stage 2 has no blocks, but it is a first stage"),
+    ],
+)
+def test_blocks_that_stages_cannot_have_are_refused(schedule, blocks, words):
+    with pytest.raises(qs.UsageError, match=words):
+        qs.compile(schedule, mesh="pp=2", microbatches=4, stages=blocks)
+
+
+def test_the_blocks_of_stages_are_shown():
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, stages=[3, 4, 4, 2])
+    assert plan.title == "1f1b on pp=4, 8 microbatches, stages of 3,4,4,2 blocks"
+    assert plan.check().explain().endswith("; the stages have 3,4,4,2 blocks of the model")
+    many = qs.compile("gpipe", mesh="pp=20", microbatches=1, stages=[1] * 20)
+    assert f"stages of {'1,' * 16}… blocks" in many.title
+
+
+def test_costs_are_for_schedules_that_search_also_in_runs():
+    with pytest.raises(qs.UsageError, match="1f1b: its order does not depend on costs"):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1], costs=qs.Costs(forward=(1.0, 2.0)))
+
+
+def test_pytorchs_csv_has_the_stages_of_runs_but_no_place_for_blocks():
+    plan = qs.compile("zbv", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 2, 1, 2, 3, 0])
+    again = torch_csv.loads(torch_csv.dumps(plan)).plan
+    assert (again.stage_to_pp, again.blocks_per_stage) == (plan.stage_to_pp, ())
+    assert again.programs == plan.programs
