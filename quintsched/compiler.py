@@ -27,12 +27,11 @@ from quintsched.schedules.kit.order import order_of_computation
 from quintsched.schedules.kit.runs import Runs, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule
+from quintsched.verify.meaning import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import (
     blocks_faults,
-    loss_faults,
     recompute_faults,
-    skip_faults,
     tied_faults,
     zero_faults,
 )

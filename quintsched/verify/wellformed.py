@@ -14,10 +14,9 @@ from quintsched.ir.dataflow import peer_of
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
-from quintsched.ir.values import MAX_SKIPS
 from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
-from quintsched.verify.meaning import piece_faults
+from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
 
 
 @dataclass(frozen=True)
@@ -193,45 +192,6 @@ def tied_faults(plan: PlanData) -> Iterator[str]:
             yield f"tied: {name!r} must name at least two stages, each once and in rising order; it names {stages}"
         elif not any(stages_of_route.issuperset(stages) for stages_of_route in visited):
             yield f"tied: no route visits all stages of {name!r}, {stages}; the plan has {len(plan.stage_to_pp)} stages"
-
-
-def skip_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the skips of a plan: which stage makes each, and which take it."""
-    if plan.skips and len(plan.routes) != 1:
-        yield f"skips: the microbatches of {plan.schedule.name} take {len(plan.routes)} routes; skips need a single one"
-        return
-    if len(plan.skips) > MAX_SKIPS:
-        yield f"skips: {len(plan.skips)} names are more than {MAX_SKIPS}"
-    for name, stages in plan.skips.items():
-        if not isinstance(name, str) or not name.isidentifier() or len(name) > 200:
-            yield f"skips: {name!r} is not a name that a block's forward can take"
-        route = plan.routes[0].stages
-        unknown = [stage for stage in stages if type(stage) is not int or stage not in route]
-        places = [route.index(stage) for stage in stages if stage not in unknown]
-        if unknown:
-            yield f"skips: {name!r} names stage {unknown[0]}; the plan has the stages 0 to {len(plan.stage_to_pp) - 1}"
-        elif len(stages) < 2 or sorted({*places}) != places:
-            yield (
-                f"skips: {name!r} must name the stage that makes it, then those that take it, each once and later on "
-                f"the route than the one before; it names {stages}"
-            )
-
-
-def loss_faults(plan: PlanData) -> Iterator[str]:
-    """Yield what is wrong with the stages of a plan that are to have a loss."""
-    if plan.losses and len(plan.routes) != 1:
-        yield (
-            f"losses: the microbatches of {plan.schedule.name} take {len(plan.routes)} routes, of which only the last "
-            "stage can have one"
-        )
-    elif plan.losses:
-        route = plan.routes[0].stages
-        known = {stage for stage in plan.losses if type(stage) is int and stage in route}
-        if sorted(known, key=route.index) != [*plan.losses] or plan.losses[-1:] != route[-1:]:
-            yield (
-                "losses must name stages in the order of the route, each once, and end with the last one; they are "
-                f"{plan.losses}, of the route {route}"
-            )
 
 
 def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:

@@ -80,6 +80,8 @@ def head_faults(plan: Plan) -> list[str]:
         on_route = [stage for stage in plan.routes[0].stages if stage in plan.losses]
         if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*plan.routes[0].stages[-1:]]:
             found.append("a loss is not where one can be")
+        if any(plan.blocks_per_stage[stage : stage + 1] == (0,) for stage in plan.losses[:-1] if stage >= 0):
+            found.append("a loss is where nothing is computed")
     counts = {(piece, blocks) for piece, blocks in zip(pieces, plan.blocks_per_stage, strict=False)}
     if plan.blocks_per_stage and (len(plan.blocks_per_stage) != stages or min(plan.blocks_per_stage) < 0):
         found.append("the blocks do not fit the stages")

@@ -27,6 +27,8 @@ def skip_head_faults(plan: Plan) -> list[str]:
             found.append(f"{name} goes nowhere")
         elif any(place[a] >= place[b] for a, b in pairwise(stages)):
             found.append(f"{name} goes back")
+        if any(blocks == 0 for stage, blocks in enumerate(plan.blocks_per_stage) if stage in stages):
+            found.append(f"{name} is where nothing is computed")
     return found
 
 

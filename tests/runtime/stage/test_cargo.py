@@ -255,3 +255,12 @@ def test_skips_go_past_stages_without_blocks(stages: tuple[int, ...], skips: dic
     cached = train(compile_with(skips, "1f1b", mesh="pp=4", stages=stages), twelve())
     assert_same_bits(cached, train(compile_with({}, "1f1b", mesh="pp=4", stages=stages), twelve()))
     assert_equals_one_process(cached, train_plainly(twelve()))
+
+
+def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
+    for words, setting in (
+        ("'a' names stage 1, which has no blocks to make or take it", {"skip": {"a": (0, 1)}}),
+        ("stage 1 has no blocks that could return one", {"losses": (1, 2)}),
+    ):
+        with pytest.raises(qs.UsageError, match=words):
+            qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=(1, 0, 2), **setting)
