@@ -29,12 +29,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule
 from quintsched.verify.meaning import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
-from quintsched.verify.wellformed import (
-    blocks_faults,
-    recompute_faults,
-    tied_faults,
-    zero_faults,
-)
+from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """What the plan is called that no pass has touched, where plans are named by the pass before them."""
