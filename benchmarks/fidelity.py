@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -224,6 +224,12 @@ class Sleeps:
     wire_ms: float = 5.0
     steps: int = 3
     lengths: tuple[float, ...] = (1.0,) * MICROBATCHES
+    block: ClassVar[type[Sleeper]] = Sleeper
+
+    @property
+    def host_bandwidth(self) -> float | None:
+        """How fast activations go to the host's memory and back, in bytes a second; None: at once."""
+        return None
 
     def costs(self) -> qs.Costs:
         return self._costs(p2p=self.wire_ms)
@@ -251,7 +257,7 @@ class Sleeps:
         num_blocks = len(plan.routes[0].stages)
         engine = Engine(
             plan,
-            [partial(Sleeper, Pace(seconds, seconds, seconds))] * num_blocks,
+            [partial(self.block, Pace(seconds, seconds, seconds))] * num_blocks,
             lambda output, _: output.sum(),
             partial(torch.optim.SGD, lr=0.0),
             block_costs=[1.0] * num_blocks,
@@ -292,7 +298,8 @@ def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> R
     plan = case.plan()
     simulation = plan.simulate(case.costs())
     with TemporaryDirectory() as folder, urgently():
-        measured = took_ms(run_local(case.pp, partial(case.run, Path(folder)), rules=rules, wire_s=case.wire_s()))
+        links = {"wire_s": case.wire_s(), "host_bandwidth": case.host_bandwidth}
+        measured = took_ms(run_local(case.pp, partial(case.run, Path(folder)), rules=rules, **links))
         slips = []
         if plan.mode == "train":
             trace = Trace.load(Path(folder), plan)

@@ -19,6 +19,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
+from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.spell_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
@@ -116,6 +117,8 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
     if schedule.searches:
         costs = _searched(schedule, request, placed, runs)
     sizes = (pp, request.microbatches, request.chunks, request.slices)
+    if not schedule.searches and request.offload is not None:
+        costs = None
     return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
 
@@ -153,8 +156,9 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
         watch(ORDER, order)
     passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
     lowered = lower(order, passes, watch=watch, verify=watch is not None)
-    plan = spell_out(lowered, request.communication, request.wire)
-    verdict = check(plan, profile="blocking")
+    placed = place_offloads(lowered, request.offload, request.costs)
+    plan = spell_out(placed, request.communication, request.wire)
+    verdict = check(plan, profile="blocking", memory_cap=None if request.costs else request.offload)
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow, and names the pass that is to blame
     verdict.raise_if_unsound()

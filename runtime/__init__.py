@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
-    from .interpreter.step_result import StepResult
+    from .interpreter.tally import StepResult
     from .job.config import JobConfig
     from .job.jobfile import load_job
     from .launch.to_plan import plan_of
@@ -49,7 +49,7 @@ _HOMES = {
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
     "job.jobfile": ("load_job",),
-    "interpreter.step_result": ("StepResult",),
+    "interpreter.tally": ("StepResult",),
     "parallel.tensor.apply": (
         "ColumnParallelLinear",
         "RowParallelLinear",

@@ -30,7 +30,7 @@ from .interpreter.clock import Clock
 from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
-from .interpreter.step_result import StepResult
+from .interpreter.tally import StepResult
 from .job.choices import ContextMethod
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.vocab_loss import takes_vocabulary
@@ -38,6 +38,7 @@ from .requirements import (
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
+    require_movable_activations,
     require_runnable,
 )
 from .stage.build import Stage
@@ -159,6 +160,7 @@ class Engine:
         model = RankModel(self.plan, blocks, self._groups, self.transport, options)
         require_keyed_dropout(self.plan, model.stages)
         require_blocks_to_recompute(self.plan, model.stages)
+        require_movable_activations(self.plan, model.stages)
         return model
 
     def _make_recorder(self, trace_steps: Collection[int] | None) -> Recorder | None:

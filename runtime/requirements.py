@@ -8,10 +8,12 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError, UsageError
+from quintsched.ir.instructions import OffloadAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
 
 from .blocks.blocks import Blocks, some_take
+from .blocks.dtensor import is_sharded
 from .comm import Transport
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
@@ -79,6 +81,17 @@ def require_blocks_to_recompute(plan: Plan, stages: Mapping[int, Stage]) -> None
             raise MisfitError(
                 f"one of {every} blocks of stage {number} is to be recomputed, but it has {len(stage.blocks)}; "
                 f"set recompute to {len(stage.blocks)} at most, or to 1 for the whole stage"
+            )
+
+
+def require_movable_activations(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where activations go to the host's memory that PyTorch has sharded."""
+    moving = {i.stage for program in plan.programs for i in program if isinstance(i, OffloadAct)}
+    for number in moving.intersection(stages):
+        if is_sharded(stages[number]):
+            raise MisfitError(
+                f"PyTorch has sharded modules of stage {number}, whose activations cannot go to the host's memory and "
+                "back; compile the plan without offload"
             )
 
 

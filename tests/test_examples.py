@@ -33,6 +33,7 @@ JOBS = {
     "mnist": "dp=2,pp=2,tp=2",
     "text_gpt": "pp=2",
     "text_4d": "dp=2,pp=2,cp=2,tp=2",
+    "offload": "pp=4",
     "moe_overlap": "ep=2,pp=2",
 }
 
@@ -86,6 +87,22 @@ def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(
         name, tmp_path / "one.jsonl", *settings, "parallel.mesh=dp=1", f"parallel.microbatches={microbatches}"
     )
     assert mesh == pytest.approx(alone, rel=1e-10)
+    assert alone[-1] < alone[0]
+
+
+def test_an_offloaded_job_learns_what_one_rank_learns(tmp_path: Path) -> None:
+    settings = (
+        "runtime.precision=float64",
+        "data.options.max_bytes=9000",
+        "train.batch_size=8",
+        "model.options.hidden=32",
+    )
+    plan = plan_of(load_job(EXAMPLES / "offload.yaml"))
+    assert plan.simulate().peak_activations == (2.0, 2.0, 2.0, 1.0)
+    assert plan.simulate().peak_host == (3.0, 2.0, 0.0, 0.0)
+    four = train("offload", tmp_path / "four.jsonl", *settings)
+    alone = train("offload", tmp_path / "one.jsonl", *settings, "parallel.mesh=dp=1")
+    assert four == pytest.approx(alone, rel=1e-12)
     assert alone[-1] < alone[0]
 
 

@@ -33,6 +33,7 @@ def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
     """Return the keys of what the scenes show; `size` is the size of the legend's text."""
     computations = _in_order({type(box.instruction) for scene in scenes for box in scene.boxes})
     marks = _in_order({mark.what for scene in scenes for mark in scene.marks})
+    copies = _in_order({strip.what for scene in scenes for strip in scene.strips})
     waits = any(scene.waits for scene in scenes)
     cargo = {arrow.kind for scene in scenes if messages_shown(scene, scale) for arrow in scene.arrows}
     return [
@@ -40,6 +41,7 @@ def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
         Key("idle", size * 1.6, _hatched(size, IDLE, IDLE_HATCH, "////")),
         *([Key("waiting", size * 1.6, _hatched(size, WAIT, WAIT_HATCH, WAIT_PATTERN))] if waits else []),
         *(_arrow_key(look, size) for kind, look in CARGO.items() if kind in cargo),
+        *(_strip_key(look_of(what), size) for what in copies),
         *(_mark_key(look_of(what), size) for what in marks),
     ]
 
@@ -84,6 +86,13 @@ def _arrow_key(look: Look, size: float) -> Key:
         axes.plot((x + size * 1.6,), (y,), color=look.colour, marker=">", markersize=3.5, linestyle="none")
 
     return Key(look.label, size * 1.8, draw)
+
+
+def _strip_key(look: Look, size: float) -> Key:
+    def draw(axes: Axes, x: float, y: float) -> None:
+        axes.add_patch(Rectangle((x, y - size * 0.2), size * 1.6, size * 0.4, facecolor=look.colour, linewidth=0))
+
+    return Key(look.label, size * 1.6, draw)
 
 
 def _mark_key(look: Look, size: float) -> Key:

@@ -2,6 +2,7 @@
 
     process 0 "planned"    thread per pp rank   [F0][F1]…         complete events ("X"), microseconds
     process 1 "measured"   thread per pp rank   [wait|F0][F1]…    a wait lies within its instruction
+                           and one for its copies to the host's memory and back, if there are any
                                  ╲▶                               a flow ("s", "f") from each send to its taker
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from quintsched.files.atomic import write_whole
-from quintsched.ir.instructions import Compute, Recv, Send, short
+from quintsched.ir.instructions import Compute, HostCopy, Recv, Send, short
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
@@ -57,9 +58,13 @@ def _events_of(run: Simulation | MeasuredStep, pid: int, name: str) -> Iterator[
     for rank, row in enumerate(run.timeline):
         place: Event = {"pid": pid, "tid": rank}
         yield {"ph": "M", "name": "thread_name", **place, "args": {"name": f"rank {rank}"}}
+        copies: Event = {"pid": pid, "tid": len(run.timeline) + rank}
+        if any(isinstance(span.instruction, HostCopy) for span in row):
+            yield {"ph": "M", "name": "thread_name", **copies, "args": {"name": f"rank {rank}, host"}}
         for span in row:
             if not isinstance(span.instruction, Recv):
-                yield from _slices(span, place, scale, several)
+                beside = isinstance(span.instruction, HostCopy)
+                yield from _slices(span, copies if beside else place, scale, several)
     yield from _flows(run, pid, scale)
 
 

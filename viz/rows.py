@@ -1,6 +1,7 @@
 """The rows of a pipeline on an axes: boxes over idle time, messages between the rows, marks on top.
 
-Row r takes y from r to r + 1 (downwards); its band, where boxes lie, leaves a gutter for the messages.
+Row r takes y from r to r + 1 (downwards); its band, where boxes lie, leaves a gutter for the messages, and for
+copies to the host's memory (below) and back (above).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from quintsched.ir.instructions import Instruction
+from quintsched.ir.instructions import Instruction, OffloadAct
 
 from .scene import Arrow, Box, Mark, Scene
 from .style import (
@@ -74,6 +75,7 @@ def draw_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
     _draw_waits(axes, scene)
     _draw_bars(axes, scene)
     _draw_boxes(axes, scene, scale)
+    _draw_strips(axes, scene)
     _draw_numbers(axes, scene.boxes, scale)
     _draw_marks(axes, scene.marks, scale)
     _name_rows(axes, scene, scale, font)
@@ -132,6 +134,25 @@ def _draw_bars(axes: Axes, scene: Scene) -> None:
             gid="batch-work",
         )
         axes.add_collection(drawn, autolim=False)
+
+
+def _draw_strips(axes: Axes, scene: Scene) -> None:
+    if scene.strips:
+        drawn = PolyCollection(
+            [_rectangle(s.start, s.end, *_gutter(s.rank, below=s.what is OffloadAct)) for s in scene.strips],
+            facecolors=[look_of(strip.what).colour for strip in scene.strips],
+            edgecolors="white",
+            linewidths=0.4,
+            zorder=3,
+            gid="host-copies",
+        )
+        axes.add_collection(drawn, autolim=False)
+
+
+def _gutter(rank: int, *, below: bool) -> tuple[float, float]:
+    """Return where the half of a gutter lies that is next to a row's band."""
+    top, bottom = _band(rank)
+    return (bottom, bottom + 0.6 * GUTTER) if below else (top - 0.6 * GUTTER, top)
 
 
 def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:

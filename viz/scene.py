@@ -3,6 +3,7 @@
     rank 0   [F0][F1] . . [ B0 ]        Box: a computation
                ╲          ╱             Arrow: a message, from the sender's row to the receiver's taker
     rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, where that was measured
+               └F0┘                     Strip: a copy to the host's memory or back, beside the computations
                                         Mark: anything else, at its time; Bar: that, where it takes time
 
 No matplotlib here, and no coordinate but rank and time.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.ir.dataflow import Flow, Kind, Value
-from quintsched.ir.instructions import Compute, Instruction, Recv, Send
+from quintsched.ir.instructions import Compute, HostCopy, Instruction, Recv, Send
 from quintsched.simulation.activation_memory import HELD, held_by
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
@@ -67,6 +68,16 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """A copy of activations between a rank's memory and its host's, which runs beside its computations."""
+
+    rank: int
+    start: float
+    end: float
+    what: type[HostCopy]
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The time that an instruction waits for another rank before it runs."""
 
@@ -87,6 +98,7 @@ class Scene:
     marks: tuple[Mark, ...]
     bars: tuple[Bar, ...] = ()
     waits: tuple[Wait, ...] = ()
+    strips: tuple[Strip, ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -99,7 +111,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     layout, flows = run.plan.layout, flows_of_ranks(run)
     chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
     arrivals = _arrivals(run)
-    boxes, arrows, bars, waits = [], [], [], []
+    boxes, arrows, bars, waits, strips = [], [], [], [], []
     marks: dict[Mark, None] = {}
     for rank, row in enumerate(run.timeline):
         for span, used in zip(row, flows[rank], strict=True):
@@ -112,6 +124,8 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
                     arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))
                 case Recv():
                     continue
+                case HostCopy() as i if span.end > began:
+                    strips.append(Strip(rank, began, span.end, type(i)))
                 case i:
                     marks[Mark(rank, began, type(i))] = None
                     bars += [Bar(rank, began, span.end, type(i))] if span.end > began else []
@@ -125,6 +139,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
         marks=tuple(marks),
         bars=tuple(bars),
         waits=tuple(waits),
+        strips=tuple(strips),
     )
 
 

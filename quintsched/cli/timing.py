@@ -113,6 +113,9 @@ def _describe(simulation: Simulation) -> Iterator[str]:
         exchange = "  ".join(f"{rank}: {time:g}" for rank, time in enumerate(simulation.exchange))
         yield f"exchanges inside stages by pipeline rank, while it computes nothing: {exchange}"
     yield f"peak activations by pipeline rank, in microbatches of a whole rank: {peaks}"
+    if any(simulation.peak_host):
+        peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_host))
+        yield f"peak in the host's memory by pipeline rank, in microbatches of a whole rank: {peaks}"
     if any(simulation.peak_state):
         pairs = enumerate(zip(simulation.peak_state, simulation.peak_memory, strict=True))
         peaks = "  ".join(f"{rank}: {state:g} ({everything:g})" for rank, (state, everything) in pairs)

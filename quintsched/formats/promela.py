@@ -142,6 +142,8 @@ class _Model:
         """Return what a queue of the rank is called; None where nothing orders a message."""
         if self.profile == "blocking":
             return ""
+        if i.queue:
+            return f"_{i.queue}"
         members = self._members(i)
         if not members and not isinstance(i, (Message, *AMONG_REPLICAS)):
             return "_compute"

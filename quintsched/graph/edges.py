@@ -15,14 +15,24 @@ import numpy as np
 from quintsched.graph.event_graph import EventGraph
 from quintsched.graph.plan_events import Ends, Events, shrunk
 from quintsched.graph.profiles import COMPUTE_QUEUE, FIRST_GROUP_QUEUE, NO_QUEUE, Profile
-from quintsched.ir.columns import ABSENT, Flags, Ints
+from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import Flows
-from quintsched.ir.instructions import FreeParams, GatherParams, Recv, Send, ShareMetrics, SyncTied
+from quintsched.ir.instructions import (
+    FetchAct,
+    FreeParams,
+    GatherParams,
+    HostCopy,
+    OffloadAct,
+    Recv,
+    Send,
+    ShareMetrics,
+    SyncTied,
+)
 
 Edges = tuple[Ints, Ints, Ints]
 """(sources, targets, ranks): events, and the rank on which the target waits."""
 
-ISSUED = (Send, Recv, ShareMetrics, SyncTied)
+ISSUED = (Send, Recv, HostCopy, ShareMetrics, SyncTied)
 """What a host only issues: it waits in computations, and at everything else that ends a step."""
 
 
@@ -38,7 +48,7 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
     queues = profile.queues(events)
     parts = [queue_edges(events, queues)]
     if not profile.one_queue:
-        parts += [data_edges(events, flows, queues), room_edges(events)]
+        parts += [data_edges(events, flows, queues), room_edges(events, queues)]
         if one_host:
             parts.append(host_edges(events, profile))
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -131,12 +141,30 @@ def _last_of_queue(makers: Ints, rows: Ints, rank: Ints, computing: Flags) -> tu
     return makers[kept], rows[kept]
 
 
-def room_edges(events: Events) -> Edges:
-    """Return the edges from what drops weights to what gathers others into their room."""
+def room_edges(events: Events, queues: Ints) -> Edges:
+    """Return the edges from what frees memory to what takes it after that; `queues` are those of the rows.
+
+        FreeParams ──▶ GatherParams      OffloadAct ──▶ the next computation, FetchAct      computation ──▶ FetchAct
+
+    Weights are gathered into the room of others. A computation finds the room that activations had which went to the
+    host's memory before it, and those that are fetched take the room that what stands before them has left.
+    """
     columns = events.columns
-    freed, gathered = columns.rows_where(FreeParams), columns.rows_where(GatherParams)
-    latest = np.searchsorted(freed, gathered) - 1
+    pairs = [_latest_before(columns, columns.rows_where(FreeParams), columns.rows_where(GatherParams))]
+    offloads, fetches = columns.rows_where(OffloadAct), columns.rows_where(FetchAct)
+    if len(offloads) or len(fetches):
+        computing = np.flatnonzero(queues == COMPUTE_QUEUE)
+        freed, taken = _latest_before(columns, offloads, computing)
+        first = np.diff(freed, prepend=ABSENT) != 0
+        pairs.append((freed[first], taken[first]))
+        pairs += [_latest_before(columns, before, fetches) for before in (offloads, computing)]
+    sources, targets = (np.concatenate(rows) for rows in zip(*pairs, strict=True))
+    return events.of[sources], events.of[targets], columns.rank[targets]
+
+
+def _latest_before(columns: Columns, earlier: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Return, for each of the rows that has one, the latest of the earlier ones on its rank, and the row."""
+    latest = np.searchsorted(earlier, rows) - 1
     known = latest >= 0
-    known[known] = columns.rank[freed[latest[known]]] == columns.rank[gathered[known]]
-    gathered = gathered[known]
-    return events.of[freed[latest[known]]], events.of[gathered], columns.rank[gathered]
+    known[known] = columns.rank[earlier[latest[known]]] == columns.rank[rows[known]]
+    return earlier[latest[known]], rows[known]

@@ -6,6 +6,8 @@
     channel         ▶ computation ▶     ▶ to 1 ▶  ▶ from 1 ▶  ▶ to 2 ▶  …   ▶ each group ▶
     tagged          ▶ computation ▶     messages are in no order             ▶ each group ▶
 
+Copies to the host's memory and back have a queue each, under all but the first.
+
 Each relaxes the one before it, so a plan that is free of deadlock under one is free under all that follow.
 """
 
@@ -19,9 +21,10 @@ import numpy as np
 from quintsched.errors import UsageError, suggest
 from quintsched.graph.plan_events import NO_GROUP, Channels, Events
 from quintsched.ir.columns import Ints
-from quintsched.ir.instructions import AMONG_REPLICAS
+from quintsched.ir.instructions import AMONG_REPLICAS, OWN_QUEUES
 
-NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_GROUP_QUEUE = range(-1, 4)
+NO_QUEUE, COMPUTE_QUEUE, WIRE_QUEUE, REPLICAS_QUEUE, FIRST_OWN_QUEUE = range(-1, 4)
+FIRST_GROUP_QUEUE = FIRST_OWN_QUEUE + len(OWN_QUEUES)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Profile:
         if self.one_queue:
             return queues
         queues[columns.are(*AMONG_REPLICAS)] = WIRE_QUEUE if self.one_wire else REPLICAS_QUEUE
+        for number, kinds in enumerate(OWN_QUEUES.values(), start=FIRST_OWN_QUEUE):
+            queues[columns.rows_where(*kinds)] = number
         collective = groups != NO_GROUP
         queues[collective] = WIRE_QUEUE if self.one_wire else FIRST_GROUP_QUEUE + groups[collective]
         of_channels = self._of_channels(channels, FIRST_GROUP_QUEUE + int(groups.max(initial=0)) + 1)

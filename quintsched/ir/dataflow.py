@@ -305,6 +305,8 @@ _OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
     When.HAS_LOSS: lambda stages, units, layout: layout.have_loss(stages, units),
     When.KEEPS: lambda stages, units, layout: layout.trains & ~layout.recomputing[stages],
     When.RECOMPUTES: lambda stages, units, layout: layout.trains & layout.recomputing[stages],
+    When.STAYS: lambda stages, units, layout: ~layout.fetched[stages, units],
+    When.FETCHED: lambda stages, units, layout: layout.fetched[stages, units],
     When.HAS_EARLIER: lambda stages, units, layout: units % layout.slices > 0,
     When.HAS_LATER: lambda stages, units, layout: units % layout.slices < layout.slices - 1,
 }

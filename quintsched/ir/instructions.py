@@ -6,6 +6,7 @@
     Fwd → SendSkip ~~▶ RecvSkip → Fwd        Bwd → SendSkipGrad ~~▶ RecvSkipGrad → Bwd     (past the stages between)
 
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
+    Fwd → OffloadAct → … → FetchAct → Bwd     (activations in the host's memory meanwhile)
 
     Overlap = a Fwd and a Bwd side by side: while one computes, what the other exchanges inside its stage is on its way
 
@@ -46,6 +47,9 @@ class Instruction:
     """Whether it is a collective among the replicas of a pipeline rank."""
     on_bucket: ClassVar[Literal["all_reduce", "reduce_scatter", "all_gather"] | None] = None
     """The collective on one gradient bucket that it is: "all_reduce", "reduce_scatter" or "all_gather"."""
+
+    queue: ClassVar[str] = ""
+    """The queue, beside computation, in which a rank runs its instructions of this class one after the other."""
 
     @property
     def op(self) -> str:
@@ -158,6 +162,32 @@ class SendSkip(Send):
     letters: ClassVar[str] = "SK"
 
     skip: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy(Instruction):
+    """A copy of a microbatch's activations between a rank's memory and its host's, beside computation."""
+
+    costs: ClassVar[tuple[str, ...]] = ("host_latency", "host_bandwidth")
+
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadAct(HostCopy):
+    """Move activations to the host's memory: the copy begins with the end of their forward, and has ended here."""
+
+    letters: ClassVar[str] = "OA"
+    queue: ClassVar[str] = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAct(HostCopy):
+    """Copy activations back from the host's memory: the copy begins here, and their backward waits for it."""
+
+    letters: ClassVar[str] = "FA"
+    queue: ClassVar[str] = "fetch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +378,9 @@ BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
 ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)
 NEEDS_WEIGHTS = tuple(kind for kind in COMPUTATIONS if kind.needs_weights)
 WHOLE_MESH = tuple(kind for kind in ALL if kind.whole_mesh)
+OWN_QUEUES = {one.queue: tuple(kind for kind in ALL if kind.queue == one.queue) for one in ALL if one.queue}
+"""What runs beside computation on the rank alone, by queue."""
+
 AMONG_REPLICAS = tuple(kind for kind in ALL if kind.among_replicas)
 
 

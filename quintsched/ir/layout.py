@@ -52,7 +52,8 @@ class Layout:
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
     holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
     `zero` are those of a plan. `backward_order` says per stage in which order backwards end, where gradients are
-    reduced as they come.
+    reduced as they come, `fetches` which microbatches of which stages have activations that come back from the host's
+    memory.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -68,6 +69,7 @@ class Layout:
     losses: tuple[int, ...] = ()
     zero: Zero = field(default_factory=Zero)
     backward_order: tuple[tuple[int, ...], ...] = ()
+    fetches: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -271,6 +273,13 @@ class Layout:
     def recomputing(self) -> Flags:
         """`recomputes`, for all stages."""
         return np.array([self.recomputes(stage) for stage in range(len(self.stage_to_pp))], np.bool_)
+
+    @cached_property
+    def fetched(self) -> Flags:
+        """(stages, microbatches): whose activations are fetched from the host's memory."""
+        fetched = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
+        fetched[tuple(np.array(self.fetches, np.int64).reshape(-1, 2).T)] = True
+        return fetched
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """The pp ranks that hold any of these stages, in rising order."""

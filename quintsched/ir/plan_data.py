@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from quintsched.ir.columns import Columns
+from quintsched.ir.columns import Columns, Ints
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD
+from quintsched.ir.instructions import ENDS_BACKWARD, FetchAct, Instruction
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.programs import Programs
@@ -129,15 +129,21 @@ class PlanData:
             losses=self.losses,
             zero=self.zero,
             backward_order=self._backward_order() if self.zero.shards_gradients else (),
+            fetches=tuple(zip(*(column.tolist() for column in self._known_cells(FetchAct)), strict=True)),
         )
 
     def _backward_order(self) -> tuple[tuple[int, ...], ...]:
         """Return the microbatches of each stage in the order in which their backwards end."""
-        columns, stages = self.columns.apart.columns, len(self.stage_to_pp)
-        rows = columns.rows_where(*ENDS_BACKWARD)
+        stage, unit = self._known_cells(*ENDS_BACKWARD)
+        return tuple(Ragged.group(stage, unit, len(self.stage_to_pp)).lists())
+
+    def _known_cells(self, *kinds: type[Instruction]) -> tuple[Ints, Ints]:
+        """Return the stages and microbatches of all instructions of some classes, but those that there are not."""
+        columns = self.columns.apart.columns
+        rows = columns.rows_where(*kinds)
         stage, unit = columns.stage[rows], columns.unit[rows]
-        known = (stage >= 0) & (stage < stages) & (unit >= 0) & (unit < self.schedule.num_units)
-        return tuple(Ragged.group(stage[known], unit[known], stages).lists())
+        known = (stage >= 0) & (stage < len(self.stage_to_pp)) & (unit >= 0) & (unit < self.schedule.num_units)
+        return stage[known], unit[known]
 
     @property
     def columns(self) -> Columns:
@@ -171,13 +177,13 @@ class PlanData:
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
+        offloading = ", offloading" if "offload" in self.schedule.options else ""
         zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         blocks = f", stages of {listed(self.blocks_per_stage)} blocks" if self.blocks_per_stage else ""
         microbatches = f"{self.schedule.microbatches} microbatches"
-        return (
-            f"{self.schedule.name} on {self.mesh}, {microbatches}{chunks}{slices}{blocks}{recomputing}{zero}{spelled}"
-        )
+        counts = f"{microbatches}{chunks}{slices}{blocks}"
+        return f"{self.schedule.name} on {self.mesh}, {counts}{recomputing}{offloading}{zero}{spelled}"
 
 
 def shares_of(blocks_per_stage: Sequence[int], blocks: int, pp: int) -> tuple[float, ...]:

@@ -90,6 +90,10 @@ class When(Enum):
     """in plans that train, on stages that keep their activations."""
     RECOMPUTES = auto()
     """in plans that train, on stages that recompute them."""
+    STAYS = auto()
+    """for microbatches whose activations stay on their rank."""
+    FETCHED = auto()
+    """for microbatches whose activations are fetched from the host's memory."""
     HAS_EARLIER = auto()
     """for slices that have one before them in their microbatch."""
     HAS_LATER = auto()
@@ -119,7 +123,8 @@ _ON_WEIGHTS = Term(READS, Kind.PARAMS, which=Which.GATHERING, when=When.SHARDS_W
 
 _BACKWARD = (
     _ON_WEIGHTS,
-    Term(CONSUMES, Kind.SAVED),
+    Term(CONSUMES, Kind.SAVED, when=When.STAYS),
+    Term(CONSUMES, Kind.FETCHED, when=When.FETCHED),
     Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
     Term(PRODUCES, Kind.OUTPUT_GRAD, BEFORE),
     Term(CONSUMES, Kind.SKIP_GRAD, LATER, Which.EVERY_SKIP),
@@ -168,6 +173,8 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
     ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
     ins.RecvSkip: (Term(PRODUCES, Kind.SKIP, which=Which.SKIP),),
     ins.SendSkip: (Term(CONSUMES, Kind.SKIP, LATER, Which.SKIP),),
+    ins.OffloadAct: (Term(CONSUMES, Kind.SAVED), Term(PRODUCES, Kind.OFFLOADED)),
+    ins.FetchAct: (Term(CONSUMES, Kind.OFFLOADED), Term(PRODUCES, Kind.FETCHED)),
     ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
     ins.Bwd: (*_BACKWARD, *_WEIGHT_GRADIENT),
     ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),

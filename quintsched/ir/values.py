@@ -57,6 +57,10 @@ class Kind(IntEnum):
     """The full weights of a stage whose replicas hold shards of them; the number counts gatherings."""
     STEPPED = 16
     """A bucket of weights of which each replica has stepped its shard."""
+    OFFLOADED = 15
+    """What a forward keeps, in the host's memory."""
+    FETCHED = 16
+    """What a forward kept, back from the host's memory."""
 
 
 _WORDS = {
@@ -77,6 +81,8 @@ _WORDS = {
     Kind.CHECKPOINT: "checkpoint",
     Kind.PARAMS: "full weights",
     Kind.STEPPED: "stepped shards",
+    Kind.OFFLOADED: "offloaded activations",
+    Kind.FETCHED: "fetched activations",
 }
 
 _COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie", Kind.PARAMS: "gathering", Kind.STEPPED: "bucket"}

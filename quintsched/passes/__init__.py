@@ -3,6 +3,8 @@
     order of computation ─▶ place_recomputes ─▶ place_messages ─▶ gather_params ─▶ sync_tied ─▶ reduce_buckets
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
+Two more take what a request says besides, and come last: `place_offloads` and `spell_collectives`.
+
 Each is a pure function from plan to plan. `Pass.establishes` names the points of a sound plan that hold from then on;
 `lower` applies them all, and names the one that breaks a point if asked to look. Imports `verify` and below.
 """

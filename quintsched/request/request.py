@@ -137,7 +137,7 @@ class CompileRequest:
         in_plan=lambda plan: plan.schedule.slices,
     )
     costs: Costs | None = _setting(
-        "the costs to plan with, for schedules that search; a JSON file, in Python a `Costs`.",
+        "the costs to plan with, for schedules that search, and for offload; a JSON file, in Python a `Costs`.",
         reading.optional(reading.read_costs),
         "FILE",
         default=None,
@@ -170,6 +170,15 @@ class CompileRequest:
         parse=reading.parse_numbers,
         in_plan=lambda plan: tuple(map(plan.layout.recompute_every, range(len(plan.stage_to_pp)))),
         normal=reading.every_stage,
+    )
+    offload: float | None = _setting(
+        "the most activations that a rank may hold, in microbatches of a whole rank, or in the unit of memory of "
+        "costs: what is more goes to the host's memory and comes back.",
+        reading.optional(reading.read_number),
+        "X",
+        default=None,
+        text=float,
+        in_plan=lambda plan: plan.schedule.options.get("offload"),
     )
     tied: Mapping[str, Sequence[int]] | None = _setting(
         "named weights that several stages hold, and which: embedding=0,3, in Python {'embedding': (0, 3)}. Their "

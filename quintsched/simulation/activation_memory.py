@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,25 @@ from quintsched.simulation.costs import Costs
 HELD = {
     Kind.CHECKPOINT: "activation_checkpointed",
     Kind.SAVED: "activation",
+    Kind.FETCHED: "activation",
     Kind.PENDING: "activation_after_input",
 }
 """The values that count as activations, and which of the costs says how much each holds."""
+
+HELD_BY_HOST = {Kind.OFFLOADED: "activation"}
+"""Those that are in the host's memory."""
 
 
 def peak_activations(plan: PlanData, costs: Costs) -> tuple[float, ...]:
     """Return each pp rank's peak of `activation` costs, in microbatches of a whole rank at unit costs."""
     parts = plan.schedule.parts
     return tuple(peak / parts for peak in _peaks(plan.columns, *activation_changes(plan, costs)))
+
+
+def peak_host(plan: PlanData, costs: Costs) -> tuple[float, ...]:
+    """Return each pp rank's peak of activations in its host's memory, likewise."""
+    net, _ = _changes(plan, costs, HELD_BY_HOST)
+    return tuple(peak / plan.schedule.parts for peak in _peaks(plan.columns, net, np.maximum(net, 0.0)))
 
 
 class Changes(NamedTuple):
@@ -38,13 +49,19 @@ def activation_changes(plan: PlanData, costs: Costs) -> Changes:
 
     An activation is held from its forward to the end of its backward; between the halves of a backward, what
     `activation_after_input` says is left of it, and between a forward and its recomputation, what
-    `activation_checkpointed` says. The keys and values of a microbatch count with its first slice. While an `Overlap`
-    runs, what its forward makes is held beside what its backward takes.
+    `activation_checkpointed` says; in the host's memory it is not held. The keys and values of a microbatch count
+    with its first slice. While an `Overlap` runs, what its forward makes is held beside what its backward takes.
     """
-    change, made = np.zeros((2, len(plan.columns)))
-    for kind in (*HELD, Kind.KEYS) if plan.schedule.slices > 1 else HELD:
-        _add(change, made, plan, costs, kind)
+    change, made = _changes(plan, costs, (*HELD, Kind.KEYS) if plan.schedule.slices > 1 else HELD)
     return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
+
+
+def _changes(plan: PlanData, costs: Costs, kinds: Iterable[Kind]) -> tuple[Amounts, Amounts]:
+    """Return by how much each row changes what there is of values of some kinds, and how much of them it makes."""
+    change, made = np.zeros((2, len(plan.columns)))
+    for kind in kinds:
+        _add(change, made, plan, costs, kind)
+    return change, made
 
 
 def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Kind) -> None:
@@ -69,7 +86,7 @@ def held_by(plan: PlanData, costs: Costs, kind: Kind, stages: Ints, units: Ints)
     """
     spec = plan.schedule
     if kind is not Kind.KEYS:
-        return costs.of_units(HELD[kind], stages, units, spec)
+        return costs.of_units((HELD | HELD_BY_HOST)[kind], stages, units, spec)
     microbatches, slices = np.divmod(units, spec.slices)
     held: Amounts = costs.of_microbatches("keys", stages, microbatches, spec) * (slices == 0)
     return held

@@ -29,6 +29,8 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
+    Bandwidth,
+    Cost,
     Factor,
     MicrobatchCost,
     PerMicrobatch,
@@ -88,6 +90,10 @@ class Costs(BaseModel):
     """A message between two pipeline ranks that holds 1; or the wires between them, in `latency` and `bandwidth`."""
     message: UnitCost = 1.0
     """What a message with the output of a stage holds, and one with its gradient; a scalar is taken as it is."""
+    host_latency: Cost = 0.0
+    """What any copy of activations to the host's memory, or back, takes besides."""
+    host_bandwidth: Bandwidth | None = None
+    """How much of the activations such a copy moves in a unit of time, each way; None: copies take no time."""
     clip: PerStage = 0.0
     """The gradient norm of a stage; all ranks meet for it, so that the one with the most to do decides."""
     optimizer: PerStage = 0.0
@@ -234,7 +240,7 @@ class Costs(BaseModel):
         return getattr(self, _INSTEAD[name]) if value is None else value
 
 
-_NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p"})
+_NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p", "host_latency", "host_bandwidth"})
 """What says nothing of stages."""
 
 _TAKEN_AS_IT_IS = frozenset({"message", "experts"})

@@ -4,6 +4,7 @@
     Bwd        b + y                       b: backward_input + backward_weight, y: exchange_backward
     Overlap    max(f + b, f + x, b + y)    one side exchanges while the other computes
     SendAct    latency + size / bandwidth  of the wire between the two ranks
+    OffloadAct latency + activation / bandwidth  of the link to the host
     OptStep    optimizer, of its stages    and so on: what each class of instruction names
 
 The parts of a computation can be had alone: `computation_times` and `exchange_times`, of any stages and microbatches.
@@ -26,6 +27,7 @@ from quintsched.ir.instructions import (
     Bwd,
     Compute,
     Fwd,
+    HostCopy,
     Instruction,
     Message,
     OnBucket,
@@ -106,6 +108,9 @@ def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs
         return np.add(*_overlaps(rows, plan, costs))
     if issubclass(kind, Compute):
         return _added((*kind.costs, *kind.exchanges), columns.stage[rows], columns.unit[rows], plan, costs)
+    if issubclass(kind, HostCopy):
+        moved = costs.of_units("activation", columns.stage[rows], columns.unit[rows], plan.schedule)
+        return costs.host_latency * plan.schedule.parts + moved / (costs.host_bandwidth or math.inf)
     stages = range(len(plan.stage_to_pp))
     once: Times = np.array([_once(plan, costs, kind, stage) for stage in stages])
     if issubclass(kind, OnBucket):

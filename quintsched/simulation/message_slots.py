@@ -27,7 +27,7 @@ import numpy as np
 from quintsched.graph.profiles import Profile
 from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import Uses
-from quintsched.ir.instructions import Message, Recv, Send
+from quintsched.ir.instructions import Message, OffloadAct, Recv, Send
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.values import Kind, Value
@@ -57,6 +57,8 @@ FRESH = frozenset(
         Kind.KEYS_GRAD,
         Kind.PARAMS,
         Kind.STEPPED,
+        Kind.OFFLOADED,
+        Kind.FETCHED,
     }
 )
 """What has memory of its own, whatever it was made of; but a skip that is handed on has that of the one taken."""
@@ -211,8 +213,9 @@ def _let_go(plan: PlanData) -> Ints:
     """Return for the value at each place after which row nobody keeps its memory any more.
 
     That is when it was taken, or, where the same instruction makes something of the same microbatch that keeps what it
-    was made of, when nobody keeps that any more. A skip that is handed on is the one that was taken, and keeps no other
-    value. A plan that only computes forward keeps nothing.
+    was made of, when nobody keeps that any more. A forward whose activations go to the host keeps none: it has copied
+    its input. A skip that is handed on is the one that was taken, and keeps no other value. A plan that only computes
+    forward keeps nothing.
     """
     flows = plan.flows
     if not plan.layout.trains:
@@ -222,6 +225,8 @@ def _let_go(plan: PlanData) -> Ints:
     units = plan.layout.num_microbatches
     codes = [uses.rows * units + names.units for uses, names in ((made, of_made), (taken, of_taken))]
     keeps = np.isin(of_made.kinds, KEEPS)
+    takers = flows.first_takers[made.places]
+    keeps &= (takers == ABSENT) | ~plan.columns.are(OffloadAct)[takers]
     pairs = [_pairs(made.places[keeps], codes[0][keeps], taken.places, codes[1])]
     if plan.skips:
         left, given = of_made.kinds == Kind.SKIP, of_taken.kinds == Kind.SKIP

@@ -1,8 +1,10 @@
 """Time a plan: the event graph of the `channel` profile, run under a cost model.
 
 Communication overlaps with computation as the runtime does it: a message starts when its value is made and its
-channel is free, and only who takes the value waits for it. Collectives among replicas go one after the other, beside
-all that; weights are gathered into the room of those dropped before. The gradient norm is one event of all ranks.
+channel is free, and only who takes the value waits for it. Activations that go to the host's memory do so from the end
+of their forward on, one after the other, and the computation behind the place where their memory is free waits for
+that; those that come back are awaited by their backward. Collectives among replicas go one after the other, beside all
+that; weights are gathered into the room of those dropped before. The gradient norm is one event of all ranks.
 
     makespan      when the last instruction ends
     bubble        1 - busy / (ranks x makespan)
@@ -28,7 +30,7 @@ from quintsched.graph.profiles import PROFILES
 from quintsched.graph.rendezvous import meeting_order
 from quintsched.ir.instructions import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData
-from quintsched.simulation.activation_memory import peak_activations
+from quintsched.simulation.activation_memory import peak_activations, peak_host
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations, exposed_exchanges
 from quintsched.simulation.state_memory import peak_memory, peak_state
@@ -97,6 +99,11 @@ class Simulation:
         return tuple(reversed(path))
 
     @property
+    def peak_host(self) -> tuple[float, ...]:
+        """The most activations that each pp rank has in its host's memory, in microbatches of a whole rank."""
+        return peak_host(self.plan, self.costs)
+
+    @property
     def exchange(self) -> tuple[float, ...]:
         """How much of each pp rank's busy time is communication inside stages, while it computes nothing."""
         return exposed_exchanges(self.plan, self.costs)
@@ -151,6 +158,7 @@ class Simulation:
             "span_bubble": self.span_bubble,
             "exchange": list(self.exchange),
             "peak_activations": list(self.peak_activations),
+            "peak_host": list(self.peak_host),
             "peak_state": list(self.peak_state),
             "peak_memory": list(self.peak_memory),
             "critical_path": path,

@@ -109,6 +109,7 @@ class Trace:
         kinds of backward, as its split ones are. `ClipGrad` counts from when the last rank has come to it. `p2p` is
         the median, over the messages whose taker waited for them, of the time from the send to the end of the wait;
         0 if nobody waited. Pairs of ranks whose messages took much longer or shorter get a link of their own.
+        `host_bandwidth` is that of the median copy of activations to the host's memory or back.
 
         With `per_microbatch`, computations also have factors per microbatch (and slice), means over the stages: one
         for forwards, one for recomputations and one for both halves of backwards. What disturbed a run at the same

@@ -27,6 +27,7 @@ from quintsched.ir.instructions import (
     ClipGrad,
     Compute,
     Fwd,
+    HostCopy,
     Instruction,
     Message,
     OptStep,
@@ -105,6 +106,8 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
             for name, kinds in KINDS.items()
             if name in rounded
         }
+    link = _host_bandwidth(plan, times, scale)
+    rounded |= {} if link is None else {"host_bandwidth": link}
     return Costs(unit=unit, p2p=_p2p(plan, times, scale, decimals), **rounded)
 
 
@@ -129,14 +132,15 @@ def _factors(plan: PlanData, run: Times, *kinds: type[Compute]) -> dict[str, tup
 def _handovers(plan: PlanData, times: RowTimes) -> tuple[Times, Times]:
     """Return until when each instruction occupies its rank, and how much of that it waits.
 
-    That is until the next one starts; sends belong to what stands before them, and receives occupy nobody.
+    That is until the next one starts; sends belong to what stands before them, and receives and copies to the host's
+    memory and back occupy nobody.
     """
     columns = plan.columns
     until, waited = times.end.copy(), times.wait.copy()
-    is_recv, is_message = columns.are(Recv), columns.are(Message)
+    beside, is_message = columns.are(Recv, HostCopy), columns.are(Message)
     for rank in range(len(plan.programs)):
         rows = np.array(columns.rows_of(rank))
-        own = rows[~is_recv[rows]]
+        own = rows[~beside[rows]]
         places = np.flatnonzero(~is_message[own])
         if len(places):
             heads = own[places]
@@ -211,6 +215,13 @@ def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
         instruction = plan.programs[rank][index]
         assert isinstance(instruction, kind)
         yield row, instruction
+
+
+def _host_bandwidth(plan: PlanData, times: RowTimes, scale: float) -> float | None:
+    """Return the speed of a link that copies activations as fast as the median of all copies; None: in no time."""
+    took = (times.end - times.start)[..., plan.columns.rows_where(HostCopy)] * scale * plan.schedule.parts
+    typical = float(np.median(took)) if took.size else 0.0
+    return 1 / typical if typical > 0 else None
 
 
 def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float | Wires:

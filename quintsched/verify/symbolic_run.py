@@ -171,10 +171,19 @@ def _has_loss(run: SymbolicRun, i: ins.Compute) -> bool:
     return run.plan.layout.after(i.stage, i.microbatch) < 0 or i.stage in run.plan.layout.losses
 
 
+def _offload_act(run: SymbolicRun, rank: SymbolicRank, i: ins.OffloadAct) -> None:
+    rank.put(Kind.OFFLOADED, i.stage, i.microbatch, rank.take(Kind.SAVED, i.stage, i.microbatch))
+
+
+def _fetch_act(run: SymbolicRun, rank: SymbolicRank, i: ins.FetchAct) -> None:
+    rank.put(Kind.FETCHED, i.stage, i.microbatch, rank.take(Kind.OFFLOADED, i.stage, i.microbatch))
+
+
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
     """Run the backward of a unit and hand its gradients on; return that of the weights."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
-    saved, grad_y = rank.take(Kind.SAVED, s, u)
+    fetched = Value(Kind.FETCHED, s, u) in rank.values
+    saved, grad_y = rank.take(Kind.FETCHED if fetched else Kind.SAVED, s, u)
     if layout.after(s, u) >= 0:
         grad_y = grad_y + rank.take(Kind.OUTPUT_GRAD, s, u)
     grad_y = _pass_skip_grads(run, rank, i, grad_y)
@@ -319,6 +328,8 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.SendAct: _send,
     ins.RecvSkip: _recv,
     ins.SendSkip: _send,
+    ins.OffloadAct: _offload_act,
+    ins.FetchAct: _fetch_act,
     ins.RecvGrad: _recv,
     ins.Bwd: _bwd,
     ins.Overlap: _overlap,

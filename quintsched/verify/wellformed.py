@@ -54,15 +54,17 @@ def _plainly_right(plan: PlanData) -> Flags:
     holders = np.array(plan.stage_to_pp)
     for kind in ins.ALL:
         rows = columns.rows_where(kind)
-        looked_at = issubclass(kind, ins.Compute | ins.Message | ins.OnBucket | ins.GatherParams | ins.FreeParams)
+        looked_at = issubclass(kind, _OF_UNIT | ins.OnBucket | ins.GatherParams | ins.FreeParams)
         if not len(rows) or not looked_at or plan.zero.stage not in _ZERO_STAGES.get(kind, (plan.zero.stage,)):
             continue
         stage = columns.stage[rows]
         known = (stage >= 0) & (stage < len(holders))
         rows = rows[known]
         rows = rows[holders[columns.stage[rows]] == columns.rank[rows]]
-        if issubclass(kind, ins.Compute | ins.Message):
+        if issubclass(kind, _OF_UNIT):
             rows = _visited(rows, layout, columns)
+        if issubclass(kind, ins.HostCopy):
+            rows = rows[~layout.recomputing[columns.stage[rows]]]
         if issubclass(kind, ins.Message):
             rows = rows[_names_its_peer(rows, kind, layout, columns)]
         if issubclass(kind, ins.OnBucket):
@@ -227,13 +229,24 @@ def _stage_fault(stage: int, plan: PlanData, rank: int) -> str | None:
     return None
 
 
-def _unit_fault(i: ins.Compute | ins.Message, plan: PlanData, rank: int) -> str | None:
+_OF_UNIT = ins.Compute | ins.Message | ins.HostCopy
+
+
+def _unit_fault(i: ins.Compute | ins.Message | ins.HostCopy, plan: PlanData, rank: int) -> str | None:
     if fault := _stage_fault(i.stage, plan, rank):
         return fault
     if not 0 <= i.microbatch < plan.schedule.num_units:
         return f"microbatch {i.microbatch} is out of range: there are {plan.schedule.num_units}"
     if not plan.layout.visits(i.stage, i.microbatch):
         return f"the route of microbatch {i.microbatch} does not visit stage {i.stage}"
+    return None
+
+
+def _host_copy_fault(i: ins.HostCopy, plan: PlanData, rank: int) -> str | None:
+    if fault := _unit_fault(i, plan, rank):
+        return fault
+    if plan.layout.recomputes(i.stage):
+        return f"stage {i.stage} is recomputed: it drops its activations, and has none to move to the host's memory"
     return None
 
 
@@ -332,6 +345,7 @@ _FAULTS: tuple[tuple[type[ins.Instruction], Callable[[Any, PlanData, int], str |
     (ins.Compute, _unit_fault),
     (ins.Overlap, _overlap_fault),
     (ins.Message, _message_fault),
+    (ins.HostCopy, _host_copy_fault),
     (ins.AllReduceBucket, _bucket_fault),
     (ins.ReduceScatterBucket, _bucket_fault),
     (ins.AllGatherBucket, _bucket_fault),

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 Accumulate = Callable[[nn.Parameter, Tensor], None]
@@ -150,15 +151,25 @@ def defer(parameter: nn.Parameter, product: Callable[..., Tensor], held: tuple[T
     To be called in the backward of an autograd function.
 
     Args:
-        parameter: one that `defer_weights` has seen; all others never wait.
+        parameter: one that `defer_weights` has seen; all others never wait. What hooks on saved tensors unpack in its
+            place will do.
         product: computes the gradient, later, from `held`; no other tensor should be bound to it.
         held: the tensors that it takes.
     """
-    queue = queue_of(parameter)
-    if queue is None or queue.collecting is None or parameter._backward_hooks or torch.is_grad_enabled():
+    owner = _owner(parameter)
+    queue = None if owner is None else queue_of(owner)
+    if owner is None or queue is None or queue.collecting is None or owner._backward_hooks or torch.is_grad_enabled():
         return False
-    queue.collecting.add(parameter, product, held)
+    queue.collecting.add(owner, product, held)
     return True
+
+
+def _owner(tensor: Tensor) -> nn.Parameter | None:
+    """Return the parameter that a tensor is, or was unpacked in place of: that adds to the same gradient."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    node: Any = get_gradient_edge(tensor).node if tensor.is_leaf and tensor.requires_grad else None
+    return getattr(node, "variable", None)
 
 
 def defer_weights(module: nn.Module, queue: WeightQueue) -> int:

@@ -10,6 +10,7 @@ An attention takes `past` by name and calls `keys, values = past.extend(self, ke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ class Store:
 
     def __init__(self) -> None:
         self.rows: dict[tuple[nn.Module, int], Row] = {}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the keys and values themselves."""
+        return (row.whole for row in self.rows.values())
 
 
 class Row:

@@ -1,8 +1,9 @@
 """What ranks say to each other, behind one interface: over NCCL or gloo, or from thread to thread in one process.
 
 `base` is the interface, `torch_backends` and `local` are what is behind it, `connection` picks one for a run;
-`autograd_collectives` have backwards, `message_collectives` are spelled out in messages; `device` is all that knows
-of accelerators, `clock` all that knows the time. Imports `job`, for the names of wires.
+`host_link` goes to the host's memory; `autograd_collectives` have backwards, `message_collectives` are spelled out in
+messages; `device` is all that knows of accelerators, `clock` all that knows the time. Imports `job`, for the names of
+wires.
 """
 
 from ..job.choices import Rules

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
+from .host_link import HostLink, host_link
+
 
 class ReduceOp(Enum):
     """How a reduction combines the ranks' tensors."""
@@ -284,6 +286,10 @@ class Transport(ABC):
         if not self._is_ready(buffer, (peer, self.rank)):
             self._refuse(buffer, (peer, self.rank))
         return lambda: self._recv(buffer, peer, tag)
+
+    def host_link(self) -> HostLink:
+        """Return the link between the memory of this rank's device and its host's."""
+        return host_link(self.device)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:

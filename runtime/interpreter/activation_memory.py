@@ -2,7 +2,8 @@
 
 Every tensor that a graph saves passes the saved-tensor hooks; it counts from then on until the graph drops it.
 Bytes are counted by storage, once however many tensors look into it. Weights and buffers do not count: they are
-resident anyway. What a `BwdInput` leaves for its `BwdWeight` counts as well.
+resident anyway; nor do activations while they are in the host's memory. What a `BwdInput` leaves for its `BwdWeight`
+counts as well.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd, Instru
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.costs import Costs
 
+from ..autograd.offload import identities, identity
 from ..blocks.dtensor import is_sharded
 from ..comm import Group, ReduceOp
 from ..stage.build import Stage
 from ..stage.microbatches import Batch
+from ..state.zero_params import ShardedWeights
 from .rank_state import RankState
 
 Call = Callable[[], None]
@@ -55,12 +58,8 @@ class SavedBytes:
     def __init__(self, state: RankState, stages: Mapping[int, Stage], batch: Batch) -> None:
         if any(is_sharded(stage) for stage in stages.values()):
             raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
-        self._flows, self._pending = state.flows, state.compute.pending
-        weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
-        if state.zero.weights:  # parameters look into full weights, or, while these are not resident, somewhere else
-            weights = [t for t in weights if not t.requires_grad] + state.zero.weights.full_tensors()
-        extras = (t for unit in batch.extras for t in unit.values())
-        self._resident = {_identity(t.untyped_storage()) for t in (*weights, *batch.inputs, *batch.targets, *extras)}
+        self._flows, self._pending, self._host = state.flows, state.compute.pending, state.compute.host
+        self._resident = identities(resident_tensors(stages, state.zero.weights, batch))
         self._references: Counter[int] = Counter()
         self._products: dict[tuple[int, int], list[_SavedTensor]] = {}
         self._bytes = 0
@@ -69,6 +68,7 @@ class SavedBytes:
         self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(tensor, self), lambda held: held.tensor)
 
     def __enter__(self) -> SavedBytes:
+        self._host.track = partial(_SavedTensor, count=self)
         self._hooks.__enter__()
         return self
 
@@ -76,24 +76,25 @@ class SavedBytes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
+        self._host.track = None
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that is held."""
         storage = tensor.untyped_storage()
-        if _identity(storage) in self._resident:
+        if identity(storage) in self._resident:
             return
-        self._references[_identity(storage)] += 1
-        if self._references[_identity(storage)] == 1:
+        self._references[identity(storage)] += 1
+        if self._references[identity(storage)] == 1:
             self._bytes += storage.nbytes()
             self.peak = max(self.peak, self._bytes)
 
     def remove(self, tensor: Tensor) -> None:
         """Count a tensor no longer."""
         storage = tensor.untyped_storage()
-        if _identity(storage) in self._resident:
+        if identity(storage) in self._resident:
             return
-        self._references[_identity(storage)] -= 1
-        if not self._references[_identity(storage)]:
+        self._references[identity(storage)] -= 1
+        if not self._references[identity(storage)]:
             self._bytes -= storage.nbytes()
 
     def wrap(self, index: int, call: Call) -> Call:
@@ -160,10 +161,12 @@ class SavedBytes:
         return float(median(found)) if found else 0.0
 
 
-def _identity(storage: torch.UntypedStorage) -> int:
-    """Return what tells storages apart; the memory of weights that are gathered anew may be elsewhere."""
-    identity: int = storage._cdata
-    return identity
+def resident_tensors(stages: Mapping[int, Stage], sharded: ShardedWeights, batch: Batch) -> list[Tensor]:
+    """Return the tensors of a step that are resident whatever is saved: weights, buffers and the batch."""
+    weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
+    if sharded:  # parameters look into full weights, or, while these are not resident, somewhere else
+        weights = [t for t in weights if not t.requires_grad] + sharded.full_tensors()
+    return [*weights, *batch.inputs, *batch.targets, *(t for unit in batch.extras for t in unit.values())]
 
 
 def _nothing() -> None:

@@ -35,6 +35,8 @@ from .rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
 
+NOTHING = nullcontext()
+
 DIFFERENTIABLE = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -53,11 +55,7 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
 
 
 def _bind_training(
-    state: ComputeState,
-    index: int,
-    instruction: ins.Fwd,
-    finish: Callable[[Outputs], Start],
-    kept: Value,
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
 ) -> Call:
     """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
@@ -65,18 +63,21 @@ def _bind_training(
     if forward.drops:
         extras_of = _with_unit(state, instruction, extras_of)
     clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
-    differentiable, place = DIFFERENTIABLE, _place_of_loss(state, instruction)
-    neighbours = _neighbours(state, instruction)
+    host, stores, store = state.host, state.stores, _store_of(state, instruction)
+    moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
+    place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         if take is not None:
-            given = tuple([t.detach().requires_grad_() if t.dtype in differentiable else t for t in given])
+            given = tuple([leaf(tensor) for tensor in given])
         reruns: list[Rerun] = []
         extras = extras_of(given)
-        outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
-        start = finish(outputs)
+        activations = host.activations(stores.get(store)) if moves else None
+        with NOTHING if activations is None else activations.saving():
+            outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
+            start = finish(outputs)
         for neighbour in neighbours:
             neighbour.value = tuple([_apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
@@ -84,6 +85,8 @@ def _bind_training(
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns)
         clock.stop()
+        if activations is not None:
+            host.leave(kept, activations, given if take is not None else ())
 
     return run
 
@@ -97,6 +100,30 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
     made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
     own = (value for value in made if value.kind is Kind.OUTPUT or value.number not in taken)
     return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
+
+
+def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
+    """Return what makes an input a leaf of the forward's graph, which gets a gradient if it can.
+
+    Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages. What
+    is taken of a skip may be in such a buffer too, when an earlier stage of this rank has handed it on.
+    """
+    differentiable = DIFFERENTIABLE
+    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
+    if not state.host.moves(kept):
+        return lambda tensor: tensor.detach().requires_grad_() if tensor.dtype in differentiable else tensor
+    in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
+
+    def own_leaf(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().clone() if in_buffer else tensor.detach()
+        return leaf.requires_grad_() if leaf.dtype in differentiable else leaf
+
+    return own_leaf
+
+
+def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
+    """Return where the keys and values are that the slices of a microbatch leave."""
+    return instruction.stage, instruction.microbatch // state.flows.plan.schedule.slices
 
 
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
@@ -205,23 +232,12 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
 def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    found = state.loss_fn(output, targets)
-    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise MisfitError(
-            f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {_named(found)}"
-        )
-    tally.losses.append((unit, loss.detach()))
-    tally.weights.append((unit, weight.detach() if isinstance(weight, Tensor) else weight))
+    loss = tally.add_loss(unit, state.loss_fn(output, targets))
     if state.metrics:
         with torch.no_grad():
             for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
                 column.append((unit, metric(output, targets)))
     return Start().with_loss(loss)
-
-
-def _named(found: object) -> str:
-    return str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
@@ -257,6 +273,7 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
     taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
     taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     waits = [state.cells.awaiter(value, index) for value in taken]
+    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
     both = state.overlaps.pair(
         bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward), (forward.stage, backward.stage)
     )
@@ -326,7 +343,8 @@ def _backward(
 ) -> Callable[[AbstractContextManager[object]], None]:
     """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
     flows, cells = state.flows, state.cells
-    (kept_as,) = flows.taken(instruction, Kind.SAVED)
+    (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
+    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
     taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     forward = state.forwards[instruction.stage]
@@ -337,6 +355,8 @@ def _backward(
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
+        if arrive is not None:
+            arrive()
         clock.start()
         given, start, _ = saved.pop(kept_as)
         with around:

@@ -5,8 +5,8 @@
     calls     [ train,        run,                run,      … ]         for call in calls: call()
 
 One small function per instruction: `compute` has those of forwards and backwards, `step_end` those that end a step,
-`zero` those of sharded weights; each is bound to its view of the rank's state. `p2p` says where a receive is posted and
-a send issued, which need not be at its place in the program.
+`zero` those of sharded weights, `host_copies` those of activations that go to the host; each is bound to its view of
+the rank's state. `p2p` says where a receive is posted and a send issued, which need not be at its place in the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
-from .compute import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_fwd, bind_overlap, bind_recompute
+from .compute import (
+    bind_bwd,
+    bind_bwd_input,
+    bind_bwd_weight,
+    bind_fwd,
+    bind_overlap,
+    bind_recompute,
+)
+from .host_copies import bind_fetch_act, bind_offload_act, with_room
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
 from .recorder import Recorder
@@ -57,6 +65,13 @@ HANDLERS: dict[type[Instruction], Handler] = {
             ins.BwdInput: bind_bwd_input,
             ins.BwdWeight: bind_bwd_weight,
             ins.Overlap: bind_overlap,
+        },
+    ),
+    **_seeing(
+        lambda state: state.compute.host,
+        {
+            ins.OffloadAct: bind_offload_act,
+            ins.FetchAct: bind_fetch_act,
         },
     ),
     **_seeing(
@@ -117,7 +132,8 @@ class Interpreter:
 
     def _handle(self, index: int, instruction: Instruction) -> Call:
         call = HANDLERS[type(instruction)](self.state, index, instruction)
-        return with_full_weights(self.state.zero, index, instruction, call)
+        call = with_full_weights(self.state.zero, index, instruction, call)
+        return with_room(self.state.compute.host, index, instruction, call)
 
     def watched(self, observer: Observer) -> list[Call]:
         """Return the calls as somebody sees them who watches each of them."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintsched.errors import UsageError
+from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
 from ..blocks.blocks import TARGETS, Parcel, TensorSpec, on_meta, takes_targets
@@ -25,9 +26,11 @@ from ..stage.losses import require_planned_losses
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
+from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
+from .host_copies import HostCopies
 from .interpreter import Call, Interpreter
 from .rank_state import (
     ComputeState,
@@ -36,13 +39,13 @@ from .rank_state import (
     MessageState,
     MetricFn,
     RankState,
+    Saved,
     StepEndState,
     UnitPlace,
     ZeroState,
 )
 from .recorder import Recorder
-from .step_result import StepResult
-from .tally import Tally
+from .tally import StepResult, Tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +175,7 @@ class PlanRunner:
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device)
-        cells = Cells(waits)
+        cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,
             current=current,
@@ -186,6 +189,15 @@ class PlanRunner:
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
+            host=HostCopies(
+                flows,
+                waits,
+                self._transport.host_link(),
+                self._transport.device,
+                lambda: resident_tensors(model.stages, self._state.weights, current.batch),
+                saved,
+            ),
+            saved=saved,
             overlaps=Overlaps(self._groups.sides, self._transport.device),
         )
         step_end = StepEndState(

@@ -1,6 +1,7 @@
 """What the instructions of one rank work on, split by who may touch it.
 
     Fwd, Bwd, BwdInput, BwdWeight, Recompute        ComputeState     stages, what forwards keep, the tally, gradients
+    OffloadAct, FetchAct                              its `host`     copies of what forwards keep
     SendAct, RecvAct, SendGrad, RecvGrad            MessageState     transport, shapes of what travels, sends in flight
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
@@ -38,6 +39,7 @@ from ..state.zero_params import ShardedWeights
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
+from .host_copies import HostCopies
 from .tally import Tally
 
 LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
@@ -124,6 +126,7 @@ class ComputeState:
     metrics: Mapping[str, MetricFn]
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
+    host: HostCopies
     overlaps: Overlaps
     saved: dict[Value, Saved] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
@@ -194,6 +197,7 @@ class RankState:
         self.cells.settle()
         self.current.batch = batch
         self.compute.tally.begin()
+        self.compute.host.begin()
         self.step_end.outcome.norm, self.step_end.outcome.skipped = None, False
         if self.flows.trains:
             self.compute.gradients.reducer.attach()

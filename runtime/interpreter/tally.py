@@ -2,6 +2,7 @@
 
     Fwd, Fwd, …      losses [· · …]   weights [· · …]   one row per metric   auxiliary [· · … for every piece]
     ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank, waited for when it is read, then added up
+    StepResult       what of them a step gives
 
 Every figure has its own place, 0 on all ranks but those that bring it. So they are added up in one order, that of the
 pieces of the model and of microbatches, whatever the schedule and wherever the stages lie.
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quintsched.errors import MisfitError
+
+from ..blocks.blocks import TensorSpec
 from ..comm import DoneWork, Group, Work
 
 Column = list[tuple[int, Tensor | float]]
@@ -62,6 +66,18 @@ class Tally:
         """Start a step, whose figures nobody knows yet."""
         self.figures = self._read(self._nothing, DoneWork())
 
+    def add_loss(self, unit: int, found: object) -> Tensor:
+        """Collect what a loss function gave for a unit, and return its loss; raises `MisfitError` if that is none."""
+        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
+        if not isinstance(loss, Tensor) or loss.dim():
+            named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise MisfitError(
+                f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}"
+            )
+        self.losses.append((unit, loss.detach()))
+        self.weights.append((unit, weight.detach() if isinstance(weight, Tensor) else weight))
+        return loss
+
     def reduce(self, group: Group) -> None:
         """Begin to sum what was collected over the ranks of a group; collect anew."""
         table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
@@ -83,6 +99,42 @@ class Tally:
         if places not in self._places:
             self._places[places] = torch.tensor(places, device=self._device)
         return self._places[places]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
+
+    `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
+    says that it was not finite, so that no rank stepped its optimizer.
+    """
+
+    _figures: Figures
+    _metrics: Sequence[str]
+    grad_norm: Tensor | None = None
+    skipped: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """The batch's total loss weight: samples or tokens; 0-dimensional."""
+        return self._figures.sums()[1]
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
+        sums = self._figures.sums()
+        return sums[0] / sums[1]
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """What to add up over batches: "loss", "weight" and each metric, as sums."""
+        return dict(zip(("loss", "weight", *self._metrics), self._figures.sums(), strict=True))
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Each metric over the whole batch: its sum over total weight."""
+        _, weight, *metrics = self._figures.sums()
+        return {name: metric / weight for name, metric in zip(self._metrics, metrics, strict=True)}
 
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from torch import Tensor
 
 from ..comm.clock import now_s
-from ..interpreter.step_result import StepResult
+from ..interpreter.tally import StepResult
 
 UNDER_WAY = 4
 """How many of the latest results may still be on their way."""

@@ -31,7 +31,7 @@ from ..comm import Group, Transport
 from ..comm.clock import now_s
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from ..engine import Engine
-from ..interpreter.step_result import StepResult
+from ..interpreter.tally import StepResult
 from ..job.choices import Precision
 from ..job.config import JobConfig
 from ..models import build_model, tied_weights

@@ -72,6 +72,19 @@ def test_in_bf16_chunks_and_halves_change_no_bit(schedule: str, chunks: int) -> 
         assert torch.equal(weight, expected[name]), name
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved-1f1b", 2)])
+def test_activations_go_to_pinned_memory_and_come_back_in_streams_beside(schedule: str, chunks: int) -> None:
+    task, found = ids_task(STEPS, SAMPLES, LENGTH), []
+    for offload in (None, 1):
+        plan = qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks, offload=offload)
+        with sdpa_kernel(SDPBackend.MATH):
+            found.append(train_rank(alone(), plan, task, tiny_gpt(LENGTH), dtype=torch.float32))
+    stays, goes = found
+    assert goes.losses == stays.losses
+    for name, weight in goes.weights.items():
+        assert torch.equal(weight, stays.weights[name]), name
+
+
 def test_a_dropout_draws_what_it_draws_on_the_host() -> None:
     layer, masks = torch.nn.Dropout(0.3), Masks(0)
     key_dropouts(layer, 0, masks)

@@ -113,6 +113,7 @@ class Case:
     buckets: int = 1
     recompute: int | tuple[int, ...] = 0
     zero: int = 0
+    offload: float | None = None
     overlap: bool = False
     model: Model = "vit"
     through: Callable[[qs.Plan], qs.Plan] | None = None
@@ -127,6 +128,7 @@ class Case:
             "buckets": self.buckets if self.buckets > 1 else None,
             "recompute": self.recompute or None,
             "zero": self.zero or None,
+            "offload": self.offload,
             "overlap": self.overlap or None,
             "through": self.through and self.through.__name__.removeprefix("through_"),
         }
@@ -146,6 +148,7 @@ class Case:
             buckets_per_stage=self.buckets,
             recompute=self.recompute,
             zero=self.zero,
+            offload=self.offload,
             overlap=self.overlap,
             tied=self._tied_stages(),
         )
@@ -341,7 +344,19 @@ SHARED_OUT = [
     Case("gpipe", "dp=4", 2, zero=3, model="gpt"),
 ]
 
-CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT]
+OFFLOADED = [
+    Case("gpipe", "pp=1", 5, offload=2),
+    Case("1f1b", "pp=2", 4, recompute=(0, 1), offload=1, often=True),
+    Case("zbv", "pp=2", 4, chunks=2, offload=1.5),
+    Case("dualpipe", "pp=2", 4, offload=2),
+    Case("seq-1f1b", "pp=2", 2, slices=4, model="gpt", offload=0.25),
+    Case("1f1b", "pp=4", 8, offload=2, through=through_file),
+    Case("interleaved-1f1b", "dp=2,pp=2", 2, chunks=2, model="tied", offload=0.5),
+    Case("eager-1f1b", "pp=2,tp=2", 3, offload=1),
+    Case("1f1b", "dp=2,pp=2", 3, zero=3, offload=1),
+]
+
+CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT, *OFFLOADED]
 
 OVERLAPPING: Mapping[int, Case] = {
     2: Case("dualpipe-v", "tp=2", 4, chunks=2, overlap=True, model="gpt"),

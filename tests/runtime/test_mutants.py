@@ -24,13 +24,14 @@ from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..planner.verify.mutants import any_mutant, small_plans, spelled_plans, uneven_plans
+from ..planner.verify.mutants import any_mutant, offloaded_plans, small_plans, spelled_plans, uneven_plans
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
 UNEVEN = [replace(plan, blocks_per_stage=()) for plan in uneven_plans()]
 """Each piece of the model is one block here."""
-PLANS = [plan for plan in [*small_plans(), *spelled_plans() * 4, *UNEVEN * 4] if plan.mode == "train"]
+MANY = [*small_plans(), *spelled_plans() * 4, *UNEVEN * 4, *offloaded_plans() * 4]
+PLANS = [plan for plan in MANY if plan.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 

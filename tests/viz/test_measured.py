@@ -171,3 +171,13 @@ def test_plans_alone_have_events_too(tmp_path: Path) -> None:
     assert max(e["ts"] + e["dur"] for e in slices) == 1000 * simulation.makespan
     with pytest.raises(qs.UsageError, match="cannot write"):
         save_events(simulation, None, tmp_path / "no" / "plan.json")
+
+
+def test_copies_to_the_host_have_a_thread_beside_that_of_their_rank(tmp_path: Path) -> None:
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4, offload=3)
+    save_events(plan.simulate(qs.Costs(host_bandwidth=1.0)), None, tmp_path / "plan.json")
+    events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, host", 3: "rank 1, host"}
+    copies = {event["tid"] for event in events if event.get("cat") in ("OffloadAct", "FetchAct")}
+    assert copies == {2, 3}

@@ -20,7 +20,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 import quintsched as qs
-from quintsched.ir.instructions import Compute, Send
+from quintsched.ir.instructions import Compute, FetchAct, HostCopy, OffloadAct, Send
 from quintsched.viz import compare, render
 from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
 from quintsched.viz.sheet import PNG_DPI, Sheet
@@ -269,3 +269,16 @@ def test_importing_the_package_does_not_load_matplotlib() -> None:
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     render(simulate("1f1b", 1, 1), tmp_path / "plan.png")
     assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_copies_to_the_host_run_beside_computations(tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, offload=2)
+    simulation = plan.simulate(qs.Costs(host_bandwidth=0.8))
+    render(simulation, tmp_path / "plan.svg")
+    root = read_svg(tmp_path / "plan.svg")
+    copies = [i for program in plan.programs for i in program if isinstance(i, HostCopy)]
+    assert count_drawn(root, "host-copies") == len(copies) > 0
+    assert {"activations to the host", "activations fetched"} <= {*texts_of(root)}
+    assert max(held.peak for held in held_activations(simulation)) <= 2
+    assert not stage_scene(plan.simulate()).strips, "what takes no time is a mark"
+    assert {OffloadAct, FetchAct} <= {mark.what for mark in stage_scene(plan.simulate()).marks}

@@ -21,6 +21,7 @@ from quintsched.errors import MisfitError
 
 from ...job.choices import Rules
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
+from ..host_link import HostLink, TimedLink
 from .rendezvous import Collective, Distribute
 from .wire import WireTimes
 from .world import Awaited, LocalWorld
@@ -70,6 +71,11 @@ class LocalTransport(Transport):
             message = self._wire.receive(peer, self.rank, tag, buffer)
             self._world.wake(peer)
         return _LocalWork(self._world, self.rank, message)
+
+    def host_link(self) -> HostLink:
+        """Return a link of the world's speed, if it has one."""
+        bandwidth = self._world.host_bandwidth
+        return super().host_link() if bandwidth is None else TimedLink(bandwidth)
 
     def abort(self, error: BaseException) -> None:
         """Wake all ranks with a StallError that names this one."""
@@ -167,17 +173,26 @@ def run_local(
     rules: Rules = "mailbox",
     wire_s: WireTimes = 0.0,
     collective_s: float = 0.0,
+    host_bandwidth: float | None = None,
 ) -> list[Result]:
     """Call `fn(transport)` on `world_size` ranks, a thread each, and return the results in order of ranks.
 
     `rules` say what a wire does with a message: with "rendezvous" and "nccl" one finds out what deadlocks on such
     wires. A message is under way for `wire_s`, one number or one for each channel {(source, destination): seconds},
-    and a channel carries one at a time. A collective takes `collective_s`; a group does one at a time.
+    and a channel carries one at a time. A collective takes `collective_s`; a group does one at a time. Activations go
+    to the host's memory, and back, at `host_bandwidth` bytes a second; None: as fast as they are copied.
 
     If one raises, all others are woken with a StallError, and the first error is raised here with its rank in a note.
     The threads take over the caller's grad mode; they have torch's global random generator in common.
     """
-    world = LocalWorld(world_size, timeout_s=timeout_s, rules=rules, wire_s=wire_s, collective_s=collective_s)
+    world = LocalWorld(
+        world_size,
+        timeout_s=timeout_s,
+        rules=rules,
+        wire_s=wire_s,
+        collective_s=collective_s,
+        host_bandwidth=host_bandwidth,
+    )
     results: dict[int, Result] = {}
     grad_enabled = torch.is_grad_enabled()
 

@@ -19,6 +19,7 @@ from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
 from ...job.choices import Rules
 from ..clock import now_s
+from ..host_link import require_bandwidth
 from .rendezvous import Meetings
 from .wire import Wire, WireTimes
 
@@ -47,6 +48,7 @@ class LocalWorld:
         rules: what a wire does with a message.
         wire_s: how long a message is under way, in seconds: on all channels, or on each (source, destination).
         collective_s: how long a collective of several ranks takes, in seconds, once all of them have come to it.
+        host_bandwidth: how fast activations go to the host's memory, and back, in bytes a second; None: at once.
 
     Raises:
         UsageError: no such rules, or no such time.
@@ -61,13 +63,16 @@ class LocalWorld:
         rules: Rules = "mailbox",
         wire_s: WireTimes = 0.0,
         collective_s: float = 0.0,
+        host_bandwidth: float | None = None,
     ) -> None:
         if rules not in get_args(Rules):
             raise UsageError(f"unknown rules {rules!r}{suggest(rules, get_args(Rules))}")
         _check_wires(wire_s, world_size)
         if not (collective_s >= 0 and math.isfinite(collective_s)):
             raise UsageError(f"a collective cannot take {collective_s!r} s")
+        require_bandwidth(host_bandwidth)
         self.world_size = world_size
+        self.host_bandwidth = host_bandwidth
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.rules: Rules = rules

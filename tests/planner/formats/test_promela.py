@@ -14,13 +14,13 @@ from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import SendAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
-from tests.planner.verify.mutants import mutant, small_plans, with_program
+from tests.planner.verify.mutants import mutant, offloaded_plans, small_plans, with_program
 from tests.planner.verify.test_host_order import held_back
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")
 
-SMALL = [plan for plan in small_plans() if plan.num_instructions <= 60]
+SMALL = [plan for plan in [*small_plans(), *offloaded_plans()] if plan.num_instructions <= 60]
 TINY = [plan for plan in SMALL if plan.num_instructions <= 32]
 
 

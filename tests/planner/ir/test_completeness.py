@@ -75,7 +75,8 @@ class TestEveryInstruction:
     def test_a_transport_knows_who_takes_part(self, kind):
         """A computation runs alone; all else is a message, a collective, or said to be of the rank alone."""
         with_others = issubclass(kind, instructions.Message) or kind.whole_mesh or kind.among_replicas
-        alone = kind.computes or kind in (instructions.FreeParams, instructions.OptStep)
+        own = (instructions.HostCopy, instructions.FreeParams, instructions.OptStep)
+        alone = kind.computes or issubclass(kind, own)
         assert with_others + alone + (kind is instructions.SyncTied) == 1
 
     def test_it_is_a_small_frozen_class_with_its_meaning(self, kind):

@@ -14,8 +14,9 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.dataflow import Flow
-from quintsched.ir.instructions import Message, Recv, Send
+from quintsched.ir.instructions import Message, OffloadAct, Recv, Send
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
+from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules
 from quintsched.simulation.message_slots import (
     AHEAD,
@@ -36,23 +37,26 @@ SHAPES = [(1, 3), (2, 2), (2, 4), (2, 5), (3, 4), (4, 4), (4, 8), (5, 6)]
 
 
 def plans_of(schedule: Schedule) -> Iterator[qs.Plan]:
-    """Its plans of all shapes that it takes: with more chunks, recomputed, in slices, overlapped as well."""
+    """Its plans of all shapes that it takes: with more chunks, recomputed, in slices, overlapped, offloaded as well."""
     for pp, microbatches in SHAPES:
         for chunks in {schedule.min_chunks, min(schedule.min_chunks + 1, schedule.max_chunks)}:
             for recompute, overlap in ((0, False), (1, False), (0, True)):
                 slices = min(schedule.max_slices, 2)
+                shape = {
+                    "mesh": qs.Mesh(pp=pp),
+                    "microbatches": microbatches,
+                    "chunks": chunks,
+                    "slices": slices,
+                    "recompute": recompute if schedule.mode == "train" else 0,
+                    "overlap": overlap,
+                }
                 try:
-                    yield qs.compile(
-                        schedule,
-                        mesh=qs.Mesh(pp=pp),
-                        microbatches=microbatches,
-                        chunks=chunks,
-                        slices=slices,
-                        recompute=recompute if schedule.mode == "train" else 0,
-                        overlap=overlap,
-                    )
+                    plan = qs.compile(schedule, **shape)
                 except UsageError:
                     continue
+                yield plan
+                if schedule.mode == "train" and not recompute:
+                    yield qs.compile(schedule, **shape, offload=least_cap(plan))
 
 
 def unit_of(value: Value) -> int:
@@ -111,6 +115,7 @@ class Walk:
             if self._plan.mode == "train"
             and unit_of(made) == unit_of(value)
             and (made.kind in KEEPS or (made.kind is value.kind is Kind.SKIP and lane_of(made) == lane_of(value)))
+            and not (made.kind is Kind.SAVED and OffloadAct(made.stage, made.number) in self._program)
         }
 
     def _walk_sends(self) -> Iterator[set[Value]]:

@@ -19,11 +19,13 @@ from quintsched.ir.instructions import (
     BwdWeight,
     ClipGrad,
     Compute,
+    FetchAct,
     FreeParams,
     Fwd,
     GatherParams,
     Instruction,
     Message,
+    OffloadAct,
     OptStep,
     Recompute,
     Recv,
@@ -219,14 +221,16 @@ class Judge:
 
     def _execute(self, rank: int, i: Instruction) -> None:
         self.pc[rank] += 1
-        if isinstance(i, Compute | Message):
+        if isinstance(i, Compute | Message | OffloadAct | FetchAct):
             here = (i.stage, i.microbatch) in self.neighbours and self.plan.stage_to_pp[i.stage] == rank
             if not here:
                 self.faults.append(f"{i} is not for rank {rank}")
             elif isinstance(i, Message):
                 self._pass_on(rank, i)
-            else:
+            elif isinstance(i, Compute):
                 self._compute(rank, i)
+            else:
+                self._copy(rank, i)
         elif isinstance(i, ShareMetrics):
             for stage, unit in self._owned(rank):
                 if self.neighbours[stage, unit][1] is None or stage in self.plan.losses:
@@ -324,6 +328,14 @@ class Judge:
         else:
             self._give(rank, *token)
 
+    def _copy(self, rank: int, i: OffloadAct | FetchAct) -> None:
+        """Activations go to the host and come back, once; who recomputes them has none that could go."""
+        if self._recomputes(i.stage):
+            self.faults.append(f"{i} moves what is dropped")
+        way = ("saved", "on the host") if isinstance(i, OffloadAct) else ("on the host", "saved again")
+        self._take(rank, way[0], i.stage, i.microbatch)
+        self._give(rank, way[1], i.stage, i.microbatch)
+
     def _compute(self, rank: int, i: Compute) -> None:
         s, m = i.stage, i.microbatch
         before, after = self.neighbours[s, m]
@@ -352,7 +364,7 @@ class Judge:
             self._give(rank, "saved", s, m)
             return
         if isinstance(i, Bwd | BwdInput):
-            self._take(rank, "saved", s, m)
+            self._take(rank, "saved again" if ("saved again", s, m) in self.here[rank] else "saved", s, m)
             if after is not None:
                 self._take(rank, "grad", s, m)
             if later:

@@ -19,14 +19,18 @@ from quintsched.ir.instructions import (
     BwdInput,
     BwdWeight,
     Compute,
+    FetchAct,
     FreeParams,
     GatherParams,
+    HostCopy,
     Instruction,
     Message,
+    OffloadAct,
     OptStep,
     ReduceScatterBucket,
     SyncTied,
 )
+from quintsched.passes.place_offloads import least_cap
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule
 from tests.planner.verify.head_edits import edit_head
@@ -107,6 +111,21 @@ def spelled_plans() -> list[Plan]:
     return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
 
 
+def offloaded_plans() -> list[Plan]:
+    """Plans of every schedule that move as many activations to the host as they can: recomputed in part, and ZeRO-3."""
+    found, light = [], qs.Costs(activation_after_input=0.25)
+    for schedule in qs.all_schedules():
+        if schedule.mode != "train":
+            continue
+        for shape in ({"mesh": "pp=2"}, {"mesh": "dp=2,pp=2", "zero": 3}, {"mesh": "pp=2", "recompute": [0, 1]}):
+            shape |= {"microbatches": 4, "slices": min(2, schedule.max_slices)}
+            stages = len(qs.compile(schedule, **{**shape, "recompute": 0}).stage_to_pp)
+            shape |= {"recompute": [stage % 2 for stage in range(stages)]} if "recompute" in shape else {}
+            plan = qs.compile(schedule, **shape)
+            found.append(qs.compile(schedule, **shape, offload=least_cap(plan, light), costs=light))
+    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+
+
 def uneven_plans() -> list[Plan]:
     """Plans whose stages are runs of the schedule's, or missing, with as many blocks as they say."""
     shapes: list[tuple[str, str, int, list[int], dict]] = [
@@ -155,7 +174,9 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     i = program[index]
     kinds = ["swap", "neighbours", "drop", "duplicate", "move"]
     kinds += ["retarget"] if isinstance(i, Message) else []
-    kinds += ["renumber", "restage"] if isinstance(i, Compute | Message) else []
+    kinds += ["renumber", "restage"] if isinstance(i, Compute | Message | HostCopy) else []
+    kinds += ["other way"] if isinstance(i, HostCopy) else []
+    kinds += ["host"] if isinstance(i, Compute) and plan.schedule.options.get("offload") else []
     kinds += ["reskip"] if isinstance(i, SKIP_MESSAGES) else []
     kinds += ["rebucket"] if isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket) else []
     kinds += ["repart"] if isinstance(i, ReduceScatterBucket) else []
@@ -185,6 +206,11 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             program[index] = replace(i, stage=random.randint(0, stages))
         case "reskip":
             program[index] = replace(i, skip=random.choice(["all", "far", "none"]))
+        case "other way":
+            program[index] = (FetchAct if isinstance(i, OffloadAct) else OffloadAct)(i.stage, i.microbatch)
+        case "host":
+            for place, kind in zip(sorted((index, other)), random.sample([OffloadAct, FetchAct], 2), strict=True):
+                program.insert(place + 1, kind(i.stage, i.microbatch))
         case "rebucket":
             program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage + 1))
         case "repart":

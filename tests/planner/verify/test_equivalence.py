@@ -31,9 +31,16 @@ from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.algebra import PRIME, Model, Saved, Sequential, Weights, backward, forward
 from quintsched.verify.equivalence import equivalence
-from tests.planner.verify.mutants import any_mutant, small_plans, spelled_plans, uneven_plans, with_program
+from tests.planner.verify.mutants import (
+    any_mutant,
+    offloaded_plans,
+    small_plans,
+    spelled_plans,
+    uneven_plans,
+    with_program,
+)
 
-PLANS = [*small_plans(), *spelled_plans(), *uneven_plans()]
+PLANS = [*small_plans(), *spelled_plans(), *uneven_plans(), *offloaded_plans()]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.title}, {plan.schedule.slices} slices")

@@ -18,9 +18,16 @@ from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.soundness import Point
 from tests.planner.verify.judge import Judge
-from tests.planner.verify.mutants import any_mutant, small_plans, spelled_plans, uneven_plans, with_program
+from tests.planner.verify.mutants import (
+    any_mutant,
+    offloaded_plans,
+    small_plans,
+    spelled_plans,
+    uneven_plans,
+    with_program,
+)
 
-PLANS = [*small_plans(), *spelled_plans() * 4, *uneven_plans() * 4]
+PLANS = [*small_plans(), *spelled_plans() * 4, *uneven_plans() * 4, *offloaded_plans() * 4]
 
 
 @st.composite

@@ -345,6 +345,22 @@ def gradient_of_scale(grad: Tensor, x: Tensor) -> Tensor:
     return (grad * x).sum(0)
 
 
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_gradients_wait_where_hooks_unpack_what_was_saved(kind: str) -> None:
+    """What autograd then gives the backward in place of a weight is another tensor, which nobody has made wait."""
+    layer = nn.Linear(4, 3) if kind == "linear" else nn.Embedding(4, 3)
+    queue = WeightQueue()
+    defer_weights(layer, queue)
+    x = torch.randn(2, 4) if kind == "linear" else torch.tensor([0, 3, 3])
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+        loss = layer(x).square().sum()
+    products = queue.deferring()
+    with products:
+        loss.backward()
+    assert {*products.parameters()} == {*layer.parameters()}
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
 def test_a_users_own_layer() -> None:
     module = nn.Sequential(Scale(), nn.Linear(4, 4), Scale())
     check_same_bits(module, torch.randn(6, 4), torch.randn(6, 4))

@@ -41,6 +41,19 @@ def test_the_peak_is_the_simulated_one(schedule: qs.Schedule, recompute: int) ->
     assert measured == pytest.approx(simulated, rel=0.01)
 
 
+def test_what_waits_between_the_halves_of_a_backward_is_counted() -> None:
+    """The products of all weights: inputs as well as gradients."""
+    plan = qs.compile("zb-h1", mesh="pp=1", microbatches=4)
+    task = ids_task(1, 8, length=8)
+
+    def run(transport: Transport) -> qs.Costs:
+        engine = Engine(plan, tiny_gpt(8, depth=6), cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
+        return engine.saved_costs(engine.step_counting_saved(task.inputs[0], task.targets[0])[1])
+
+    (costs,) = run_local(1, run)
+    assert costs.activation_after_input[0] > 0.9 * costs.activation[0]
+
+
 def test_1f1b_holds_less_than_gpipe() -> None:
     gpipe = qs.compile("gpipe", mesh="pp=2", microbatches=8)
     (first, _), _ = measure(replace(gpipe))

@@ -45,6 +45,19 @@ def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> N
     assert 0.98 <= min(ratios) <= 1.15, ratios
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_copies_to_the_host_take_as_long_as_simulated(fidelity: ModuleType, name: str) -> None:
+    """Copies that take longer than a computation: who waits for one, and who need not, shows."""
+    sleeps = importlib.import_module("offload").OffloadedSleeps
+    case = sleeps(SCHEDULES[name], computation_ms=10.0, copy_ms=40.0, steps=1)
+    at_once = case.costs().model_copy(update={"host_bandwidth": None})
+    assert case.plan().simulate(case.costs()).makespan > 1.2 * case.plan().simulate(at_once).makespan
+    ratios = []
+    while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
+        ratios.append(fidelity.run_sleeps(case).ratio)
+    assert 0.98 <= min(ratios) <= 1.15, ratios
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_step_takes_as_long_as_simulated_where_links_and_microbatches_differ(fidelity: ModuleType, name: str) -> None:
     case = fidelity.Links(SCHEDULES[name], computation_ms=10.0, steps=1)

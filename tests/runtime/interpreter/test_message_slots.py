@@ -30,6 +30,7 @@ from quintsched.ir.instructions import (
 )
 from quintsched.ir.layout import Route
 from quintsched.ir.plan_data import ScheduleSpec
+from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter import p2p
@@ -175,6 +176,18 @@ def test_overlapped_plans_too(name: str, rules: Rules) -> None:
 def test_skips_too(name: str, pp: int, chunks: int, rules: Rules) -> None:
     plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=8, chunks=chunks, skip={"h": (0, 1, 3)})
     require_as_planned(plan, rules, [Source, Taker, Layer, Taker])
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "dualpipe", "seq-1f1b"])
+def test_what_goes_to_the_host_needs_no_buffer_meanwhile(name: str, rules: Rules) -> None:
+    stays = compiled(name)
+    shape = {"mesh": stays.mesh, "microbatches": 8, "chunks": stays.schedule.chunks, "slices": stays.schedule.slices}
+    plan = qs.compile(name, **shape, offload=least_cap(stays))
+    slots = [sum(one.check(profile="channel").slots.receive) for one in (plan, stays)]
+    assert slots[0] < slots[1]
+    require_as_planned(plan, rules)
 
 
 def require_as_planned(plan: qs.Plan, rules: Rules, blocks: Sequence[type[nn.Module]] = ()) -> None:

@@ -1,0 +1,173 @@
+"""Activations on their way to the host's memory and back: who begins the copies, and who waits for them.
+
+Fwd              OffloadAct      computation            FetchAct           Bwd
+begins to copy   memory is free  waits for the copy     begins to copy     waits for the copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.ir import instructions as ins
+from quintsched.ir.values import Kind, Value
+
+from ..autograd.kv_store import Store
+from ..autograd.offload import SavedActivations, SavedMemory, Track, identities, vacate
+from ..comm.host_link import Copy, HostLink
+from ..stage.forward import Outputs
+from .cells import Waits
+from .data_flow import ProgramFlow
+
+Call = Callable[[], None]
+
+
+@dataclass
+class _Leaving:
+    """What a forward has saved, on its way to the host; `leaves` are its inputs, of which only gradients are wanted."""
+
+    memories: list[SavedMemory]
+    on_host: list[Tensor]
+    copy: Copy
+    leaves: Outputs
+
+
+class HostCopies:
+    """The copies of one rank's activations between its memory and its host's.
+
+    Args:
+        flows: what the instructions of its program take and make.
+        waits: where waits are counted.
+        link: carries the copies.
+        device: where the rank computes.
+        resident: finds the tensors whose memory is resident in a step whatever is saved.
+        kept: what forwards keep for backwards, by the value that it is.
+
+    Attributes:
+        flows: what its instructions take and make.
+        track: counts what is saved on the device, if somebody wants to know.
+    """
+
+    def __init__(
+        self,
+        flows: ProgramFlow,
+        waits: Waits,
+        link: HostLink,
+        device: torch.device,
+        resident: Callable[[], Iterable[Tensor]],
+        kept: MutableMapping[Value, Any],
+    ) -> None:
+        self.flows, self._kept = flows, kept
+        self.track: Track | None = None
+        self._waits, self._link, self._device, self._find_resident = waits, link, device, resident
+        offloads = [i for i in flows.program if isinstance(i, ins.OffloadAct)]
+        self._moving = frozenset(value for i in offloads for value in flows.taken(i, Kind.SAVED))
+        self._first_behind = _first_behind(flows.program)
+        self._resident: set[int] = set()
+        self._leaving: dict[Value, _Leaving] = {}
+        self._away: dict[Value, list[SavedMemory]] = {}
+        self._room: list[tuple[int, Copy]] = []
+        self._coming: dict[Value, tuple[int, Copy]] = {}
+
+    def begin(self) -> None:
+        """Start a step: what is resident is looked up anew."""
+        if self._moving:
+            self._resident = identities(self._find_resident())
+
+    def moves(self, saved: Value) -> bool:
+        """Whether what a forward saves goes to the host."""
+        return saved in self._moving
+
+    def frees_before(self, index: int) -> bool:
+        """Whether the computation at a place is the first behind an `OffloadAct`."""
+        return index in self._first_behind
+
+    def activations(self, store: Store | None) -> SavedActivations:
+        """Return what saves the activations of a forward; the keys and values in `store` are not its own."""
+        resident = self._resident
+
+        def is_resident(storage: int) -> bool:
+            return storage in resident or (store is not None and storage in identities(store.tensors()))
+
+        return SavedActivations(self._device, is_resident, self.track)
+
+    def leave(self, saved: Value, activations: SavedActivations, leaves: Outputs) -> None:
+        """Begin to copy what a forward has saved to the host."""
+        memories = activations.memories()
+        on_host, copy = self._link.to_host([memory.bytes for memory in memories])
+        self._leaving[saved] = _Leaving(memories, on_host, copy, leaves)
+
+    def free(self, index: int, saved: Value, offloaded: Value) -> None:
+        """Let what `leave` copies be on the host alone; the next computation waits for that."""
+        self._kept[offloaded] = self._kept.pop(saved)
+        unit = self._leaving.pop(saved)
+        self._link.release(unit.copy)
+        for memory, on_host in zip(unit.memories, unit.on_host, strict=True):
+            memory.leave(on_host)
+        vacate(unit.leaves)
+        self._away[offloaded] = unit.memories
+        self._room.append((index, unit.copy))
+
+    def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
+        """Begin to copy back what is still wanted."""
+        self._kept[fetched] = self._kept.pop(offloaded)
+        memories = [memory for memory in self._away.pop(offloaded) if memory.handles]
+        on_device, copy = self._link.to_device([memory.bytes for memory in memories])
+        for memory, there in zip(memories, on_device, strict=True):
+            memory.arrive(there)
+        self._coming[fetched] = (index, copy)
+
+    def wait_for_room(self, index: int) -> None:
+        """Wait, as instruction `index`, until all that was freed is on the host."""
+        while self._room:
+            self._wait(index, *self._room.pop(0))
+
+    def wait_for(self, fetched: Value, index: int) -> None:
+        """Wait, as instruction `index`, until activations are back; who has waited already need not."""
+        if fetched in self._coming:
+            self._wait(index, *self._coming.pop(fetched))
+
+    def _wait(self, index: int, copied: int, copy: Copy) -> None:
+        """Wait for a copy, and write down when it ran as that of instruction `copied`."""
+        self._waits.wait((copy,), index)
+        if self._waits.recorder is not None:
+            self._waits.recorder.mark(copied, start=copy.begin, end=copy.end)
+
+
+def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct) -> Call:
+    """Free the memory of activations that have been copied to the host."""
+    (taken,), (made,) = copies.flows.taken(instruction, Kind.SAVED), copies.flows.made(instruction, Kind.OFFLOADED)
+    return partial(copies.free, index, taken, made)
+
+
+def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> Call:
+    """Begin to copy activations back."""
+    (taken,), (made,) = copies.flows.taken(instruction, Kind.OFFLOADED), copies.flows.made(instruction, Kind.FETCHED)
+    return partial(copies.fetch, index, taken, made)
+
+
+def with_room(copies: HostCopies, index: int, instruction: ins.Instruction, call: Call) -> Call:
+    """Return `call` so that a computation which follows an `OffloadAct` waits until that memory is free."""
+    if not instruction.computes or not copies.frees_before(index):
+        return call
+
+    def run() -> None:
+        copies.wait_for_room(index)
+        call()
+
+    return run
+
+
+def _first_behind(program: Iterable[ins.Instruction]) -> frozenset[int]:
+    """Return the places of the computations that are the first behind an `OffloadAct`."""
+    found, is_behind = set(), False
+    for index, instruction in enumerate(program):
+        if instruction.computes and is_behind:
+            found.add(index)
+        is_behind = isinstance(instruction, ins.OffloadAct) or (is_behind and not instruction.computes)
+    return frozenset(found)

@@ -1,0 +1,213 @@
+"""Runs whose activations go to the host and come back: the bits of runs where they stay, in less memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap
+from quintsched.passes.place_offloads import least_cap
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.interpreter.host_copies import HostCopies
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.trace.measured import Trace
+
+from ..toys import Outcome, Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on
+from .test_activation_memory import measure
+
+TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
+LIGHT = qs.Costs(activation_after_input=0.25)
+
+
+def pair(schedule: qs.Schedule | str, more: float = 0.0, **shape: Any) -> tuple[qs.Plan, qs.Plan]:
+    """A plan, and the same with as little of its activations on the device as can be, or a little more."""
+    searched = isinstance(schedule, qs.Schedule) and schedule.searches
+    free = qs.compile(schedule, **shape, costs=LIGHT if searched else None)
+    capped = qs.compile(schedule, **shape, costs=LIGHT, offload=least_cap(free, LIGHT) + more)
+    assert any(isinstance(i, HostCopy) for program in capped.programs for i in program)
+    return free, capped
+
+
+def require_same_bits(found: list[Outcome], expected: list[Outcome]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == other.losses
+        for name, weight in one.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
+
+
+@pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
+def test_every_schedule_gives_the_same_bits(schedule: qs.Schedule) -> None:
+    plans = pair(schedule, mesh="pp=2", microbatches=4, slices=min(2, schedule.max_slices))
+    task, blocks = ids_task(2, 8, 8), tiny_gpt(8, depth=6)
+    require_same_bits(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape"),
+    [
+        ("1f1b", {"mesh": "dp=2,pp=2"}),
+        ("zb-h1", {"mesh": "tp=2,pp=2"}),
+        ("1f1b", {"mesh": "cp=2,pp=2"}),
+        ("zbv", {"mesh": "dp=2,pp=2", "zero": 3}),
+        ("interleaved-1f1b", {"mesh": "dp=2,pp=2", "zero": 2, "zero_every": 2}),
+        ("interleaved-1f1b", {"mesh": "pp=2", "recompute": [0, 2, 0, 1]}),
+        ("seq-1f1b", {"mesh": "tp=2,pp=2", "slices": 2}),
+    ],
+    ids=str,
+)
+def test_every_axis_gives_the_same_bits(schedule: str, shape: dict[str, Any]) -> None:
+    plans = pair(schedule, microbatches=4, **shape)
+    task, blocks = ids_task(2, 16, 8), tiny_gpt(8, depth=6)
+    runs = [train_on(plan, task, blocks, dtype=torch.float64, clip=0.5, rules="nccl") for plan in plans]
+    require_same_bits(*runs)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "interleaved-1f1b"])
+def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
+    """A side of an overlap saves what goes, and takes what was fetched."""
+    plans = pair(schedule, mesh="pp=2,tp=2", microbatches=6, overlap=True)
+    assert any(isinstance(i, Overlap) for program in plans[1].programs for i in program)
+    task, blocks = ids_task(2, 12, 8), tiny_gpt(8, depth=6)
+    require_same_bits(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
+
+
+def test_with_sequence_parallelism_and_bf16() -> None:
+    plans = pair("1f1b", mesh="tp=2,pp=2", microbatches=4)
+    task, blocks = ids_task(2, 8, 8), tiny_gpt(8, depth=6)
+    runs = [train_on(plan, task, blocks, dtype=torch.bfloat16, sequence_parallel=True) for plan in plans]
+    require_same_bits(*runs)
+
+
+@pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
+def test_the_peak_is_the_simulated_one(schedule: qs.Schedule) -> None:
+    """Within 1 %; slices differ from each other, so that what one holds is known to 3 %."""
+    slices = min(2, schedule.max_slices)
+    free, capped = pair(schedule, mesh="pp=2", microbatches=8, slices=slices)
+    measured, simulated = measure(capped)
+    assert measured == pytest.approx(simulated, rel=0.03 if slices > 1 else 0.01)
+    assert max(capped.simulate(LIGHT).peak_activations) <= max(free.simulate(LIGHT).peak_activations)
+
+
+def test_the_peak_falls_to_the_cap() -> None:
+    peaks = {cap: measure(qs.compile("gpipe", mesh="pp=2", microbatches=8, offload=cap))[0][0] for cap in (1, 2, 4, 8)}
+    assert peaks == {cap: pytest.approx(cap * peaks[1], rel=0.01) for cap in peaks}
+
+
+def test_memory_is_really_free_once_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else holds on to it: neither inputs of stages, nor receive buffers, nor the graph."""
+    original, shares = HostCopies.free, list[float]()
+
+    def free(self: HostCopies, index: int, saved: object, offloaded: object) -> None:
+        memories = self._leaving[saved].memories
+        left = [(memory.bytes.nbytes, memory.bytes.untyped_storage()._weak_ref()) for memory in memories]
+        del memories
+        original(self, index, saved, offloaded)
+        gone = sum(size for size, storage in left if torch.UntypedStorage._expired(storage))
+        shares.append(gone / sum(size for size, _ in left))
+
+    monkeypatch.setattr(HostCopies, "free", free)
+    plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, offload=0.5)
+    train_on(plan, Task.make(1, 8, torch.float64), tiny_vit(6))
+    assert len(shares) == sum(isinstance(i, OffloadAct) for program in plan.programs for i in program) > 0
+    assert shares == [1.0] * len(shares)
+
+
+class Impatient(nn.Module):
+    """Changes what it has saved, between its forward and its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            self.last.detach().add_(1)
+        self.last = self.layer(x).exp()
+        return self.last * 1
+
+
+@pytest.mark.parametrize("offload", [None, 1])
+def test_a_change_in_place_is_an_error_whether_activations_go_or_stay(offload: float | None) -> None:
+    plan = qs.compile("gpipe", mesh="pp=1", microbatches=3, offload=offload)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, [Impatient], lambda y, _: y.sum(), partial(torch.optim.SGD, lr=0.1), transport=transport)
+        engine.step(torch.ones(3, 4), torch.ones(3, 4))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_local(1, run)
+
+
+class Split(nn.Module):
+    """What PyTorch itself has sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_modules_that_pytorch_sharded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintsched.runtime.requirements.is_sharded", lambda stage: True)
+    plan = qs.compile("gpipe", mesh="pp=1", microbatches=3, offload=1)
+    with pytest.raises(qs.MisfitError, match="PyTorch has sharded modules of stage 0, whose activations cannot go"):
+        run_local(1, lambda transport: Engine(plan, [Split], cross_entropy_sum, sgd, transport=transport))
+
+
+BANDWIDTH = 1e6
+"""Of the link below, in bytes a second."""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, float]:
+    """A traced step over a slow link, and how long a copy of a microbatch's activations is on it, in milliseconds."""
+    folder = tmp_path_factory.mktemp("trace")
+    plan = qs.compile("gpipe", mesh="pp=1", microbatches=4, offload=2)
+    task = ids_task(2, 8, 8)
+
+    def run(transport: Transport) -> int:
+        engine = Engine(plan, tiny_gpt(8), cross_entropy_sum, sgd, trace_steps=[1], transport=transport)
+        engine.step(task.inputs[0], task.targets[0])
+        engine.step(task.inputs[1], task.targets[1])
+        engine.save_trace(folder)
+        return engine.step_counting_saved(task.inputs[0], task.targets[0])[1].peak
+
+    (peak,) = run_local(1, run, host_bandwidth=BANDWIDTH)
+    return Trace.load(Path(folder), plan), peak / 2 / BANDWIDTH * 1e3
+
+
+def test_a_trace_has_the_copies_when_they_ran(traced: tuple[Trace, float]) -> None:
+    trace, copy_ms = traced
+    row = [span for span in trace.step().timeline[0] if isinstance(span.instruction, Compute | HostCopy)]
+    forwards = {span.instruction.microbatch: span for span in row if isinstance(span.instruction, Fwd)}
+    copies = [span for span in row if isinstance(span.instruction, HostCopy)]
+    assert {type(span.instruction) for span in copies} == {OffloadAct, FetchAct}
+    for span in copies:
+        assert span.end - span.start == pytest.approx(copy_ms, rel=0.05)
+        assert span.wait == 0
+    offloads = [span for span in copies if isinstance(span.instruction, OffloadAct)]
+    assert all(other.start >= one.end - 0.001 for one, other in pairwise(offloads))
+    first = offloads[0]
+    forward = forwards[first.instruction.microbatch]
+    assert forward.start < first.start <= forward.end, "its forward has done its work by then"
+    waits = [span.wait for span in row if isinstance(span.instruction, Compute)]
+    assert max(waits) > copy_ms / 2, "who needs the memory, or what was in it, waits"
+
+
+def test_the_costs_of_a_trace_know_the_link(traced: tuple[Trace, float]) -> None:
+    trace, copy_ms = traced
+    costs = trace.costs()
+    assert costs.host_bandwidth == pytest.approx(1 / copy_ms, rel=0.05)
+    assert max(costs.forward) < copy_ms, "a forward is not what waits for a copy before it"
+    assert trace.plan.simulate(costs).makespan == pytest.approx(trace.makespan(1) * 1e3, rel=0.25)
