@@ -28,6 +28,7 @@ from quintsched.schedules.kit.order import order_of_computation
 from quintsched.schedules.kit.runs import Runs, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule
+from quintsched.verify.meaning import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
 
@@ -140,6 +141,8 @@ def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest
     _require_one_order(schedule, shape, order, runs)
     order = _with_blocks(order, request.stages)
     order = _with_tied(order, request.tied or {})
+    order = _with_skips(order, request.skip or {})
+    order = _with_losses(order, request.losses or ())
     order = replace(order, zero=_zero(request.zero, request.zero_every, order))
     check_order(order).raise_if_unsound()
     return order
@@ -208,6 +211,8 @@ def evaluation_of(plan: Plan) -> Plan:
         chunks=plan.schedule.chunks,
         stage_to_pp=plan.stage_to_pp[:stages],
         stages=plan.blocks_per_stage[:stages] or None,
+        skip=plan.skips,
+        losses=plan.losses,
         zero=plan.zero.stage if plan.zero.shards_weights else 0,
     )
 
@@ -239,6 +244,24 @@ def _with_tied(order: PlanData, tied: Mapping[str, Sequence[int]]) -> PlanData:
     for fault in tied_faults(plan):
         raise UsageError(f"{plan.schedule.name}: {fault}")
     return plan
+
+
+def _with_skips(order: PlanData, skips: Mapping[str, Sequence[int]]) -> PlanData:
+    """Return the order with skips between its stages; raises `UsageError`."""
+    if not skips:
+        return order
+    plan = replace(order, skips={name: tuple(stages) for name, stages in skips.items()})
+    for fault in skip_faults(plan):
+        raise UsageError(f"{plan.schedule.name}: {fault}")
+    return plan
+
+
+def _with_losses(order: PlanData, losses: Sequence[int]) -> PlanData:
+    """Return the order with losses on these stages; raises `UsageError`."""
+    plan = replace(order, losses=tuple(losses))
+    for fault in loss_faults(plan):
+        raise UsageError(f"{plan.schedule.name}: {fault}")
+    return plan if len(losses) > 1 else order
 
 
 def _zero(stage: int, every: int, order: PlanData) -> Zero:

@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def needs_targets(self) -> bool:
-        """Whether this rank holds a last stage, and so has to be given targets."""
+        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
         return self._model.needs_targets
 
     @property

@@ -43,6 +43,8 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "recompute": ((0, 1), [0, 1], ["0,1"]),
     "offload": (8, 8, ["8"]),
     "tied": ({"w": (0, 1)}, {"w": [0, 1]}, ["w=0,1"]),
+    "skip": ({"h": (0, 1)}, {"h": [0, 1]}, ["h=0,1"]),
+    "losses": ((0, 1), [0, 1], ["0,1"]),
     "communication": ("auto", "auto", ["auto"]),
     "latency_s": (1e-3, 1e-3, ["1e-3"]),
     "bandwidth": (2e9, 2e9, ["2e9"]),
@@ -61,6 +63,8 @@ OTHER: dict[str, Any] = {
     "overlap": True,
     "recompute": 1,
     "tied": {"v": [0, 1]},
+    "skip": {"v": [0, 1]},
+    "losses": [1],
 }
 """What is not the same, where twice as much is no answer."""
 
@@ -213,6 +217,10 @@ def test_whole_numbers_of_numpy_are_taken_and_written(kind: type) -> None:
         ({"tied": {"w": "01"}}, "tied 'w' is '01'"),
         ({"tied": {"w": (0, 1.0)}}, "tied 'w' is 1.0"),
         ({"tied": {3: (0, 1)}}, "tied: 3 is not a name"),
+        ({"skip": ["h"]}, "skip is .*give the stage that makes each"),
+        ({"skip": {"h": "01"}}, "skip 'h' is '01'"),
+        ({"skip": {3: (0, 1)}}, "skips: 3 is not a name"),
+        ({"losses": 1}, "losses is 1; give whole numbers"),
         ({"communication": None}, "unknown communication None"),
         ({"communication": ["ring"]}, "unknown communication"),
         ({"wire": 3}, "wire is 3"),

@@ -79,6 +79,15 @@ def _slices(span: Span, place: Event, scale: float, several: bool) -> Iterator[E
         yield event | {"name": "wait", "cat": "wait", "dur": span.wait * scale}
 
 
+_CARGO = {
+    Kind.OUTPUT: "activation",
+    Kind.OUTPUT_GRAD: "gradient",
+    Kind.SKIP: "skip",
+    Kind.SKIP_GRAD: "gradient of a skip",
+}
+"""What arrows are called."""
+
+
 def _flows(run: Simulation | MeasuredStep, pid: int, scale: float) -> Iterator[Event]:
     """Yield an arrow from each send to the computation that takes its message."""
     numbers, flows, takers = count(pid, 2), flows_of_ranks(run), _takers(run)
@@ -88,8 +97,7 @@ def _flows(run: Simulation | MeasuredStep, pid: int, scale: float) -> Iterator[E
                 value = used.consumes[0]
                 if (taken := takers.get((span.instruction.peer, value))) is None:
                     continue
-                name = "activation" if value.kind is Kind.OUTPUT else "gradient"
-                event = {"name": name, "cat": "message", "id": next(numbers), "pid": pid}
+                event = {"name": _CARGO[value.kind], "cat": "message", "id": next(numbers), "pid": pid}
                 yield event | {"ph": "s", "tid": rank, "ts": span.start * scale}
                 yield event | {"ph": "f", "bp": "e", "tid": span.instruction.peer, "ts": taken * scale}
 

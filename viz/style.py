@@ -86,6 +86,8 @@ LOOKS: dict[type[Instruction], Look] = {
 CARGO: dict[Kind, Look] = {
     Kind.OUTPUT: Look("activation sent", "#2B6C99"),
     Kind.OUTPUT_GRAD: Look("gradient sent", "#B3541E"),
+    Kind.SKIP: Look("skip sent", "#5AA6D6"),
+    Kind.SKIP_GRAD: Look("gradient of a skip sent", "#E3A27B"),
 }
 
 

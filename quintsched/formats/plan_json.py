@@ -83,6 +83,8 @@ class _PlanFile(_Strict):
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
     tied: dict[str, list[Index]] | None = None
+    skips: dict[str, list[Index]] | None = None
+    losses: list[Index] | None = None
     communication: Means | None = None
     wire: _WireFile | None = None
     collectives: dict[str, CollectiveEntry] | None = None
@@ -112,6 +114,8 @@ def dumps(plan: PlanData) -> str:
         "buckets_per_stage": plan.buckets_per_stage,
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
         **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
+        **({"skips": {name: list(stages) for name, stages in sorted(plan.skips.items())}} if plan.skips else {}),
+        **({"losses": list(plan.losses)} if plan.losses else {}),
         **_communication_entries(plan.communication),
         **({"zero": {"stage": plan.zero.stage, "every": plan.zero.every}} if plan.zero.stage else {}),
         "program_axes": ["pp"],
@@ -259,6 +263,8 @@ def _plan_of(file: _PlanFile, programs: Programs) -> PlanData:
         stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
         recompute=_recompute_of(file),
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
+        skips={name: tuple(stages) for name, stages in (file.skips or {}).items()},
+        losses=tuple(file.losses or ()),
         communication=_communication_of(file),
         zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
         blocks_per_stage=tuple(file.blocks_per_stage or ()),

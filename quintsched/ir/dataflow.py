@@ -26,7 +26,7 @@ from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import Layout
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
-from quintsched.ir.values import TRAVELS, Numbering
+from quintsched.ir.values import SKIPS, TRAVELS, Numbering
 from quintsched.ir.values import Kind as Kind
 from quintsched.ir.values import Value as Value
 
@@ -185,12 +185,13 @@ class _Reader:
         counts[Kind.TIED] = max((tie.number for tie in layout.ties), default=0) + 1
         counts[Kind.PARAMS] = int(gatherings.max(initial=0)) + 1
         counts[Kind.STEPPED] = len(layout.buckets)
-        numbering = Numbering(len(layout.stage_to_pp), counts, len(layout.buckets))
+        counts[Kind.SKIP] = counts[Kind.SKIP_GRAD] = layout.num_microbatches * len(layout.skips)
+        numbering = Numbering(len(layout.stage_to_pp), counts, len(layout.buckets), len(layout.skips))
         return cls(columns, layout, numbering, gatherings, np.array(layout.stage_to_pp, np.int64))
 
     def read(self, term: Term, rows: Ints) -> tuple[Ints, Ints]:
         """Return (rows, places) of the uses that a term means for rows of one class of instruction."""
-        cells = self._whose(term.whose, rows)
+        cells = self._skips(term, rows) if term.kind in SKIPS else self._whose(term.whose, rows)
         if term.when in _OF_PLAN and not _OF_PLAN[term.when](self.layout):
             cells = _kept(cells, np.zeros(len(cells.rows), np.bool_))
         if term.when in _OF_CELL and term.which is not Which.EVERY_UNIT:
@@ -224,11 +225,27 @@ class _Reader:
                 at, stages = at[stages >= 0], stages[stages >= 0]
         return _Cells(rows[at], stages, columns.unit[rows[at]])
 
+    def _skips(self, term: Term, rows: Ints) -> _Cells:
+        """Return the values of skips that are meant, which belong to the later stages of their hops."""
+        layout, columns = self.layout, self.columns
+        if not layout.skips:
+            return _Cells(rows[:0], rows[:0], rows[:0])
+        hops = np.array(layout.skip_hops if term.kind is Kind.SKIP else layout.skip_chains, np.int64).reshape(-1, 3)
+        skip, earlier, later = hops.T
+        own, other = (earlier, later) if term.whose is Whose.LATER else (later, earlier)
+        at, hop = Ragged.group(own, np.arange(len(hops)), len(self.holders)).expand(columns.stage[rows])
+        if term.which is Which.SKIP:
+            named = [layout.skip_numbers.get(name, ABSENT) for name in columns.values("skip", rows)]
+            meant = np.array(named, np.int64)[at] == skip[hop]
+            meant &= self.holders[other[hop]] == columns.peer[rows[at]]
+            at, hop = at[meant], hop[meant]
+        return _Cells(rows[at], later[hop], columns.unit[rows[at]] * len(layout.skips) + skip[hop])
+
     def _which(self, which: Which, cells: _Cells) -> _Cells:
         """Return the cells with the numbers of the values that are meant, as many as there are."""
         rows, stages, numbers = cells
         layout, columns, buckets = self.layout, self.columns, np.array([b for b, _ in self.layout.reductions], np.int64)
-        if which in (Which.UNIT, Which.RANK):
+        if which in (Which.UNIT, Which.RANK, Which.SKIP, Which.EVERY_SKIP):
             return cells
         if which is Which.EARLIER:
             return _Cells(rows, stages, numbers - 1)
@@ -284,8 +301,8 @@ _OF_PLAN: dict[When, Callable[[Layout], bool]] = {
 """The conditions on the whole plan."""
 
 _OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
-    When.LAST: lambda stages, units, layout: layout.all_after(stages, units) < 0,
     When.NOT_LAST: lambda stages, units, layout: layout.all_after(stages, units) >= 0,
+    When.HAS_LOSS: lambda stages, units, layout: layout.have_loss(stages, units),
     When.KEEPS: lambda stages, units, layout: layout.trains & ~layout.recomputing[stages],
     When.RECOMPUTES: lambda stages, units, layout: layout.trains & layout.recomputing[stages],
     When.STAYS: lambda stages, units, layout: ~layout.fetched[stages, units],
@@ -313,8 +330,21 @@ def gatherings_of(columns: Columns) -> Ints:
 def peer_of(message: ins.Message, layout: Layout) -> int:
     """Return the pp rank that `message` must name as its peer, or -1 where it has nobody to talk to.
 
-    Activations travel to the next stage of the microbatch's route and gradients to the one before.
+    Activations travel to the next stage of the microbatch's route and gradients to the one before. Of the several ranks
+    to which a skip goes, it is the one that is named, or the first.
     """
+    if isinstance(message, ins.SKIP_MESSAGES):
+        peers = _skip_peers(message, layout)
+        return message.peer if message.peer in peers else next(iter(peers), ABSENT)
     forward = isinstance(message, ins.SendAct | ins.RecvGrad)
     other = (layout.after if forward else layout.before)(message.stage, message.microbatch)
     return layout.rank_of(other) if other >= 0 else ABSENT
+
+
+def _skip_peers(message: ins.SkipMessage, layout: Layout) -> list[int]:
+    """Return the other ranks with which the stage of a message exchanges the skip that it names."""
+    hops = layout.skip_hops if isinstance(message, ins.SendSkip | ins.RecvSkip) else layout.skip_chains
+    to_later = isinstance(message, ins.SendSkip | ins.RecvSkipGrad)
+    skip, rank = layout.skip_numbers.get(message.skip, ABSENT), layout.rank_of(message.stage)
+    ends = [(hop.earlier, hop.later) if to_later else (hop.later, hop.earlier) for hop in hops if hop.skip == skip]
+    return [layout.rank_of(other) for own, other in ends if own == message.stage and layout.rank_of(other) != rank]

@@ -3,6 +3,8 @@
     RecvAct → Fwd → SendAct        RecvGrad → Bwd → SendGrad        AllReduceBucket → ClipGrad → OptStep
                └─ Recompute ─────────────────▶ BwdInput → BwdWeight
 
+    Fwd → SendSkip ~~▶ RecvSkip → Fwd        Bwd → SendSkipGrad ~~▶ RecvSkipGrad → Bwd     (past the stages between)
+
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
     Fwd → OffloadAct → … → FetchAct → Bwd     (activations in the host's memory meanwhile)
 
@@ -18,7 +20,7 @@ says which is missing.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class RecvAct(Recv):
 
 @dataclass(frozen=True, slots=True)
 class Fwd(Compute):
-    """Run the stage forward; on the last stage of the route, the loss too."""
+    """Run the stage forward; on the last stage of the route, and others that have one, the loss too."""
 
     letters: ClassVar[str] = "F"
     costs: ClassVar[tuple[str, ...]] = ("forward",)
@@ -144,6 +146,24 @@ class SendAct(Send):
     """Send the output activation of `stage`."""
 
     letters: ClassVar[str] = "SA"
+
+
+@dataclass(frozen=True, slots=True)
+class RecvSkip(Recv):
+    """Receive what `stage`, and later stages of this rank, take of a named skip."""
+
+    letters: ClassVar[str] = "RK"
+
+    skip: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSkip(Send):
+    """Send a named skip, which `stage` makes, to a rank whose stages take it."""
+
+    letters: ClassVar[str] = "SK"
+
+    skip: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +266,24 @@ class SendGrad(Send):
 
 
 @dataclass(frozen=True, slots=True)
+class RecvSkipGrad(Recv):
+    """Receive the gradient of a skip that `stage` makes or takes, added up over all stages that take it after it."""
+
+    letters: ClassVar[str] = "RKG"
+
+    skip: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSkipGrad(Send):
+    """Send the gradient of a skip that `stage` takes, added up over it and all stages that take it after it."""
+
+    letters: ClassVar[str] = "SKG"
+
+    skip: str
+
+
+@dataclass(frozen=True, slots=True)
 class SyncTied(Instruction):
     """Add up the gradients of what several stages hold: a named weight, or all that twins do (params "stage")."""
 
@@ -288,7 +326,7 @@ class ReduceScatterBucket(OnBucket):
 
 @dataclass(frozen=True, slots=True)
 class ShareMetrics(Instruction):
-    """Give loss, loss weight and metrics of the last stage to every rank, without waiting for them."""
+    """Give losses, loss weight and metrics of all stages to every rank, without waiting for them."""
 
     letters: ClassVar[str] = "metrics"
     whole_mesh: ClassVar[bool] = True
@@ -334,6 +372,9 @@ COMPUTATIONS: tuple[type[Compute], ...] = tuple(kind for kind in ALL if issubcla
 
 COMPUTING: tuple[type[Instruction], ...] = tuple(kind for kind in ALL if kind.computes)
 """What a schedule may yield: these, and two of them side by side."""
+
+SkipMessage: TypeAlias = RecvSkip | SendSkip | RecvSkipGrad | SendSkipGrad
+SKIP_MESSAGES = (RecvSkip, SendSkip, RecvSkipGrad, SendSkipGrad)
 
 BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
 ENDS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.ends_backward)

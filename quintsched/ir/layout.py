@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,15 +36,24 @@ class Tie:
     number: int
 
 
+class Hop(NamedTuple):
+    """A skip, by its number, between two stages: its value goes to the later one, its gradient back."""
+
+    skip: int
+    earlier: int
+    later: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Stages on ranks, routes of microbatches, and what happens to activations and gradients.
 
     `before` and `after` answer -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` says which piece of the model each stage
-    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied` and `zero` are those of
-    a plan. `backward_order` says per stage in which order backwards end, where gradients are reduced as they come,
-    `fetches` which microbatches of which stages have activations that come back from the host's memory.
+    holds (none given: each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
+    `zero` are those of a plan. `backward_order` says per stage in which order backwards end, where gradients are
+    reduced as they come, `fetches` which microbatches of which stages have activations that come back from the host's
+    memory.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -54,6 +65,8 @@ class Layout:
     stage_to_part: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    skips: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    losses: tuple[int, ...] = ()
     zero: Zero = field(default_factory=Zero)
     backward_order: tuple[tuple[int, ...], ...] = ()
     fetches: tuple[tuple[int, int], ...] = ()
@@ -111,6 +124,11 @@ class Layout:
         """`after`, for many at once."""
         route_of, _, after = self._tables
         return after[route_of[microbatches], stages]
+
+    def have_loss(self, stages: Ints, microbatches: Ints) -> Flags:
+        """Which of these stages have a loss of these microbatches: the last ones of routes, and those named."""
+        found: Flags = self.all_after(stages, microbatches) < 0
+        return found | np.isin(stages, self.losses) if self.losses else found
 
     @cached_property
     def visits_all(self) -> Flags:
@@ -215,6 +233,33 @@ class Layout:
     def ties_of(self, stage: int) -> tuple[Tie, ...]:
         """The ties of a stage's weights, in the order of `ties`."""
         return self._ties[stage]
+
+    @cached_property
+    def skip_hops(self) -> tuple[Hop, ...]:
+        """The ways of the values of skips: to each rank once, from the stage that makes it; there, from taker to taker.
+
+        Skip 0, 3, 5, 7 on the ranks 0, 1, 1, 0: hops 0 to 3, 3 to 5 (in place) and 0 to 7 (in place).
+        """
+        hops = []
+        for number, (_, (source, *takers)) in enumerate(self.skips):
+            latest = {self.rank_of(source): source}
+            for taker in takers:
+                hops.append(Hop(number, latest.get(self.rank_of(taker), source), taker))
+                latest[self.rank_of(taker)] = taker
+        return tuple(hops)
+
+    @cached_property
+    def skip_chains(self) -> tuple[Hop, ...]:
+        """The ways of their gradients: from each taker to the one before it, which adds its own, and to the source.
+
+        So one is added at a time, and in the order in which riders are that go through all stages: the bits are theirs.
+        """
+        return tuple(Hop(number, *hop) for number, (_, stages) in enumerate(self.skips) for hop in pairwise(stages))
+
+    @cached_property
+    def skip_numbers(self) -> Mapping[str, int]:
+        """The number of each skip, by its name."""
+        return {name: number for number, (name, _) in enumerate(self.skips)}
 
     def recompute_every(self, stage: int) -> int:
         """k, where every k-th block of `stage` is recomputed; 0 where all activations are kept."""

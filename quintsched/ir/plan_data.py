@@ -67,11 +67,12 @@ class PlanData:
 
     `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are kept as
     columns. `recompute` says per stage whether its activations are kept (0), or those of every k-th block recomputed
-    (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight, `zero`
-    what replicas shard among them, `communication` how buckets are exchanged. `blocks_per_stage` says how many of the
-    model's blocks are a stage; () where the run decides. A plan that was put together by hand is
-    not checked before `check` is asked, but for its instructions' fields: a program with something else than numbers
-    where numbers belong is refused with an `UnsoundError`.
+    (k; 1: of the whole stage); () where all stages keep theirs. `tied` says which stages hold each named weight,
+    `skips` which stage makes each named skip and then which ones take it, `losses` which stages have a loss (() where
+    the last one of each route has), `zero` what replicas shard among them, `communication` how buckets are exchanged.
+    `blocks_per_stage` says how many of the model's blocks are a stage; () where the run decides. A plan that was put
+    together by hand is not checked before `check` is asked, but for its instructions' fields: a program with something
+    else than numbers where numbers belong is refused with an `UnsoundError`.
     """
 
     mode: Mode
@@ -84,6 +85,8 @@ class PlanData:
     stage_to_part: tuple[int, ...] | None = None
     recompute: tuple[int, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    skips: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    losses: tuple[int, ...] = ()
     communication: Communication = NATIVE
     zero: Zero = field(default_factory=Zero)
     blocks_per_stage: tuple[int, ...] = ()
@@ -122,6 +125,8 @@ class PlanData:
             stage_to_part=self.stage_to_part or (),
             recompute=self.recompute,
             tied=tuple(sorted(self.tied.items())),
+            skips=tuple(sorted(self.skips.items())),
+            losses=self.losses,
             zero=self.zero,
             backward_order=self._backward_order() if self.zero.shards_gradients else (),
             fetches=tuple(zip(*(column.tolist() for column in self._known_cells(FetchAct)), strict=True)),

@@ -37,6 +37,8 @@ class Whose(Enum):
     """The stage before it on the microbatch's route; nobody's where the route begins."""
     HELD = auto()
     """All stages that the rank holds."""
+    LATER = auto()
+    """The stages to which skips go from the instruction's stage."""
     NAMED = auto()
     """The stages that the instruction names, of those that the rank holds."""
     RANK = auto()
@@ -62,6 +64,10 @@ class Which(Enum):
     """Those of all reductions of all buckets."""
     REDUCTION_BEFORE = auto()
     """Those of all buckets, in the reduction before that of the instruction's microbatch."""
+    SKIP = auto()
+    """That of the skip that the message names, and that goes between the ranks of its ends."""
+    EVERY_SKIP = auto()
+    """Those of all skips that go to, or from, the stage."""
     TIE = auto()
     """That of the tie that the instruction names."""
     EVERY_TIE = auto()
@@ -76,10 +82,10 @@ class When(Enum):
     """Where a term holds: everywhere, or only …"""
 
     ALWAYS = auto()
-    LAST = auto()
-    """on the last stage of the microbatch's route."""
     NOT_LAST = auto()
-    """on all others."""
+    """on all stages but the last of the microbatch's route."""
+    HAS_LOSS = auto()
+    """on stages that have a loss: that last one, and those that the plan names."""
     KEEPS = auto()
     """in plans that train, on stages that keep their activations."""
     RECOMPUTES = auto()
@@ -111,7 +117,7 @@ class Term(NamedTuple):
 
 
 CONSUMES, READS, PRODUCES, FOLLOWS = Role
-OWN, BEFORE, HELD, NAMED, OF_RANK = Whose
+OWN, BEFORE, HELD, LATER, NAMED, OF_RANK = Whose
 
 _ON_WEIGHTS = Term(READS, Kind.PARAMS, which=Which.GATHERING, when=When.SHARDS_WEIGHTS)
 
@@ -121,6 +127,8 @@ _BACKWARD = (
     Term(CONSUMES, Kind.FETCHED, when=When.FETCHED),
     Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
     Term(PRODUCES, Kind.OUTPUT_GRAD, BEFORE),
+    Term(CONSUMES, Kind.SKIP_GRAD, LATER, Which.EVERY_SKIP),
+    Term(PRODUCES, Kind.SKIP_GRAD, which=Which.EVERY_SKIP),
     Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
     Term(CONSUMES, Kind.KEYS_GRAD, when=When.HAS_LATER),
     Term(PRODUCES, Kind.KEYS_GRAD, which=Which.EARLIER, when=When.HAS_EARLIER),
@@ -148,7 +156,9 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         _ON_WEIGHTS,
         Term(CONSUMES, Kind.OUTPUT, BEFORE),
         Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
-        Term(PRODUCES, Kind.LOSS, when=When.LAST),
+        Term(CONSUMES, Kind.SKIP, which=Which.EVERY_SKIP),
+        Term(PRODUCES, Kind.SKIP, LATER, Which.EVERY_SKIP),
+        Term(PRODUCES, Kind.LOSS, when=When.HAS_LOSS),
         Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
         Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
         Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
@@ -161,6 +171,8 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
     ),
     ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
+    ins.RecvSkip: (Term(PRODUCES, Kind.SKIP, which=Which.SKIP),),
+    ins.SendSkip: (Term(CONSUMES, Kind.SKIP, LATER, Which.SKIP),),
     ins.OffloadAct: (Term(CONSUMES, Kind.SAVED), Term(PRODUCES, Kind.OFFLOADED)),
     ins.FetchAct: (Term(CONSUMES, Kind.OFFLOADED), Term(PRODUCES, Kind.FETCHED)),
     ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
@@ -168,6 +180,8 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
     ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),
     ins.BwdWeight: (Term(CONSUMES, Kind.PENDING), *_WEIGHT_GRADIENT),
     ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, BEFORE),),
+    ins.RecvSkipGrad: (Term(PRODUCES, Kind.SKIP_GRAD, LATER, Which.SKIP),),
+    ins.SendSkipGrad: (Term(CONSUMES, Kind.SKIP_GRAD, which=Which.SKIP),),
     ins.GatherParams: (Term(PRODUCES, Kind.PARAMS, which=Which.GATHERING),),
     ins.FreeParams: (Term(CONSUMES, Kind.PARAMS, which=Which.GATHERING),),
     ins.SyncTied: (
@@ -185,7 +199,7 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
         Term(PRODUCES, Kind.REDUCED, which=Which.BUCKET),
     ),
     ins.ShareMetrics: (
-        Term(CONSUMES, Kind.LOSS, HELD, Which.EVERY_UNIT, When.LAST),
+        Term(CONSUMES, Kind.LOSS, HELD, Which.EVERY_UNIT, When.HAS_LOSS),
         Term(PRODUCES, Kind.METRICS, OF_RANK, Which.RANK),
     ),
     ins.ClipGrad: (

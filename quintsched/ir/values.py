@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from quintsched.ir.columns import Flags, Ints
 
 
+@unique
 class Kind(IntEnum):
     """What a value is; the `number` of a value is a microbatch unless said otherwise."""
 
@@ -27,41 +28,47 @@ class Kind(IntEnum):
     """The output activation of a stage."""
     OUTPUT_GRAD = 1
     """The gradient of a stage's output."""
-    SAVED = 2
+    SKIP = 2
+    """A skip as this stage takes it: the number is microbatch x `MAX_SKIPS` + skip."""
+    SKIP_GRAD = 3
+    """Its gradient, added up over this stage and all that take the skip after it; numbered likewise."""
+    SAVED = 4
     """What a forward keeps for its backward."""
-    LOSS = 3
-    """The loss of a microbatch, on the last stage."""
-    WEIGHT_GRAD = 4
+    LOSS = 5
+    """The loss of a microbatch, on the last stage and on others that have one."""
+    WEIGHT_GRAD = 6
     """A microbatch's term of a stage's weight gradients."""
-    REDUCED = 5
+    REDUCED = 7
     """A bucket of gradients, summed over the replicas: the number is reduction x `REDUCTION` + bucket."""
-    METRICS = 6
+    METRICS = 8
     """The batch's loss, loss weight and metrics, known on this rank."""
-    NORM = 7
+    NORM = 9
     """The global gradient norm."""
-    PENDING = 8
+    PENDING = 10
     """What a backward's input half leaves for its weight half."""
-    TIED = 9
+    TIED = 11
     """The gradients of tied weights of a stage, added up; the number is the tie's."""
-    KEYS = 10
+    KEYS = 12
     """The keys and values of a slice and those before it, which the next slice attends to."""
-    KEYS_GRAD = 11
+    KEYS_GRAD = 13
     """The gradient of these, from the next slice's backward."""
-    CHECKPOINT = 12
+    CHECKPOINT = 14
     """What a forward keeps of a stage that is recomputed."""
-    PARAMS = 13
+    PARAMS = 15
     """The full weights of a stage whose replicas hold shards of them; the number counts gatherings."""
-    STEPPED = 14
+    STEPPED = 16
     """A bucket of weights of which each replica has stepped its shard."""
-    OFFLOADED = 15
+    OFFLOADED = 17
     """What a forward keeps, in the host's memory."""
-    FETCHED = 16
+    FETCHED = 18
     """What a forward kept, back from the host's memory."""
 
 
 _WORDS = {
     Kind.OUTPUT: "output",
     Kind.OUTPUT_GRAD: "output's gradient",
+    Kind.SKIP: "skip",
+    Kind.SKIP_GRAD: "gradient of skip",
     Kind.SAVED: "saved activations",
     Kind.LOSS: "loss",
     Kind.WEIGHT_GRAD: "weight gradient",
@@ -89,7 +96,13 @@ AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
 REDUCTION = 2048
 """What the numbers of reduced gradients count reductions by; there are fewer buckets than that."""
 
-TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD)
+MAX_SKIPS = 1024
+"""The most skips of a plan; what the numbers of their values count microbatches by."""
+
+SKIPS = (Kind.SKIP, Kind.SKIP_GRAD)
+"""Kinds of which a stage has a value per microbatch and skip."""
+
+TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD, *SKIPS)
 """Kinds that go from rank to rank: the first ones."""
 
 
@@ -104,6 +117,9 @@ class Value(NamedTuple):
         words = _WORDS[self.kind]
         if self.kind in AMBIENT:
             return f"the {words}"
+        if self.kind in SKIPS:
+            unit, skip = divmod(self.number, MAX_SKIPS)
+            return f"the {words} {skip} at stage {self.stage}, microbatch {unit}"
         reduction, number = divmod(self.number, REDUCTION) if self.kind is Kind.REDUCED else (0, self.number)
         which = f", part {reduction}" if reduction else ""
         return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{which}"
@@ -123,6 +139,7 @@ class Numbering:
     num_stages: int
     counts: Mapping[Kind, int]
     num_buckets: int
+    num_skips: int = 0
 
     @cached_property
     def firsts(self) -> Ints:
@@ -141,7 +158,10 @@ class Numbering:
         return int(self.firsts[len(TRAVELS)])
 
     def keys(self, kind: Kind, stages: Ints, numbers: Ints) -> Ints:
-        """Return the keys of values; the number of a reduced gradient is reduction x buckets + bucket here."""
+        """Return the keys of values.
+
+        The number of a reduced gradient is reduction x buckets + bucket here, that of a skip microbatch x skips + skip.
+        """
         found: Ints = self.firsts[kind] + stages * self.counts[kind] + numbers
         return found
 
@@ -154,6 +174,9 @@ class Numbering:
         if kind is Kind.REDUCED:
             reduction, bucket = divmod(number, self.num_buckets)
             number = reduction * REDUCTION + bucket
+        if kind in SKIPS:
+            unit, skip = divmod(number, self.num_skips)
+            number = unit * MAX_SKIPS + skip
         return Value(kind, stage, number)
 
     def of_kind(self, keys: Ints, kind: Kind) -> Flags:

@@ -7,9 +7,10 @@ every call blocks the host until its partner has come: the order itself is a run
     rank 0         F0    SendAct 0  F1          SendAct 1
     rank 1               RecvAct 0        F0    RecvAct 1
 
-The order is that in which a simulated run at unit costs produces the messages, with at most two messages of a
-channel received and not yet taken. Messages of a channel go in the order in which the receiver takes them: then
-neither that limit nor the channel's order ever makes the run wait.
+The order is that in which a simulated run at unit costs produces the messages, with the messages of at most two
+computations on a channel received and not yet taken (one each, but where skips come beside them). Messages of a
+channel go in the order in which the receiver takes them: then neither that limit nor the channel's order ever makes the
+run wait.
 """
 
 from __future__ import annotations
@@ -24,17 +25,35 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.profiles import PROFILES
-from quintsched.ir.columns import ABSENT, CODES, Codes, Columns, Flags, Ints
-from quintsched.ir.instructions import Instruction, RecvAct, RecvGrad, SendAct, SendGrad
-from quintsched.ir.layout import Layout
+from quintsched.ir.columns import ABSENT, CODES, Columns, Ints
+from quintsched.ir.instructions import (
+    Recv,
+    RecvAct,
+    RecvGrad,
+    RecvSkip,
+    RecvSkipGrad,
+    Send,
+    SendAct,
+    SendGrad,
+    SendSkip,
+    SendSkipGrad,
+)
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
-from quintsched.ir.values import Kind
+from quintsched.ir.values import SKIPS, Kind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2
+
+MESSAGES: dict[Kind, tuple[type[Send], type[Recv]]] = {
+    Kind.OUTPUT: (SendAct, RecvAct),
+    Kind.OUTPUT_GRAD: (SendGrad, RecvGrad),
+    Kind.SKIP: (SendSkip, RecvSkip),
+    Kind.SKIP_GRAD: (SendSkipGrad, RecvSkipGrad),
+}
+"""What carries each kind of value that travels."""
 
 BEFORE, COMPUTE, AFTER = 0, 1, 2
 """At one moment: messages first, then computations, then messages that waited for one of these to begin."""
@@ -60,7 +79,7 @@ def place_messages(plan: PlanData) -> PlanData:
         np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
     )
     first = np.r_[0, np.cumsum(np.bincount(rank, minlength=columns.num_ranks))]
-    return replace(plan, programs=Programs(messages.beside(columns, plan.layout).take(order, first)))
+    return replace(plan, programs=Programs(messages.beside(plan).take(order, first)))
 
 
 def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
@@ -76,17 +95,14 @@ def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
 class _Messages:
     """What crosses from rank to rank: an entry per message, channel after channel, as the receiver takes them.
 
-    `made` and `taken` are rows of the plan, `number` is the entry's place in this order. `is_activation` says what it
-    is, of which `stage` and `unit`.
+    `made` and `taken` are rows of the plan, `keys` those of the values, `number` is the entry's place in this order.
     """
 
     source: Ints
     target: Ints
     made: Ints
     taken: Ints
-    is_activation: Flags
-    stage: Ints
-    unit: Ints
+    keys: Ints
 
     @classmethod
     def of(cls, plan: PlanData) -> _Messages:
@@ -94,21 +110,14 @@ class _Messages:
         flows, rank = plan.flows, plan.columns.rank
         keys = flows.keys(flows.consumes.places)
         travels = keys < flows.numbering.num_travelling
-        taken = flows.consumes.rows[travels]
-        made = flows.first_senders[keys[travels]]
+        taken, keys = flows.consumes.rows[travels], keys[travels]
+        made = flows.first_senders[keys]
         crosses = (made != ABSENT) & (rank[made] != rank[taken])
-        made, taken, keys = made[crosses], taken[crosses], keys[travels][crosses]
-        order = np.argsort((rank[made] * plan.columns.num_ranks + rank[taken]) * len(rank) + taken, kind="stable")
-        made, taken, keys = made[order], taken[order], keys[order]
-        is_activation = flows.numbering.of_kind(keys, Kind.OUTPUT)
-        kinds = [(Kind.OUTPUT, is_activation), (Kind.OUTPUT_GRAD, ~is_activation)]
-        stage, unit = np.empty_like(keys), np.empty_like(keys)
-        for kind, here in kinds:
-            stage[here], unit[here] = (
-                flows.numbering.stages(keys[here], kind),
-                flows.numbering.numbers(keys[here], kind),
-            )
-        return cls(rank[made], rank[taken], made, taken, is_activation, stage, unit)
+        made, taken, keys = made[crosses], taken[crosses], keys[crosses]
+        channel = rank[made] * plan.columns.num_ranks + rank[taken]
+        order = np.argsort(channel * len(rank) + taken, kind="stable")
+        made, taken = made[order], taken[order]
+        return cls(rank[made], rank[taken], made, taken, keys[order])
 
     @property
     def number(self) -> Ints:
@@ -119,33 +128,53 @@ class _Messages:
         """Return each message's time and phase in the global order; `start` and `end` are those of the rows."""
         num_ranks = int(max(self.source.max(initial=0), self.target.max(initial=0))) + 1
         channel = self.source * num_ranks + self.target
-        older = np.maximum(self.number - RECEIVES_OUTSTANDING, 0)
-        has_older = (self.number >= RECEIVES_OUTSTANDING) & (channel[older] == channel) if len(channel) else channel
+        begins = np.flatnonzero(np.r_[True, (np.diff(channel) != 0) | (np.diff(self.taken) != 0)][: len(channel)])
+        taker = np.searchsorted(begins, self.number, side="right") - 1
+        older = begins[np.maximum(taker - RECEIVES_OUTSTANDING, 0)] if len(begins) else taker
+        has_older = (taker >= RECEIVES_OUTSTANDING) & (channel[older] == channel)
         freed = np.where(has_older, start[self.taken[older]], -1.0)
         times = np.maximum(end[self.made], freed)
         for first, last in pairwise([0, *(np.flatnonzero(np.diff(channel)) + 1).tolist(), len(channel)]):
             np.maximum.accumulate(times[first:last], out=times[first:last])
         return times, np.where(freed == times, AFTER, BEFORE)
 
-    def beside(self, columns: Columns, layout: Layout) -> Columns:
+    def beside(self, plan: PlanData) -> Columns:
         """Return all sends, all receives and the computations, in this order; what it says of ranks does not count."""
-        op = np.concatenate(
-            [_codes(self.is_activation, SendAct, SendGrad), _codes(self.is_activation, RecvAct, RecvGrad), columns.op]
-        )
-        after = layout.all_after(self.stage, self.unit)
-        sent, received = np.where(self.is_activation, (self.stage, after), (after, self.stage))
+        columns, count = plan.columns, len(self.keys)
+        sends, receives = np.zeros((2, count), np.uint8)
+        sent, received, unit, skip = np.full((4, count), ABSENT)
+        for kind, (send, receive) in MESSAGES.items():
+            here = plan.flows.numbering.of_kind(self.keys, kind)
+            if here.any():
+                sends[here], receives[here] = CODES[send], CODES[receive]
+                sent[here], received[here], unit[here], skip[here] = _ends(plan, kind, self.keys[here])
+        op = np.concatenate([sends, receives, columns.op])
         fields = {
             "stage": np.concatenate([sent, received, columns.stage]),
-            "microbatch": np.concatenate([self.unit, self.unit, columns.unit]),
+            "microbatch": np.concatenate([unit, unit, columns.unit]),
             "peer": np.concatenate([self.target, self.source, np.full(len(columns), ABSENT)]),
         }
         for name in columns.columns.keys() - fields.keys():
-            fields[name] = np.r_[np.full(2 * len(self.made), ABSENT), columns.column(name)]
-        return Columns(np.array([0, len(op)]), op, fields, columns.table)
+            fields[name] = np.r_[np.full(2 * count, ABSENT), columns.column(name)]
+        if plan.skips:
+            skip[skip != ABSENT] += len(columns.table)
+            fields["skip"] = np.concatenate([skip, skip, np.full(len(columns), ABSENT)])
+        return Columns(np.array([0, len(op)]), op, fields, (*columns.table, *plan.layout.skip_numbers))
 
 
-def _codes(which: Flags, yes: type[Instruction], no: type[Instruction]) -> Codes:
-    return np.where(which, np.uint8(CODES[yes]), np.uint8(CODES[no]))
+def _ends(plan: PlanData, kind: Kind, keys: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (stages that send, stages that receive, microbatches, skips) of messages that carry values of a kind."""
+    numbering, layout = plan.flows.numbering, plan.layout
+    stage, unit, skip = numbering.stages(keys, kind), numbering.numbers(keys, kind), np.full(len(keys), ABSENT)
+    if kind in SKIPS:
+        unit, skip = np.divmod(unit, len(plan.skips))
+        before = np.full((len(plan.skips), len(plan.stage_to_pp)), ABSENT)
+        for number, earlier, later in layout.skip_hops if kind is Kind.SKIP else layout.skip_chains:
+            before[number, later] = earlier
+        stage, other = before[skip, stage], stage
+    else:
+        other = layout.all_after(stage, unit)
+    return (stage, other, unit, skip) if kind in (Kind.OUTPUT, Kind.SKIP) else (other, stage, unit, skip)
 
 
 def _explain_order(plan: PlanData, waiting: Ints) -> str:

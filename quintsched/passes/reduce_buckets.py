@@ -9,7 +9,7 @@ are, one after every few backwards, so that full gradients are never resident fo
 
 Where ep shards experts, a stage's last bucket holds those of the rank, and is summed over dp and cp alone.
 
-The gradient for the previous stage goes first where it follows at once: another rank waits for it. The gradients of
+The gradients for earlier stages go first where they follow at once: another rank waits for it. The gradients of
 tied weights, and of twins, are added up before that, at the end of the programs: so the gradients of stages that hold
 such weights are reduced once, after that, and full ones are resident until then.
 """
@@ -28,6 +28,7 @@ from quintsched.ir.instructions import (
     OnBucket,
     ReduceScatterBucket,
     SendGrad,
+    SendSkipGrad,
     SyncTied,
 )
 from quintsched.ir.plan_data import PlanData
@@ -77,7 +78,7 @@ def _completions(plan: PlanData) -> tuple[Ints, Ints, Ints]:
 
 def _behind_sends(columns: Columns, rows: Ints) -> Ints:
     """Return the first row after each of `rows` that is neither sent away nor frees weights, on the same rank."""
-    stays = np.flatnonzero(~columns.are(SendGrad, FreeParams))
+    stays = np.flatnonzero(~columns.are(SendGrad, SendSkipGrad, FreeParams))
     ends = columns.first[columns.rank[rows] + 1]
     following = np.r_[stays, len(columns)][np.searchsorted(stays, rows + 1)]
     found: Ints = np.minimum(following, ends)

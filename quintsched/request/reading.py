@@ -95,10 +95,19 @@ def read_whole_or_wholes(name: str, value: object) -> int | tuple[int, ...]:
 
 def read_ties(name: str, value: object) -> dict[str, tuple[int, ...]]:
     """Read which stages hold each named weight; raises `UsageError`."""
+    return _read_named_stages(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
+
+
+def read_skips(name: str, value: object) -> dict[str, tuple[int, ...]]:
+    """Read which stage makes each skip, and which take it; raises `UsageError`."""
+    return _read_named_stages(name, value, "give the stage that makes each, then those that take it: {'h': (0, 3, 5)}")
+
+
+def _read_named_stages(name: str, value: object, words: str) -> dict[str, tuple[int, ...]]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _refuse(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
+        raise _refuse(name, value, words)
     numbers = {key: whole_number(stages) for key, stages in value.items()}
     return {
         key: read_wholes(f"{name} {key!r}", value[key]) if number is None else (number,)
@@ -175,15 +184,24 @@ def parse_stages(name: str, text: str) -> tuple[int, ...]:
 
 def parse_ties(name: str, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Read "embedding=0,3" and others like it; raises `UsageError`."""
+    return _parse_named_stages(name, texts, "the stages that hold it", "embedding=0,3")
+
+
+def parse_skips(name: str, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Read "h=0,3,5" and others like it; raises `UsageError`."""
+    return _parse_named_stages(name, texts, "the stages that make and take it", "h=0,3,5")
+
+
+def _parse_named_stages(name: str, texts: Sequence[str], which: str, example: str) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
-        weight, equals, stages = text.rpartition("=")
+        key, equals, stages = text.rpartition("=")
         if not equals:
-            raise UsageError(f"{name}: cannot read {text!r}; write a name and the stages that hold it: embedding=0,3")
-        if weight in found:
-            raise UsageError(f"{name}: {weight!r} is given twice; name all stages that hold it at once")
-        numbers = parse_numbers(name, stages, "embedding=0,3")
-        found[weight] = (numbers,) if isinstance(numbers, int) else numbers
+            raise UsageError(f"{name}: cannot read {text!r}; write a name and {which}: {example}")
+        if key in found:
+            raise UsageError(f"{name}: {key!r} is given twice; name all {which.removeprefix('the ')} at once")
+        numbers = parse_numbers(name, stages, example)
+        found[key] = (numbers,) if isinstance(numbers, int) else numbers
     return found
 
 
@@ -202,6 +220,11 @@ def means_in(value: str, plan: Plan) -> str:
 def every_stage(value: int | tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """Return one number for every stage."""
     return (value,) * len(plan.stage_to_pp) if isinstance(value, int) else value
+
+
+def losses_in(value: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Return which stages have a loss; where none is named, the last one of each route."""
+    return tuple(value) or tuple(route.stages[-1] for route in plan.routes)
 
 
 def wire_in(plan: Plan) -> Wire | None:

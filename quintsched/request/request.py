@@ -190,6 +190,26 @@ class CompileRequest:
         parse=reading.parse_ties,
         in_plan=lambda plan: dict(plan.tied),
     )
+    skip: Mapping[str, Sequence[int]] | None = _setting(
+        "named tensors that go past stages: first the stage that makes it, then those that take it, h=0,3,5, in Python "
+        "{'h': (0, 3, 5)}. Each goes to a rank once; what no skip names rides through all stages between.",
+        reading.read_skips,
+        "NAME=STAGES",
+        default=None,
+        text=list,
+        parse=reading.parse_skips,
+        in_plan=lambda plan: dict(plan.skips),
+    )
+    losses: Sequence[int] | None = _setting(
+        "the stages that have a loss, 1,3; by default the last one. A stage before it has the loss that its blocks "
+        "return beside their outputs.",
+        reading.optional(reading.read_wholes),
+        "STAGES",
+        default=None,
+        parse=reading.parse_stages,
+        in_plan=lambda plan: plan.losses,
+        normal=reading.losses_in,
+    )
     communication: str = _setting(
         f"how gradients are summed over replicas, one of {', '.join(MEANS)}: by the library's own collectives, spelled "
         "out in messages, or by what is fastest for a message's size.",

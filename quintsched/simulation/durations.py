@@ -23,6 +23,7 @@ from quintsched.ir.columns import FIELDS, Ints
 from quintsched.ir.instructions import (
     ALL,
     COMPUTATIONS,
+    SKIP_MESSAGES,
     Bwd,
     Compute,
     Fwd,
@@ -132,6 +133,8 @@ def _message_times(kind: type[Message], rows: Ints, plan: PlanData, costs: Costs
     stages, units = columns.stage[rows], columns.unit[rows]
     if issubclass(kind, BETWEEN_INPUTS):
         stages = plan.layout.all_before(stages, units)
+    if issubclass(kind, SKIP_MESSAGES):  # as large as what the stage leaves that makes it
+        stages = np.array([plan.skips[name][0] for name in columns.values("skip", rows)])
     ends = (columns.rank[rows], columns.peer[rows])
     sources, destinations = ends if issubclass(kind, Send) else ends[::-1]
     return costs.message_times(stages, units, sources, destinations, plan.schedule) * plan.schedule.parts

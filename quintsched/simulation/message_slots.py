@@ -45,6 +45,8 @@ FRESH = frozenset(
     {
         Kind.OUTPUT,
         Kind.OUTPUT_GRAD,
+        Kind.SKIP,
+        Kind.SKIP_GRAD,
         Kind.LOSS,
         Kind.WEIGHT_GRAD,
         Kind.REDUCED,
@@ -59,7 +61,7 @@ FRESH = frozenset(
         Kind.FETCHED,
     }
 )
-"""What has memory of its own, whatever it was made of."""
+"""What has memory of its own, whatever it was made of; but a skip that is handed on has that of the one taken."""
 
 KEEPS = tuple(kind for kind in Kind if kind not in FRESH)
 """What holds on to the memory of what the instruction took that made it."""
@@ -212,29 +214,39 @@ def _let_go(plan: PlanData) -> Ints:
 
     That is when it was taken, or, where the same instruction makes something of the same microbatch that keeps what it
     was made of, when nobody keeps that any more. A forward whose activations go to the host keeps none: it has copied
-    its input.
+    its input. A skip that is handed on is the one that was taken, and keeps no other value. A plan that only computes
+    forward keeps nothing.
     """
     flows = plan.flows
+    if not plan.layout.trains:
+        return flows.first_takers
     made, taken = flows.produces, flows.consumes
+    of_made, of_taken = _Names.of(plan, flows.keys(made.places)), _Names.of(plan, flows.keys(taken.places))
+    units = plan.layout.num_microbatches
+    codes = [uses.rows * units + names.units for uses, names in ((made, of_made), (taken, of_taken))]
+    keeps = np.isin(of_made.kinds, KEEPS)
     takers = flows.first_takers[made.places]
-    keeps = np.isin(_Names.of(plan, flows.keys(made.places)).kinds, KEEPS)
     keeps &= (takers == ABSENT) | ~plan.columns.are(OffloadAct)[takers]
-    keepers, at = made.places[keeps], _codes(plan, made)[keeps]
-    names, groups = np.unique(at, return_inverse=True)
-    found = _codes(plan, taken)
-    group = np.searchsorted(names, found)
-    kept = np.flatnonzero(group < len(names))
-    kept = kept[names[group[kept]] == found[kept]]
-    which, keeping = Ragged.group(groups, keepers, len(names)).expand(group[kept])
-    last, values = flows.first_takers.copy(), taken.places[kept[which]]
-    for _ in KEEPS:
+    pairs = [_pairs(made.places[keeps], codes[0][keeps], taken.places, codes[1])]
+    if plan.skips:
+        left, given = of_made.kinds == Kind.SKIP, of_taken.kinds == Kind.SKIP
+        codes = [code * len(plan.skips) + names.lanes for code, names in zip(codes, (of_made, of_taken), strict=True)]
+        pairs.append(_pairs(made.places[left], codes[0][left], taken.places[given], codes[1][given]))
+    keeping, values = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    last = flows.first_takers.copy()
+    while (last[values] < last[keeping]).any():
         np.maximum.at(last, values, last[keeping])
     return last
 
 
-def _codes(plan: PlanData, uses: Uses) -> Ints:
-    """Return a number for the row and the microbatch of each use."""
-    return uses.rows * plan.layout.num_microbatches + _Names.of(plan, plan.flows.keys(uses.places)).units
+def _pairs(makers: Ints, of_makers: Ints, others: Ints, of_others: Ints) -> tuple[Ints, Ints]:
+    """Return the pairs of both that have the same code."""
+    names, groups = np.unique(of_makers, return_inverse=True)
+    group = np.searchsorted(names, of_others)
+    known = np.flatnonzero(group < len(names))
+    known = known[names[group[known]] == of_others[known]]
+    at, found = Ragged.group(groups, makers, len(names)).expand(group[known])
+    return found, others[known[at]]
 
 
 class _Names(NamedTuple):

@@ -102,6 +102,10 @@ def _beyond_torch(plan: PlanData) -> str | None:
         return (
             f"it adds up the gradients of tied weights, {', '.join(map(repr, plan.tied))}; torch has no word for that"
         )
+    if plan.skips:
+        return f"its stages exchange skips, {', '.join(map(repr, plan.skips))}; torch has no word for that"
+    if len(plan.losses) > 1:
+        return f"its stages {', '.join(map(str, plan.losses))} have losses; torch has one, on the last stage"
     idle = next((rank for rank in range(plan.mesh.pp) if rank not in plan.stage_to_pp), None)
     if idle is not None:
         return f"rank {idle} holds no stage; every rank of torch's holds one"

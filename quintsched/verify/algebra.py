@@ -6,7 +6,9 @@ computes on each slice of a microbatch
     y = w·x + b + v·k        k' = q·k + u·x        k: what the slices before leave behind, 0 for the first
 
 with the gradients worked out by hand. A named weight that several stages hold is one more number, added to w on each of
-these stages. `quintsched.verify.equivalence` runs plans on it.
+these stages. A skip is m·y of the piece that makes it, and a piece that takes it adds t times that to its own output; m
+and t are numbers of the model that are not trained. Pieces that have a loss have targets of their own.
+`quintsched.verify.equivalence` runs plans on it.
 """
 
 from __future__ import annotations
@@ -83,8 +85,21 @@ class Model:
         for _, stages in layout.tied:
             more = self._draw()
             self.weights |= {s: self.weights[s]._replace(w=(self.weights[s].w + more) % PRIME) for s in stages}
+        self.makes = {(skip, layout.part_of(stages[0])): self._draw() for skip, (_, stages) in enumerate(layout.skips)}
+        """By how much a piece multiplies its output for each skip that it makes."""
+        self.takes = {
+            (skip, layout.part_of(stage)): self._draw()
+            for skip, (_, stages) in enumerate(layout.skips)
+            for stage in stages[1:]
+        }
+        """By how much a piece multiplies each skip that it takes."""
         self.inputs = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
-        self.targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
+        self.last = max(parts)
+        targets = [self._numbers(self._draw) for _ in range(layout.num_microbatches)]
+        self.targets = {(self.last, unit): target for unit, target in enumerate(targets)}
+        """By piece and unit, of the pieces that have a loss."""
+        for piece in sorted({layout.part_of(stage) for stage in layout.losses} - {self.last}):
+            self.targets |= {(piece, unit): self._numbers(self._draw) for unit in range(layout.num_microbatches)}
 
     def _draw(self) -> int:
         return self._random.randrange(1, PRIME)
@@ -105,14 +120,14 @@ class Model:
         at = len(Weights._fields) + self.named[stage].index(tie)
         return slice(at, at + 1)
 
-    def loss(self, unit: int, y: Number) -> Number:
-        """Return the loss (y - target)^2 of a unit."""
-        off: Number = y - self.targets[unit]
+    def loss(self, piece: int, unit: int, y: Number) -> Number:
+        """Return the loss (y - target)^2 of a unit behind a piece; 0 where that has none."""
+        off: Number = y - self.targets.get((piece, unit), y)
         return self.modulo(off * off)
 
-    def loss_grad(self, unit: int, y: Number) -> Number:
+    def loss_grad(self, piece: int, unit: int, y: Number) -> Number:
         """Return the loss's gradient of y."""
-        return self.modulo(2 * (y - self.targets[unit]))
+        return self.modulo(2 * (y - self.targets.get((piece, unit), y)))
 
     def over(self, axes: Sequence[str], number: Number) -> Number:
         """Return the sum over these replica axes, for each replica."""
@@ -190,17 +205,35 @@ class Sequential:
             yield from self._microbatch(range(first, first + slices))
 
     def _microbatch(self, units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
-        model, saved, last = self.model, {}, [*self._holders][-1]
+        model, saved = self.model, {}
+        losses, loss_grads = dict[tuple[int, int], Number](), dict[tuple[int, int], Number]()
         values = {unit: model.inputs[unit] for unit in units}
+        skips: dict[tuple[int, int], Number] = {}
         for piece, holder in self._holders.items():
             keys = model.zero
             for unit in units:
                 saved[piece, unit] = Saved(values[unit], keys)
                 values[unit], keys = forward(model.weights[holder], saved[piece, unit])
-        losses = {unit: model.loss(unit, values[unit]) for unit in units}
-        grads = {unit: model.loss_grad(unit, values[unit]) for unit in units}
+                for skip, times in _of_piece(model.takes, piece):
+                    values[unit] = model.modulo(values[unit] + times * skips[skip, unit])
+                for skip, times in _of_piece(model.makes, piece):
+                    skips[skip, unit] = model.modulo(times * values[unit])
+                losses[piece, unit] = model.loss(piece, unit, values[unit])
+                loss_grads[piece, unit] = model.loss_grad(piece, unit, values[unit])
+        grads = dict.fromkeys(units, model.zero)
+        of_skips = dict.fromkeys(skips, model.zero)
         for piece, holder in reversed(self._holders.items()):
             grad_k = model.zero
             for unit in reversed(units):
+                grads[unit] = model.modulo(grads[unit] + loss_grads[piece, unit])
+                for skip, times in _of_piece(model.makes, piece):
+                    grads[unit] = model.modulo(grads[unit] + times * of_skips[skip, unit])
+                for skip, times in _of_piece(model.takes, piece):
+                    of_skips[skip, unit] = model.modulo(of_skips[skip, unit] + times * grads[unit])
                 grads[unit], grad_k, share = backward(model.weights[holder], saved[piece, unit], grads[unit], grad_k)
-                yield (piece, unit), model.share(holder, share), losses[unit] if piece == last else model.zero
+                yield (piece, unit), model.share(holder, share), losses[piece, unit]
+
+
+def _of_piece(numbers: dict[tuple[int, int], int], piece: int) -> list[tuple[int, int]]:
+    """Return the (skip, number) of a piece."""
+    return [(skip, number) for (skip, of), number in numbers.items() if of == piece]

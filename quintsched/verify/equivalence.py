@@ -26,7 +26,8 @@ from quintsched.ir.values import METRICS, NORM
 from quintsched.text.listing import excerpt
 from quintsched.verify.algebra import Gradient, Model, Sequential
 from quintsched.verify.symbolic_collective import broken_promise
-from quintsched.verify.symbolic_run import SymbolicRank, SymbolicRun
+from quintsched.verify.symbolic_rank import SymbolicRank
+from quintsched.verify.symbolic_run import SymbolicRun
 from quintsched.verify.wellformed import malformations
 
 

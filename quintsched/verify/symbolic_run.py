@@ -9,57 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import METRICS, NORM, Kind, Value
+from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Kind, Value
 from quintsched.verify.algebra import PRIME, Gradient, Model, Number, Saved, Weights, added, backward, forward
-
-
-@dataclass
-class SymbolicRank:
-    """One pipeline rank while it runs; `shares` are what was added to each stage's gradient, in order."""
-
-    number: int
-    index: int = 0
-    values: dict[Value, Any] = field(default_factory=dict)
-    grads: dict[tuple[int, int], Gradient] = field(default_factory=dict)
-    shares: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
-    reduced: dict[tuple[int, int], Gradient] = field(default_factory=dict)
-    applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
-
-    def take(self, kind: Kind, stage: int, unit: int) -> Any:
-        """Take a value away; raises `_Fault` where it does not stand here."""
-        value = Value(kind, stage, unit)
-        self.look_at(value)
-        return self.values.pop(value)
-
-    def look_at(self, value: Value) -> Any:
-        """Return a value; raises `_Fault` where it does not stand here."""
-        if value not in self.values:
-            raise _Fault(f"needs {value}, which does not stand on rank {self.number}")
-        return self.values[value]
-
-    def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
-        """Make a value; raises `_Fault` where it stands already."""
-        value = Value(kind, stage, unit)
-        if value in self.values:
-            raise _Fault(f"makes {value}, which stands on rank {self.number} already")
-        self.values[value] = number
-
-
-class _Fault(Exception):
-    """What an instruction cannot do."""
-
-
-class Stopped(NamedTuple):
-    """Where a run came to its end too early: why, and the (rank, index) of those that stand there."""
-
-    faults: tuple[str, ...]
-    places: tuple[tuple[int, int], ...]
+from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 
 
 class SymbolicRun:
@@ -79,7 +36,7 @@ class SymbolicRun:
                 while (instruction := self.next(rank)) is not None and self.is_ready(rank, instruction):
                     try:
                         _HANDLERS[type(instruction)](self, rank, instruction)
-                    except _Fault as fault:
+                    except Fault as fault:
                         where = f"rank {rank.number} instruction {rank.index}, {instruction}"
                         return Stopped((f"{where}: {fault}",), ((rank.number, rank.index),))
                     rank.index += 1
@@ -117,17 +74,35 @@ class SymbolicRun:
 
 
 def _send(run: SymbolicRun, rank: SymbolicRank, i: ins.Send) -> None:
-    stage = i.stage if isinstance(i, ins.SendAct) else run.plan.layout.before(i.stage, i.microbatch)
-    number = rank.take(Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, stage, i.microbatch)
-    run.channels.setdefault((rank.number, i.peer), deque()).append(number)
+    run.channels.setdefault((rank.number, i.peer), deque()).append(rank.take(*_carried(run, i)))
 
 
 def _recv(run: SymbolicRun, rank: SymbolicRank, i: ins.Recv) -> None:
-    number = run.channels[i.peer, rank.number].popleft()
-    if isinstance(i, ins.RecvAct):
-        rank.put(Kind.OUTPUT, run.plan.layout.before(i.stage, i.microbatch), i.microbatch, number)
-    else:
-        rank.put(Kind.OUTPUT_GRAD, i.stage, i.microbatch, number)
+    rank.put(*_carried(run, i), run.channels[i.peer, rank.number].popleft())
+
+
+def _carried(run: SymbolicRun, i: ins.Message) -> tuple[Kind, int, int]:
+    """Return the value that a message carries."""
+    layout = run.plan.layout
+    match i:
+        case ins.SendAct() | ins.RecvGrad():
+            return Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, i.stage, i.microbatch
+        case ins.RecvSkip() | ins.SendSkipGrad():
+            kind = Kind.SKIP if isinstance(i, ins.RecvSkip) else Kind.SKIP_GRAD
+            return kind, i.stage, i.microbatch * MAX_SKIPS + layout.skip_numbers[i.skip]
+        case ins.SendSkip() | ins.RecvSkipGrad():
+            skip = layout.skip_numbers[i.skip]
+            kind, hops = Kind.SKIP, layout.skip_hops
+            if isinstance(i, ins.RecvSkipGrad):
+                kind, hops = Kind.SKIP_GRAD, layout.skip_chains
+            later = next(
+                hop.later
+                for hop in hops
+                if (hop.skip, hop.earlier) == (skip, i.stage) and layout.rank_of(hop.later) == i.peer
+            )
+            return kind, later, i.microbatch * MAX_SKIPS + skip
+    before = layout.before(i.stage, i.microbatch)
+    return Kind.OUTPUT if isinstance(i, ins.RecvAct) else Kind.OUTPUT_GRAD, before, i.microbatch
 
 
 def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
@@ -136,21 +111,29 @@ def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
     x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
     saved = Saved(x, _keys_before(run, rank, i))
     y, keys = forward(_weights(run, rank, s), saved)
+    skips = {h.skip: rank.take(Kind.SKIP, s, u * MAX_SKIPS + h.skip) for h in layout.skip_hops if h.later == s}
+    skipped = sum((model.takes[skip, layout.part_of(s)] * number for skip, number in skips.items()), model.zero)
+    y = model.modulo(y + skipped)
+    for hop in layout.skip_hops:
+        if hop.earlier == s:
+            made = skips[hop.skip] if hop.skip in skips else model.makes[hop.skip, layout.part_of(s)] * y
+            rank.put(Kind.SKIP, hop.later, u * MAX_SKIPS + hop.skip, model.modulo(made))
     if layout.after(s, u) >= 0:
         rank.put(Kind.OUTPUT, s, u, y)
-    else:
-        rank.put(Kind.LOSS, s, u, model.loss(u, y))
+    if _has_loss(run, i):
+        rank.put(Kind.LOSS, s, u, model.loss(layout.part_of(s), u, y))
     if (u + 1) % layout.slices:
         rank.put(Kind.KEYS, s, u, keys)
     if layout.trains and layout.recomputes(s):
-        rank.put(Kind.CHECKPOINT, s, u, x)
+        rank.put(Kind.CHECKPOINT, s, u, (x, skipped))
     elif layout.trains:
         _save(run, rank, i, saved, y)
 
 
 def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
-    saved = Saved(rank.take(Kind.CHECKPOINT, i.stage, i.microbatch), _keys_before(run, rank, i))
-    _save(run, rank, i, saved, forward(_weights(run, rank, i.stage), saved)[0])
+    x, skipped = rank.take(Kind.CHECKPOINT, i.stage, i.microbatch)
+    saved = Saved(x, _keys_before(run, rank, i))
+    _save(run, rank, i, saved, run.model.modulo(forward(_weights(run, rank, i.stage), saved)[0] + skipped))
 
 
 def _weights(run: SymbolicRun, rank: SymbolicRank, stage: int) -> Weights:
@@ -178,9 +161,14 @@ def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Number
 
 
 def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y: Number) -> None:
-    """Keep what the backward needs; on the last stage the gradient of the loss too."""
-    is_last = run.plan.layout.after(i.stage, i.microbatch) < 0
-    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, run.model.loss_grad(i.microbatch, y) if is_last else None))
+    """Keep what the backward needs; the gradient of the loss too, where there is one."""
+    piece = run.plan.layout.part_of(i.stage)
+    grad = run.model.loss_grad(piece, i.microbatch, y) if _has_loss(run, i) else run.model.zero
+    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, grad))
+
+
+def _has_loss(run: SymbolicRun, i: ins.Compute) -> bool:
+    return run.plan.layout.after(i.stage, i.microbatch) < 0 or i.stage in run.plan.layout.losses
 
 
 def _offload_act(run: SymbolicRun, rank: SymbolicRank, i: ins.OffloadAct) -> None:
@@ -196,8 +184,9 @@ def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradie
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     fetched = Value(Kind.FETCHED, s, u) in rank.values
     saved, grad_y = rank.take(Kind.FETCHED if fetched else Kind.SAVED, s, u)
-    if grad_y is None:
-        grad_y = rank.take(Kind.OUTPUT_GRAD, s, u)
+    if layout.after(s, u) >= 0:
+        grad_y = grad_y + rank.take(Kind.OUTPUT_GRAD, s, u)
+    grad_y = _pass_skip_grads(run, rank, i, grad_y)
     grad_k = model.zero
     if (u + 1) % layout.slices:
         rank.take(Kind.KEYS, s, u)
@@ -208,6 +197,25 @@ def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradie
     if u % layout.slices:
         rank.put(Kind.KEYS_GRAD, s, u - 1, of_keys)
     return model.share(s, share)
+
+
+def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_y: Number) -> Number:
+    """Add the gradients of the skips that a stage makes to its output's, and to those that it takes its own."""
+    layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
+    sums = {
+        hop.skip: rank.take(Kind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
+        for hop in layout.skip_chains
+        if hop.earlier == s
+    }
+    made = (
+        model.makes[skip, layout.part_of(s)] * number for skip, number in sums.items() if layout.skips[skip][1][0] == s
+    )
+    grad_y = model.modulo(sum(made, grad_y))
+    for hop in layout.skip_chains:
+        if hop.later == s:
+            total = sums.get(hop.skip, model.zero) + model.takes[hop.skip, layout.part_of(s)] * grad_y
+            rank.put(Kind.SKIP_GRAD, s, u * MAX_SKIPS + hop.skip, model.modulo(total))
+    return grad_y
 
 
 def _bwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Bwd) -> None:
@@ -236,7 +244,7 @@ def _add(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, share: Gradient) 
 
 def _held(rank: SymbolicRank, stage: int, bucket: int) -> Gradient:
     if (stage, bucket) not in rank.grads:
-        raise _Fault(f"finds no gradient of stage {stage}")
+        raise Fault(f"finds no gradient of stage {stage}")
     return rank.grads[stage, bucket]
 
 
@@ -257,7 +265,7 @@ def _reduce_scatter_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.ReduceSc
 def _all_gather_bucket(run: SymbolicRun, rank: SymbolicRank, i: ins.AllGatherBucket) -> None:
     steps = rank.applied.get((i.stage, i.bucket))
     if not steps:
-        raise _Fault(f"finds no stepped shares of stage {i.stage}")
+        raise Fault(f"finds no stepped shares of stage {i.stage}")
     steps[-1] = tuple(run.model.over(i.axes, entry) for entry in steps[-1])
 
 
@@ -302,9 +310,9 @@ def _opt_step(run: SymbolicRun, rank: SymbolicRank, i: ins.OptStep) -> None:
         for bucket in run.plan.layout.buckets:
             gradient = _stepped_with(run, rank).pop((stage, bucket), None)
             if gradient is None:
-                raise _Fault(f"finds no gradient of stage {stage}")
+                raise Fault(f"finds no gradient of stage {stage}")
             if rank.values[NORM].get((stage, bucket)) is not gradient:
-                raise _Fault(f"uses another gradient of stage {stage} than the one in the norm")
+                raise Fault(f"uses another gradient of stage {stage} than the one in the norm")
             rank.applied.setdefault((stage, bucket), []).append(gradient)
 
 
@@ -318,6 +326,8 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.Fwd: _fwd,
     ins.Recompute: _recompute,
     ins.SendAct: _send,
+    ins.RecvSkip: _recv,
+    ins.SendSkip: _send,
     ins.OffloadAct: _offload_act,
     ins.FetchAct: _fetch_act,
     ins.RecvGrad: _recv,
@@ -326,6 +336,8 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.BwdInput: _bwd_input,
     ins.BwdWeight: _bwd_weight,
     ins.SendGrad: _send,
+    ins.RecvSkipGrad: _recv,
+    ins.SendSkipGrad: _send,
     ins.SyncTied: _sync_tied,
     ins.AllReduceBucket: _all_reduce_bucket,
     ins.ReduceScatterBucket: _reduce_scatter_bucket,

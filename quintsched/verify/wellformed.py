@@ -16,7 +16,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
 from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
-from quintsched.verify.meaning import piece_faults
+from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
 
 
 def _names_its_peer(rows: Ints, kind: type[ins.Message], layout: Layout, columns: Columns) -> Flags:
-    """Which messages name the rank of the neighbouring stage, which is another one."""
+    """Which messages name the rank of the neighbouring stage, which is another one; those of skips are looked at."""
+    if kind in ins.SKIP_MESSAGES:
+        return np.zeros(len(rows), np.bool_)
     other_stage = layout.all_after if issubclass(kind, ins.SendAct | ins.RecvGrad) else layout.all_before
     other, peer = other_stage(columns.stage[rows], columns.unit[rows]), columns.peer[rows]
     found: Flags = (other >= 0) & (peer == np.array(layout.stage_to_pp)[other]) & (peer != columns.rank[rows])
@@ -133,6 +135,8 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
     yield from tied_faults(plan)
+    yield from skip_faults(plan)
+    yield from loss_faults(plan)
     yield from communication_faults(plan)
     yield from zero_faults(plan.zero, plan.mesh, plan.mode)
     if plan.blocks_per_stage:
@@ -261,10 +265,22 @@ def _message_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
     expected = peer_of(i, plan.layout)
     if i.peer == rank:
         return f"its peer is rank {rank} itself; stages on one rank hand over in place, without a message"
+    if isinstance(i, ins.SKIP_MESSAGES):
+        return _skip_fault(i, plan, expected)
     if expected < 0:
         return "the route begins or ends here: there is nobody to exchange this with"
     if i.peer != expected:
         return f"peer {i.peer} does not hold the neighbouring stage; rank {expected} does"
+    return None
+
+
+def _skip_fault(i: ins.SkipMessage, plan: PlanData, expected: int) -> str | None:
+    if i.skip not in plan.skips:
+        return f"the plan has no skip {i.skip!r}"
+    if expected < 0:
+        return f"stage {i.stage} exchanges nothing of the skip {i.skip!r} with another rank there"
+    if i.peer != expected:
+        return f"stage {i.stage} does not exchange the skip {i.skip!r} with rank {i.peer}, but with rank {expected}"
     return None
 
 

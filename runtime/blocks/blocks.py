@@ -27,6 +27,9 @@ Blocks = Sequence[Block]
 TOKENS = 1
 """The dimension of tokens in what passes between blocks that have them: (samples, tokens, …)."""
 
+TARGETS = "targets"
+"""The name by which a block takes the targets of its unit."""
+
 _GLOBAL_GENERATOR = threading.Lock()
 """Ranks that are threads of one process have one global generator of torch's; one block is built at a time."""
 
@@ -62,6 +65,8 @@ class Parcel:
 
     activation: TensorSpec
     riders: tuple[tuple[str, TensorSpec], ...] = ()
+    has_loss: bool = False
+    """Whether the block returns a loss beside it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,7 +151,12 @@ def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     """Return which of a step's extras the block's `forward` takes by name, as a function of the name."""
     parameters = inspect.signature(block.forward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return lambda name: takes_all or name in parameters
+    return lambda name: name in parameters or (takes_all and name != TARGETS)
+
+
+def takes_targets(block: nn.Module) -> bool:
+    """Whether a block finds a loss of its own from the targets."""
+    return TARGETS in inspect.signature(block.forward).parameters
 
 
 def some_take(name: str, blocks: Blocks) -> bool:

@@ -18,6 +18,7 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group, ReduceOp
 from .blocks import (
+    TARGETS,
     BlockResult,
     Blocks,
     Carry,
@@ -71,13 +72,13 @@ def agree(what: str, fingerprint: str, group: Group, device: torch.device) -> No
 def find_shapes(
     blocks: Blocks,
     inputs: TensorSpec,
-    extras: Mapping[str, Tensor],
+    extras: Mapping[str, TensorSpec],
     dtype: torch.dtype | None,
     world: Group,
     device: torch.device,
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one unit; raises `MisfitError` where ranks disagree."""
-    parcels = trace_shapes(blocks, inputs, {name: TensorSpec.of(tensor) for name, tensor in extras.items()}, dtype)
+    parcels = trace_shapes(blocks, inputs, extras, dtype)
     agree("the shapes of what travels", " ".join(map(str, [inputs, *parcels])), world, device)
     return parcels
 
@@ -92,7 +93,7 @@ def trace_shapes(
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    left: list[Tensor] = []
+    left: list[tuple[Tensor, bool]] = []
     riders: dict[str, _Ride] = {}
     for number, block in enumerate(blocks):
         module = on_meta(block)
@@ -110,10 +111,10 @@ def trace_shapes(
                 "blocks on torch's meta device)"
             ) from error
         _require_result(number, result)
-        given, fresh, _ = split_result(result)
-        left.append(given)
+        given, fresh, auxiliary = split_result(result)
+        left.append((given, auxiliary is not None))
         for name, tensor in fresh.items():
-            if name in beside or name in riders:
+            if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
             riders[name] = _Ride(tensor, number, number)
     for name, ride in riders.items():
@@ -123,8 +124,9 @@ def trace_shapes(
         Parcel(
             TensorSpec.of(output),
             tuple((name, TensorSpec.of(r.tensor)) for name, r in riders.items() if r.since <= number < r.until),
+            has_loss,
         )
-        for number, output in enumerate(left)
+        for number, (output, has_loss) in enumerate(left)
     ]
 
 

@@ -21,6 +21,9 @@ from ..stage.forward import Outputs
 from .data_flow import activation_of
 from .recorder import Recorder
 
+Parts = Sequence[tuple[Value, Sequence[int]]]
+"""Values that together are one row of tensors, and at which places of it the tensors of each are."""
+
 
 class Cell:
     """The place of one value between two instructions, and, if it goes to another rank, until its send is done.
@@ -128,6 +131,30 @@ class Cells:
                 self.release(answered, index)
 
         return wait
+
+    def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
+        """Return what takes values away that together are one row of tensors."""
+        if len(parts) == 1:
+            return self.taker(parts[0][0], index)
+        takers = [(self.taker(value, index), places) for value, places in parts]
+
+        def take() -> Outputs:
+            row: dict[int, Tensor] = {}
+            for taker, places in takers:
+                row.update(zip(places, taker(), strict=True))
+            return tuple([row[place] for place in range(len(row))])
+
+        return take
+
+    def row_giver(self, parts: Parts) -> Callable[[Outputs], None]:
+        """Return what leaves the tensors of a row as the values that they are."""
+        cells = [(self.of(value), places) for value, places in parts]
+
+        def give(row: Outputs) -> None:
+            for cell, places in cells:
+                cell.value = tuple([row[place] for place in places])
+
+        return give
 
     def release(self, cell: Cell, index: int) -> None:
         """Release what was sent from a cell, once that is done."""

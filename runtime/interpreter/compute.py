@@ -11,7 +11,7 @@ Each function here binds one instruction: everything that can be known beforehan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,10 +26,10 @@ from quintsched.ir.values import Kind, Value
 from ..autograd.kv_store import Past, Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
-from ..blocks.blocks import TensorSpec
+from ..blocks.blocks import TARGETS, TensorSpec
 from ..parallel.dropout import Unit
 from ..stage.forward import UNIT, Extras, Outputs
-from .cells import Cell
+from .cells import Cell, Parts
 from .clock import NoClock
 from .rank_state import ComputeState, Saved, Start
 
@@ -46,35 +46,26 @@ DIFFERENTIABLE = frozenset(
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
-    (made,) = state.flows.made(instruction, Kind.OUTPUT, Kind.LOSS)
-    finish = partial(_lose, state, instruction.microbatch) if made.kind is Kind.LOSS else _hand_on(state, made)
+    made = state.flows.made(instruction, Kind.OUTPUT)
+    finish = _hand_on(state, instruction) if made else partial(_lose, state, instruction.microbatch)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
     if kept:
-        stays = made.kind is Kind.OUTPUT and not state.flows.is_sent(made)
-        neighbour = state.cells.of(made) if stays else None
-        return _bind_training(state, index, instruction, finish, kept[0], neighbour)
+        return _bind_training(state, index, instruction, finish, kept[0])
     return _bind_evaluation(state, index, instruction, finish)
 
 
 def _bind_training(
-    state: ComputeState,
-    index: int,
-    instruction: ins.Fwd,
-    finish: Callable[[Outputs], Start],
-    kept: Value,
-    neighbour: Cell | None,
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
 ) -> Call:
-    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them.
-
-    What the next stage takes on this rank is put into the cell `neighbour`: it may need it longer than this one does.
-    """
+    """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     if forward.drops:
         extras_of = _with_unit(state, instruction, extras_of)
-    clock, saved, losses, whole = state.clock, state.saved, state.tally.losses, forward.whole
+    clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
+    place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
@@ -87,11 +78,11 @@ def _bind_training(
         with NOTHING if activations is None else activations.saving():
             outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
             start = finish(outputs)
-        if neighbour is not None:
+        for neighbour in neighbours:
             neighbour.value = tuple([_apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
-            losses.append(auxiliary.detach())
+            losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns)
         clock.stop()
         if activations is not None:
@@ -100,16 +91,28 @@ def _bind_training(
     return run
 
 
+def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
+    """Return the cells of what later stages of this rank take: they may need it longer than this one its input.
+
+    A skip that is taken and handed on is not among them: the plan keeps its memory for all who take it.
+    """
+    taken = {value.number for value in state.flows.taken(instruction, Kind.SKIP)}
+    made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
+    own = (value for value in made if value.kind is Kind.OUTPUT or value.number not in taken)
+    return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
+
+
 def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
     """Return what makes an input a leaf of the forward's graph, which gets a gradient if it can.
 
-    Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages.
+    Where activations go to the host it is a copy of what another rank has sent: the buffer serves other messages. What
+    is taken of a skip may be in such a buffer too, when an earlier stage of this rank has handed it on.
     """
     differentiable = DIFFERENTIABLE
-    taken = state.flows.taken(instruction, Kind.OUTPUT)
+    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
     if not state.host.moves(kept):
         return lambda tensor: tensor.detach().requires_grad_() if tensor.dtype in differentiable else tensor
-    in_buffer = any(state.cells.of(value).receive is not None for value in taken)
+    in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
 
     def own_leaf(tensor: Tensor) -> Tensor:
         leaf = tensor.detach().clone() if in_buffer else tensor.detach()
@@ -127,28 +130,46 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
-    clock, losses = state.clock, state.tally.losses
+    clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
         outputs, auxiliary = forward(given, extras_of(given), [])
         if auxiliary is not None:
-            losses.append(auxiliary)
+            losses.append((place, auxiliary))
         finish(tuple(_apart(output, given) for output in outputs))
         clock.stop()
 
     return run
 
 
+def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
+    """Return the place in the tally of a loss that blocks return: by the piece of the model, then the microbatch."""
+    return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
+
+
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
     """Return what takes a forward's input; None where that is one of the batch."""
-    taken = state.flows.taken(instruction, Kind.OUTPUT)
-    return state.cells.taker(taken[0], index) if taken else None
+    taken, names = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP), state.forwards[instruction.stage].arriving
+    return state.cells.row_taker(_parts(state, taken, names), index) if taken else None
+
+
+def _parts(state: ComputeState, values: Sequence[Value], names: Sequence[str]) -> Parts:
+    """Return which places values have in a row of an activation and what goes by these names."""
+    return [(value, state.cargo.places(value, names)) for value in values]
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
-    """Return what gives a stage its extras: those of the unit, the keys and values before its slice, its context."""
+    """Return what gives a stage its extras: of the unit, keys and values before its slice, its context, targets."""
+    stage, unit, current = instruction.stage, instruction.microbatch, state.current
+    if state.forwards[stage].takes_targets:
+        extras_of = _extras_of_unit(state, instruction)
+        return lambda given: {**extras_of(given), TARGETS: current.batch.targets[unit]}
+    return _extras_of_unit(state, instruction)
+
+
+def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     slices, context, stores = state.flows.plan.schedule.slices, state.place.context, state.stores
     if context is not None:
@@ -183,15 +204,17 @@ def _with_unit(
     return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
 
 
-def _hand_on(state: ComputeState, made: Value) -> Callable[[Outputs], Start]:
-    """Return what leaves a stage's outputs for the next one; what does not fit the agreed shape goes no further."""
-    cell, parcel = state.cells.of(made), state.parcels[made.stage]
+def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
+    """Return what leaves a stage's outputs for later ones; what does not fit the agreed shape goes no further."""
+    made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
+    cell, parcel = state.cells.of(made[0]), state.forwards[stage].parcel
+    give = state.cells.row_giver(_parts(state, made, parcel.names))
     (shape, dtype), only_one = (parcel.activation.shape, parcel.activation.dtype), not parcel.riders
 
     def check(outputs: Outputs) -> None:
         for output, spec in zip(outputs, parcel.specs, strict=True):
             if output.shape != spec.shape or output.dtype != spec.dtype:
-                raise MisfitError(f"stage {made.stage} gave {TensorSpec.of(output)}; the ranks agreed on {parcel}")
+                raise MisfitError(f"stage {stage} gave {TensorSpec.of(output)}; the ranks agreed on {parcel}")
 
     def hand_on(outputs: Outputs) -> Start:
         output = outputs[0]
@@ -199,7 +222,7 @@ def _hand_on(state: ComputeState, made: Value) -> Callable[[Outputs], Start]:
             cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
         check(outputs)
-        cell.value = tuple(output.detach() for output in outputs)
+        give(tuple([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
@@ -209,23 +232,12 @@ def _hand_on(state: ComputeState, made: Value) -> Callable[[Outputs], Start]:
 def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    found = state.loss_fn(output, targets)
-    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise MisfitError(
-            f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {_named(found)}"
-        )
-    tally.losses.append(loss.detach())
-    tally.weights.append(weight.detach() if isinstance(weight, Tensor) else weight)
+    loss = tally.add_loss(unit, state.loss_fn(output, targets))
     if state.metrics:
         with torch.no_grad():
             for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
-                column.append(metric(output, targets))
+                column.append((unit, metric(output, targets)))
     return Start().with_loss(loss)
-
-
-def _named(found: object) -> str:
-    return str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
@@ -258,7 +270,8 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
     """Run a forward and a backward side by side, once both have what they take."""
     untimed = replace(state, clock=NoClock())
     forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
-    taken = [*state.flows.taken(forward, Kind.OUTPUT), *state.flows.taken(backward, Kind.OUTPUT_GRAD)]
+    taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
+    taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     waits = [state.cells.awaiter(value, index) for value in taken]
     waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
     both = state.overlaps.pair(
@@ -332,9 +345,11 @@ def _backward(
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
     arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
-    taken, made = flows.taken(instruction, Kind.OUTPUT_GRAD), flows.made(instruction, Kind.OUTPUT_GRAD)
-    take = cells.taker(taken[0], index) if taken else None
-    cell = cells.of(made[0]) if made else None
+    taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    forward = state.forwards[instruction.stage]
+    take = cells.row_taker(_parts(state, taken, forward.parcel.names), index) if taken else None
+    give = cells.row_giver(_parts(state, made, forward.arriving)) if made else None
     forget = _forget_past(state, instruction)
     clock, saved = state.clock, state.saved
 
@@ -346,8 +361,8 @@ def _backward(
         given, start, _ = saved.pop(kept_as)
         with around:
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
-        if cell is not None:
-            cell.value = tuple([_gradient_of(tensor, gradients) for tensor in given])
+        if give is not None:
+            give(tuple([_gradient_of(tensor, gradients) for tensor in given]))
         if forget is not None:
             forget()
         clock.stop()

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quintsched.ir.instructions import Message
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
-from ..blocks.blocks import TensorSpec
 from .data_flow import ProgramFlow, activation_of
 from .rank_state import MessageState
 
@@ -82,7 +81,7 @@ def message_rule(state: MessageState) -> MessageRule:
     """Return when messages are posted on the rank's transport, and what is awaited."""
 
     def ahead(value: Value) -> int:
-        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.parcels[value.stage].specs), 1))
+        return max(AHEAD, AHEAD_BYTES // max(sum(spec.nbytes for spec in state.cargo.specs(value)), 1))
 
     return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
 
@@ -90,10 +89,7 @@ def message_rule(state: MessageState) -> MessageRule:
 def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
     """Return the calls that post the receives, in the order in which they are issued; their buffers are made now."""
 
-    def specs_of(value: Value) -> Sequence[TensorSpec]:
-        return state.parcels[value.stage].specs
-
-    bound = []
+    specs_of, bound = state.cargo.specs, []
     for posting in plan_receives(state.flows, message_rule(state), specs_of):
         buffers = map(state.buffers.of, specs_of(posting.value), posting.slots)
         bound.append((posting, _bind_receive(state, posting, tuple(buffers))))
@@ -176,6 +172,9 @@ def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
 
 def _tags(state: MessageState, value: Value) -> list[int]:
     """Return the tags of the tensors that carry a value: no other value has them."""
-    width = max(len(parcel.specs) for parcel in state.parcels.values())
-    number = (value.number * len(state.flows.plan.stage_to_pp) + value.stage) * 2 + (value.kind is Kind.OUTPUT_GRAD)
-    return [(number * width + k) % MOST_TAGS for k in range(len(state.parcels[value.stage].specs))]
+    plan, lane, unit = state.flows.plan, int(value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), value.number
+    if value.kind in SKIPS:
+        unit, skip = divmod(value.number, MAX_SKIPS)
+        lane += 2 * (1 + skip)
+    number = (unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane
+    return [(number * state.cargo.width + k) % MOST_TAGS for k in range(len(state.cargo.specs(value)))]

@@ -15,12 +15,14 @@ from quintsched.errors import UsageError
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel, TensorSpec
+from ..blocks.blocks import TARGETS, Parcel, TensorSpec, on_meta, takes_targets
 from ..blocks.shapes import agree, announce_spec, find_shapes
 from ..comm import Transport
 from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
+from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
+from ..stage.losses import require_planned_losses
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
@@ -135,7 +137,7 @@ class PlanRunner:
         if state.flows.trains:
             self.steps.in_run += 1
         tally, outcome = state.compute.tally, state.step_end.outcome
-        return StepResult(tally.sums, tally.work, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
     def _settle(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
@@ -156,13 +158,23 @@ class PlanRunner:
         mine = TensorSpec.of(batch.inputs[0]) if self._model.pp_rank == source else None
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
-        shapes = find_shapes(model.outlines, inputs, batch.extras[0], model.options.dtype, self._groups.world, device)
+        extras = {name: TensorSpec.of(extra) for name, extra in batch.extras[0].items()}
+        if any(map(takes_targets, model.outlines)):
+            last = plan.layout.rank_of(plan.routes[0].stages[-1])
+            mine = TensorSpec.of(batch.targets[0]) if model.pp_rank == last else None
+            extras[TARGETS] = announce_spec(mine, last, self._groups.pipeline, device)
+        shapes = find_shapes(model.outlines, inputs, extras, model.options.dtype, self._groups.world, device)
+        if plan.mode == "train":
+            require_planned_losses(plan.layout, model.cuts, shapes)
+        require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
         return inputs, model.tensor.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
-        parcels = {stage: of_blocks[blocks.stop - 1] for stage, blocks in enumerate(model.cuts)}
-        current, waits, tally = CurrentStep(), Waits(), Tally(len(options.metrics), self._transport.device)
+        cargo = Cargo(flows.plan, model.cuts, of_blocks)
+        layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
+        pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device)
         cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,
@@ -170,8 +182,8 @@ class PlanRunner:
             cells=cells,
             clock=self._clock,
             tally=tally,
-            forwards=self._forwards(flows, of_blocks),
-            parcels=parcels,
+            forwards=self._forwards(flows, cargo),
+            cargo=cargo,
             place=self._place(inputs),
             loss_fn=options.loss_fn,
             metrics=options.metrics,
@@ -197,17 +209,17 @@ class PlanRunner:
             optimizers=self._state.optimizers,
             clip=options.clip,
         )
-        messages = MessageState(flows, cells, parcels, self._transport, options.max_sends, self._buffers)
+        messages = MessageState(flows, cells, cargo, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
-    def _forwards(self, flows: ProgramFlow, parcels: list[Parcel]) -> dict[int, StageForward]:
+    def _forwards(self, flows: ProgramFlow, cargo: Cargo) -> dict[int, StageForward]:
         model, layout = self._model, flows.plan.layout
         return {
             number: StageForward(
                 {int(block): module for block, module in stage.blocks.items()},
                 model.cuts[number].start,
-                parcels,
+                cargo.of_stage(number),
                 masks=model.masks,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,

@@ -26,10 +26,11 @@ from ..autograd.deferred_weight_grads import Products, WeightQueue
 from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
-from ..blocks.blocks import Parcel, TensorSpec
+from ..blocks.blocks import TensorSpec
 from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
 from ..parallel.context.context import Context
+from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
 from ..stage.microbatches import NOTHING, Batch
 from ..state.master_weights import Masters
@@ -109,7 +110,7 @@ class UnitPlace:
 class ComputeState:
     """What forwards and backwards touch.
 
-    `parcels` says what each stage leaves for the next, for one unit; `queues` collect the weight gradients that wait,
+    `cargo` says what travels between stages, for one unit; `queues` collect the weight gradients that wait,
     per stage whose backwards are split. `saved`, `pending` and `stores` are what lasts from one computation to another.
     """
 
@@ -119,7 +120,7 @@ class ComputeState:
     clock: Clock
     tally: Tally
     forwards: Mapping[int, StageForward]
-    parcels: Mapping[int, Parcel]
+    cargo: Cargo
     place: UnitPlace
     loss_fn: LossFn
     metrics: Mapping[str, MetricFn]
@@ -141,7 +142,7 @@ class MessageState:
 
     flows: ProgramFlow
     cells: Cells
-    parcels: Mapping[int, Parcel]
+    cargo: Cargo
     transport: Transport
     max_sends: int | None
     buffers: ReceiveBuffers

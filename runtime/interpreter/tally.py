@@ -1,66 +1,104 @@
-"""Loss, loss weight and metrics of a step: collected per microbatch, added up once, summed over the ranks.
+"""Loss, loss weight and metrics of a step: collected per microbatch, summed over the ranks, and then added up.
 
-Fwd, Fwd, …      losses [·, ·, …]   weights [·, ·, …]   one list per metric
-ShareMetrics     (loss, weight, metrics …)  ── all-reduce ──▶  the same on every rank, waited for when it is read
-StepResult       what of them a step gives
+    Fwd, Fwd, …      losses [· · …]   weights [· · …]   one row per metric   auxiliary [· · … for every piece]
+    ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank, waited for when it is read, then added up
+    StepResult       what of them a step gives
+
+Every figure has its own place, 0 on all ranks but those that bring it. So they are added up in one order, that of the
+pieces of the model and of microbatches, whatever the schedule and wherever the stages lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quintsched.errors import MisfitError
+
+from ..blocks.blocks import TensorSpec
 from ..comm import DoneWork, Group, Work
+
+Column = list[tuple[int, Tensor | float]]
+"""Figures, each with its place in a row."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64."""
+
+    table: Tensor
+    num_rows: int
+    num_units: int
+    work: Work
+
+    def sums(self) -> Tensor:
+        """Wait until they are known; return loss, loss weight, then one sum per metric."""
+        self.work.wait()
+        end = self.num_rows * self.num_units
+        found: Tensor = self.table[:end].view(self.num_rows, self.num_units).sum(1)
+        found[0] += self.table[end:].sum()
+        return found
 
 
 class Tally:
     """The figures of one rank's step.
 
     Attributes:
-        losses, weights: what each microbatch brought so far, tensors or numbers.
+        losses, weights: what each microbatch brought so far on a last stage, tensors or numbers, by microbatch.
         metrics: one such list per metric.
-        sums: float64: loss, loss weight, then one per metric, reduced over the ranks; before that not-a-number.
-        work: what is to be waited for before `sums` are read.
+        auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
+        figures: those of the step; before they are reduced, not-a-number.
     """
 
-    def __init__(self, num_metrics: int, device: torch.device) -> None:
-        self._device = device
-        self._columns: list[list[Tensor | float]] = [[] for _ in range(2 + num_metrics)]
-        self.losses, self.weights, *self.metrics = self._columns
-        self._nothing = torch.full((len(self._columns),), torch.nan, dtype=torch.float64, device=device)
+    def __init__(self, num_metrics: int, num_units: int, num_pieces: int, device: torch.device) -> None:
+        self._device, self._num_rows, self.num_units = device, 2 + num_metrics, num_units
+        self._size = (self._num_rows + num_pieces) * num_units
+        self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
+        self.losses, self.weights, *self.metrics, self.auxiliary = self._columns
+        self._nothing = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
+        self._places: dict[tuple[int, ...], Tensor] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Start a step, whose sums nobody knows yet."""
-        self.sums: Tensor = self._nothing
-        self.work: Work = DoneWork()
+        """Start a step, whose figures nobody knows yet."""
+        self.figures = self._read(self._nothing, DoneWork())
+
+    def add_loss(self, unit: int, found: object) -> Tensor:
+        """Collect what a loss function gave for a unit, and return its loss; raises `MisfitError` if that is none."""
+        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
+        if not isinstance(loss, Tensor) or loss.dim():
+            named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise MisfitError(
+                f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}"
+            )
+        self.losses.append((unit, loss.detach()))
+        self.weights.append((unit, weight.detach() if isinstance(weight, Tensor) else weight))
+        return loss
 
     def reduce(self, group: Group) -> None:
-        """Add up what was collected, and begin to sum it over the ranks of a group; collect anew."""
-        self.sums = self._add_up()
-        self.work = group.all_reduce(self.sums)
+        """Begin to sum what was collected over the ranks of a group; collect anew."""
+        table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+        for row, column in enumerate(self._columns):
+            _fill(table[row * self.num_units :], column, self._places_of)
+            column.clear()
+        self.figures = self._read(table, group.all_reduce(table))
 
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
         """Return the batch's total loss weight, 0-dimensional, waiting until it is known."""
-        wait([self.work])
-        return self.sums[1]
+        wait([self.figures.work])
+        return self.figures.sums()[1]
 
-    def _add_up(self) -> Tensor:
-        if not any(self._columns):
-            return torch.zeros(len(self._columns), dtype=torch.float64, device=self._device)
-        sums = [_total(column) for column in self._columns]
-        for column in self._columns:
-            column.clear()
-        return torch.stack([self._as_tensor(total) for total in sums])
+    def _read(self, table: Tensor, work: Work) -> Figures:
+        return Figures(table, self._num_rows, self.num_units, work)
 
-    def _as_tensor(self, total: Tensor | float) -> Tensor:
-        """Return a sum where the others are; a number is written there, not copied, which would wait for a GPU."""
-        if isinstance(total, Tensor):
-            return total.to(self._device, torch.float64)
-        return torch.full((), float(total), dtype=torch.float64, device=self._device)
+    def _places_of(self, places: tuple[int, ...]) -> Tensor:
+        """Return places as an index, which is the same in every step: none is copied twice."""
+        if places not in self._places:
+            self._places[places] = torch.tensor(places, device=self._device)
+        return self._places[places]
 
 
 @dataclass(frozen=True)
@@ -71,8 +109,7 @@ class StepResult:
     says that it was not finite, so that no rank stepped its optimizer.
     """
 
-    _sums: Tensor
-    _work: Work
+    _figures: Figures
     _metrics: Sequence[str]
     grad_norm: Tensor | None = None
     skipped: bool = False
@@ -80,34 +117,38 @@ class StepResult:
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        self._work.wait()
-        return self._sums[1]
+        return self._figures.sums()[1]
 
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        self._work.wait()
-        return self._sums[0] / self._sums[1]
+        sums = self._figures.sums()
+        return sums[0] / sums[1]
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        self._work.wait()
-        return dict(zip(("loss", "weight", *self._metrics), self._sums, strict=True))
+        return dict(zip(("loss", "weight", *self._metrics), self._figures.sums(), strict=True))
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Each metric over the whole batch: its sum over total weight."""
-        weight = self.weight
-        return {name: self._sums[number] / weight for number, name in enumerate(self._metrics, start=2)}
+        _, weight, *metrics = self._figures.sums()
+        return {name: metric / weight for name, metric in zip(self._metrics, metrics, strict=True)}
 
 
-def _total(column: Iterable[Tensor | float]) -> Tensor | float:
-    """Add up numbers on the host and tensors where they are, in double precision."""
-    tensors = [x for x in column if isinstance(x, Tensor)]
-    numbers = sum(x for x in column if not isinstance(x, Tensor))
-    if not tensors:
-        return numbers
-    if len({t.dtype for t in tensors}) > 1:
-        tensors = [t.to(torch.float64) for t in tensors]
-    return torch.stack(tensors).sum(dtype=torch.float64) + numbers
+def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:
+    """Put figures where they belong; a number is written there, not copied, which would wait for a GPU."""
+    tensors = [(place, x) for place, x in column if isinstance(x, Tensor)]
+    if tensors:
+        values = [x for _, x in tensors]
+        if len({x.dtype for x in values}) > 1:
+            values = [x.to(torch.float64) for x in values]
+        stacked = torch.stack(values).to(row.device, torch.float64)
+        row.index_copy_(0, places_of(tuple([place for place, _ in tensors])), stacked)
+    numbers: dict[float, list[int]] = {}
+    for place, x in column:
+        if not isinstance(x, Tensor):
+            numbers.setdefault(float(x), []).append(place)
+    for number, places in numbers.items():
+        row.index_fill_(0, places_of(tuple(places)), number)

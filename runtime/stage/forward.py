@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.recompute import Rerun, run_dropped
-from ..blocks.blocks import Parcel, accepted_extras, split_result
+from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
 from ..parallel.dropout import KeyedDropout, Masks
 
 Extras = Mapping[str, Any]
@@ -83,6 +83,11 @@ class StageForward:
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
     ) -> None:
         numbers = list(blocks)
+        self.arriving = parcels[start - 1].names if start else ()
+        """The names of what the stage is given beside the activation, in order."""
+        self.parcel = parcels[start + len(numbers) - 1]
+        """What it leaves: its output, and what rides along from there or is taken past stages."""
+        self.takes_targets = any(map(takes_targets, blocks.values()))
         self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
 

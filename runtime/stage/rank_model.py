@@ -30,6 +30,7 @@ from ..parallel.expert.moe import leave_uncompiled
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.model_cuts import TensorCuts
 from .build import build_stages, cut, cut_as_planned, require_separate
+from .losses import target_stages
 from .microbatches import BatchCutter
 from .tied_weights import TiedWeights
 
@@ -63,6 +64,7 @@ class RankModel:
     Attributes:
         cuts: the blocks of each stage.
         outlines: all blocks, without weights (see `blocks.outlines`).
+        target_stages: the stages whose blocks take targets.
         tensor: how blocks are cut over tp.
         stages: this rank's.
         batches: cuts a batch into units.
@@ -96,6 +98,7 @@ class RankModel:
             sequence_parallel=options.sequence_parallel,
             cut_logits=options.cut_logits,
         )
+        self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
 
     def _cuts_of(self, blocks: Blocks) -> list[range]:
         """Return each stage's blocks: as the plan says, or else by what they cost."""
@@ -166,8 +169,9 @@ class RankModel:
 
     @property
     def needs_targets(self) -> bool:
-        """Whether this rank holds a last stage, and so has to be given targets."""
-        return any(route.stages[-1] in self.stages for route in self.plan.routes)
+        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
+        lasts = {route.stages[-1] for route in self.plan.routes}
+        return not self.stages.keys().isdisjoint(lasts | self.target_stages)
 
     @property
     def num_replicas(self) -> int:

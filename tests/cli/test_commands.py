@@ -334,6 +334,32 @@ def test_compile_ties(cli, refused):
     assert "'w' is given twice" in refused(2, *command, "--tied", "w=0,1", "--tied", "w=0,2")
 
 
+def test_compile_skips_and_losses(cli, refused):
+    command = ("compile", "-s", "interleaved-1f1b", "--mesh", "pp=2", "-m", 4, "--chunks", 2)
+    found = qs.Plan.from_json(cli(*command, "--skip", "h=0,1,3", "--skip", "k=1,2", "--losses", "1,3").out)
+    wanted = {"skip": {"h": (0, 1, 3), "k": (1, 2)}, "losses": (1, 3)}
+    assert found == qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, chunks=2, **wanted)
+    plan = save(cli, *command, "--skip", "h=0,1,3")
+    assert "SendSkip(stage=0, microbatch=0, peer=1, skip=h)" in cli("show", plan, "--rank", 0).out
+    assert "exchange skips, 'h'" in refused(2, "export", plan, "--to", "torch-csv")
+    assert "RecvSkipGrad(stage=0, microbatch=0, peer=1, skip=h)" in cli("export", plan, "--to", "promela").out
+    for text, words in (
+        ("h", "--skip: cannot read 'h'; write a name and the stages that make and take it: h=0,3,5"),
+        ("a-b=0,2", "'a-b' is not a name that a block's forward can take"),
+        ("h=2,0", "each once and later on the route than the one before"),
+        ("h=2", "must name the stage that makes it, then those that take it"),
+        ("h=0,9", "'h' names stage 9; the plan has the stages 0 to 3"),
+    ):
+        assert words in refused(2, *command, "--skip", text)
+    assert "'h' is given twice" in refused(2, *command, "--skip", "h=0,1", "--skip", "h=0,2")
+    assert "end with the last one; they are (0, 1)" in refused(2, *command, "--losses", "0,1")
+    losses = save(cli, *command, "--losses", "1,3")
+    assert "stages 1, 3 have losses" in refused(2, "export", losses, "--to", "torch-csv")
+    both = ("compile", "-s", "dualpipe", "--mesh", "pp=2", "-m", 4)
+    assert "take 2 routes; skips need a single one" in refused(2, *both, "--skip", "h=0,1")
+    assert "take 2 routes, of which only the last stage can have one" in refused(2, *both, "--losses", "0,1")
+
+
 def test_compile_shares_out(cli, refused, tmp_path):
     command = ("compile", "-s", "interleaved-1f1b", "--mesh", "dp=2,pp=2", "-m", 4, "--zero")
     found = qs.Plan.from_json(cli(*command, 2, "--zero-every", 2).out)

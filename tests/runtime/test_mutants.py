@@ -1,7 +1,8 @@
 """Whatever the checker lets pass trains as one process does: mutants of plans that are sound, run on a toy model.
 
 Each piece of the model is one linear block whose output at a place of the sequence also has the sum of keys before it:
-so slices, pieces in another order and microbatches seen twice all show in the weights after two steps.
+so slices, pieces in another order and microbatches seen twice all show in the weights after two steps. A piece sends
+and takes what the plan's skips say, and has a loss where the plan has one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from inspect import Parameter, Signature
 from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,9 +20,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.ir.instructions import Overlap
-from quintsched.runtime import Engine
+from quintsched.runtime import Carry, Engine
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.blocks import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ..planner.verify.mutants import (
@@ -41,19 +44,65 @@ NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
 
+FACTORS = {"all": 0.5, "far": 0.25, "more": -0.3}
+"""What a piece multiplies each skip by that it takes."""
+
+
 class Toy(nn.Module):
-    """y = layer(x) + the sum of key(x) up to here; linear, and causal over the sequence."""
+    """y = layer(x) + the sum of key(x) up to here + skips; linear, and causal over the sequence."""
+
+    sends: tuple[str, ...] = ()
+    has_loss = False
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, past: Past | None = None, targets: Tensor | None = None, **taken: Tensor
+    ) -> Tensor | Carry | tuple[Tensor | Carry, Tensor]:
         keys = self.key(x).unsqueeze(1)
         if past is not None:
             keys, _ = past.extend(self, keys, keys)
         new, seen = x.shape[1], keys.shape[2]
-        return self.layer(x) + torch.ones(new, seen, dtype=x.dtype).tril(seen - new) @ keys.squeeze(1)
+        y = self.layer(x) + torch.ones(new, seen, dtype=x.dtype).tril(seen - new) @ keys.squeeze(1)
+        y = sum((FACTORS[name] * skip for name, skip in sorted(taken.items())), y)
+        output = Carry(y, **dict.fromkeys(self.sends, y)) if self.sends else y
+        return (output, 0.3 * (y - targets).square().sum()) if targets is not None else output
+
+
+@cache
+def toy(sends: tuple[str, ...], takes: tuple[str, ...], has_loss: bool) -> type[Toy]:
+    """Return the class of pieces that send these names along, take those, and may have a loss of their own."""
+
+    def forward(self: Toy, x: Tensor, **more: Tensor) -> object:
+        return Toy.forward(self, x, **more)
+
+    given = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "x")]
+    named = ["past", *takes, *(["targets"] if has_loss else [])]
+    by_name = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in named]
+    forward.__signature__ = Signature([*given, *by_name])  # type: ignore[attr-defined]
+    return type("ToyPiece", (Toy,), {"forward": forward, "sends": sends, "has_loss": has_loss})
+
+
+class ModelShape(NamedTuple):
+    """What the model is: its pieces, the samples of a batch, ties by stages, skips and losses by pieces."""
+
+    pieces: int
+    samples: int
+    tied: tuple[tuple[str, tuple[int, ...]], ...]
+    skips: tuple[tuple[str, tuple[int, ...]], ...]
+    losses: tuple[int, ...]
+
+    def blocks(self) -> list[type[Toy]]:
+        return [
+            toy(
+                tuple(name for name, pieces in self.skips if pieces[0] == piece),
+                tuple(name for name, pieces in self.skips if piece in pieces[1:]),
+                piece in self.losses and piece < self.pieces - 1,
+            )
+            for piece in range(self.pieces)
+        ]
 
 
 def squared_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -76,19 +125,26 @@ def tied_weights(tied: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]
 
 
 @cache
-def train_alone(pieces: int, samples: int, tied: tuple[tuple[str, tuple[int, ...]], ...]) -> Outcome:
+def train_alone(shape: ModelShape) -> Outcome:
     """Train the pieces in one process, on the whole batch at once; tied weights under all their names."""
-    model = build_model([Toy] * pieces, 0, torch.float64)
-    names = tied_weights(dict(tied))
+    built = (build_block(block, number, 0, torch.float64) for number, block in enumerate(shape.blocks()))
+    model = nn.Sequential(*built)
+    names = tied_weights(dict(shape.tied))
     for first, *others in names.values():
         for other in others:
             owner, _, name = other.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    inputs, targets = batch(samples)
+    inputs, targets = batch(shape.samples)
     losses, stepper = [], sgd(list(model.parameters()))
     for _ in range(STEPS):
         stepper.zero_grad()
-        loss, weight = squared_sum(model(inputs), targets)
+        y, riders, exits = inputs, dict[str, Tensor](), 0.0
+        for piece, block in enumerate(model):
+            taken = {name: riders[name] for name, pieces in shape.skips if piece in pieces[1:]}
+            y, fresh, own = split_result(block(y, **taken, **({"targets": targets} if block.has_loss else {})))
+            riders, exits = {**riders, **fresh}, exits + (0.0 if own is None else own)
+        loss, weight = squared_sum(y, targets)
+        loss = loss + exits
         (loss / weight).backward()
         stepper.step()
         losses.append(float(loss.detach()) / weight)
@@ -98,11 +154,11 @@ def train_alone(pieces: int, samples: int, tied: tuple[tuple[str, tuple[int, ...
 
 
 def train(plan: qs.Plan, rules: Rules) -> list[Outcome]:
-    pieces, samples, tied = shape_of(plan)
-    inputs, targets = batch(samples)
+    shape = shape_of(plan)
+    inputs, targets = batch(shape.samples)
 
     def run(transport: Transport) -> Outcome:
-        blocks, dtype, names = [Toy] * pieces, torch.float64, tied_weights(dict(tied))
+        blocks, dtype, names = shape.blocks(), torch.float64, tied_weights(dict(shape.tied))
         engine = Engine(plan, blocks, squared_sum, sgd, dtype=dtype, tied=names, transport=transport)
         mine = (tensor.chunk(engine.num_replicas)[engine.replica] for tensor in (inputs, targets))
         share = tuple(mine)
@@ -112,15 +168,20 @@ def train(plan: qs.Plan, rules: Rules) -> list[Outcome]:
     return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
 
 
-def shape_of(plan: qs.Plan) -> tuple[int, int, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Return how many pieces the model has, how many samples a batch, and what is tied."""
-    pieces = len(set(plan.stage_to_part or range(len(plan.stage_to_pp))))
-    replicas = plan.mesh.size // plan.mesh.pp
-    return pieces, plan.schedule.microbatches * replicas, tuple(sorted(plan.tied.items()))
+def shape_of(plan: qs.Plan) -> ModelShape:
+    """Return the model that a plan trains, and the batch."""
+    part_of = plan.layout.part_of
+    return ModelShape(
+        pieces=len(set(plan.stage_to_part or range(len(plan.stage_to_pp)))),
+        samples=plan.schedule.microbatches * (plan.mesh.size // plan.mesh.pp),
+        tied=tuple(sorted(plan.tied.items())),
+        skips=tuple((name, tuple(map(part_of, stages))) for name, stages in sorted(plan.skips.items())),
+        losses=tuple(map(part_of, plan.losses)),
+    )
 
 
 def require_equality(plan: qs.Plan, rules: Rules = "nccl") -> None:
-    difference = worst_difference(train(plan, rules), train_alone(*shape_of(plan)))
+    difference = worst_difference(train(plan, rules), train_alone(shape_of(plan)))
     assert difference < 1e-10, (difference, plan.title, plan.to_json())
 
 

@@ -16,6 +16,7 @@ made from a slice of the tokens, a partial sum: after a stage's last backward th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -88,7 +89,7 @@ class SequenceParallel:
                 f"{number} leaves {parcel.activation}, which does not divide; choose another length or tp"
             )
         shape = (samples, rest[0] // self._group.size, *rest[1:])
-        return Parcel(TensorSpec(shape, parcel.activation.dtype))
+        return replace(parcel, activation=TensorSpec(shape, parcel.activation.dtype))
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:

@@ -15,7 +15,7 @@ from quintsched.errors import UsageError
 from quintsched.graph.profiles import PROFILES
 from quintsched.ir.dataflow import Flow
 from quintsched.ir.instructions import Message, OffloadAct, Recv, Send
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules
 from quintsched.simulation.message_slots import (
@@ -59,6 +59,15 @@ def plans_of(schedule: Schedule) -> Iterator[qs.Plan]:
                     yield qs.compile(schedule, **shape, offload=least_cap(plan))
 
 
+def unit_of(value: Value) -> int:
+    return value.number // MAX_SKIPS if value.kind in SKIPS else value.number
+
+
+def lane_of(value: Value) -> int:
+    """Which of the skips it is of."""
+    return value.number % MAX_SKIPS if value.kind in SKIPS else 0
+
+
 class Walk:
     """One rank's program, walked instruction by instruction; what is alive at each is kept as a set.
 
@@ -77,9 +86,9 @@ class Walk:
         for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
             if isinstance(instruction, Recv):
                 value = flow.produces[0]
-                waiting[instruction.peer, value.kind, value.stage].append((index, value))
+                waiting[instruction.peer, value.kind, value.stage, lane_of(value)].append((index, value))
         posted, taken = set[Value](), set[Value]()
-        keepers: dict[Value, Value] = {}  # a received value → what keeps it now: itself until it is taken
+        keepers: dict[Value, set[Value]] = {}  # a received value → what keeps it now: itself until it is taken
         for index, flow in enumerate(self._flows):
             for alike in waiting.values():
                 for number, (place, value) in enumerate(alike):
@@ -88,24 +97,26 @@ class Walk:
                     )
                     if value not in posted and (place == index or room):
                         posted.add(value)
-                        keepers[value] = value
+                        keepers[value] = {value}
             yield set(keepers)
             taken |= {*flow.consumes}
-            for value, keeper in list(keepers.items()):
-                if keeper in flow.consumes:
-                    kept = self._keeper(value, flow)
+            for value, keeping in list(keepers.items()):
+                for keeper in keeping & {*flow.consumes}:
+                    keeping.discard(keeper)
+                    keeping |= self._keepers(keeper, flow)
+                if not keeping:
                     keepers.pop(value)
-                    keepers |= {value: kept} if kept else {}
 
-    def _keeper(self, value: Value, flow: Flow) -> Value | None:
-        """What keeps a received value, of all that the instruction makes that took it, or what kept it before."""
-        owner = value.stage if value.kind is Kind.OUTPUT_GRAD else self._plan.layout.after(value.stage, value.number)
-        for made in flow.produces:
-            leaves = made.kind is Kind.SAVED and OffloadAct(made.stage, made.number) in self._program
-            is_kept = made.kind in KEEPS and not leaves
-            if is_kept and (made.stage, made.number) == (owner, value.number):
-                return made
-        return None
+    def _keepers(self, value: Value, flow: Flow) -> set[Value]:
+        """What keeps a value, of all that the instruction makes that took it; microbatches tell its sides apart."""
+        return {
+            made
+            for made in flow.produces
+            if self._plan.mode == "train"
+            and unit_of(made) == unit_of(value)
+            and (made.kind in KEEPS or (made.kind is value.kind is Kind.SKIP and lane_of(made) == lane_of(value)))
+            and not (made.kind is Kind.SAVED and OffloadAct(made.stage, made.number) in self._program)
+        }
 
     def _walk_sends(self) -> Iterator[set[Value]]:
         channels: dict[int, list[Value]] = defaultdict(list)
@@ -158,6 +169,23 @@ def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(
     plans = list(plans_of(schedule))
     assert len(plans) >= 4
     for plan in plans:
+        for rule in RULES:
+            require_minimal(plan, rule)
+
+
+@pytest.mark.parametrize("schedule", [s for s in all_schedules() if not s.bidirectional], ids=lambda found: found.name)
+def test_skips_have_slots_of_their_own(schedule: Schedule) -> None:
+    for pp, recompute in ((2, 0), (3, 0), (3, 1)):
+        stages = pp * max(schedule.min_chunks, min(3, schedule.max_chunks))
+        skips = {"far": (0, stages - 1), **({"all": (1, *range(2, stages))} if stages > 2 else {})}
+        plan = qs.compile(
+            schedule,
+            mesh=qs.Mesh(pp=pp),
+            microbatches=6,
+            chunks=stages // pp,
+            recompute=recompute if schedule.mode == "train" else 0,
+            skip=skips,
+        )
         for rule in RULES:
             require_minimal(plan, rule)
 

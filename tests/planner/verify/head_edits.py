@@ -13,6 +13,7 @@ from random import Random
 
 from quintsched.collectives import Communication, spell
 from quintsched.ir.instructions import (
+    SKIP_MESSAGES,
     Bwd,
     BwdInput,
     BwdWeight,
@@ -150,6 +151,26 @@ def _tied(plan: Plan, random: Random) -> Plan:
     return _with_programs(changed, programs)
 
 
+def _skips(plan: Plan, random: Random) -> Plan:
+    """Another skip, or one less; half of the time without the messages of one that is gone."""
+    stages = range(len(plan.stage_to_pp))
+    if plan.skips and random.random() < 0.5:
+        gone = random.choice(sorted(plan.skips))
+        changed = replace(plan, skips={name: held for name, held in plan.skips.items() if name != gone})
+        kept = ([i for i in p if not (isinstance(i, SKIP_MESSAGES) and i.skip == gone)] for p in plan.programs)
+        return _with_programs(changed, kept) if random.random() < 0.5 else changed
+    name = random.choice([*plan.skips, "more"])
+    ends = tuple(random.choices(range(len(stages) + 1), k=random.randint(1, 3)))
+    return replace(plan, skips={**plan.skips, name: tuple(sorted({*ends})) if random.random() < 0.7 else ends})
+
+
+def _losses(plan: Plan, random: Random) -> Plan:
+    """Losses on other stages: programs are as good with them, but the model is another one."""
+    stages = range(len(plan.stage_to_pp) + 1)
+    drawn = tuple(random.choices(stages, k=random.randint(0, 2)))
+    return replace(plan, losses=(*sorted({*drawn}), len(stages) - 2) if random.random() < 0.6 else drawn)
+
+
 def _blocks(plan: Plan, random: Random) -> Plan:
     """Say how many blocks stages have; half of the time as many for twins."""
     stages = len(plan.stage_to_pp) + random.choice((0, 0, 0, 0, 0, -1, 1))
@@ -281,6 +302,8 @@ EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
     _recompute,
     _tied,
     _tied,
+    _skips,
+    _losses,
     _sizes,
     _blocks,
     _collective,

@@ -28,17 +28,23 @@ from quintsched.ir.instructions import (
     OptStep,
     Overlap,
     Recompute,
+    Recv,
     RecvAct,
     RecvGrad,
+    RecvSkip,
+    RecvSkipGrad,
     ReduceScatterBucket,
+    Send,
     SendAct,
-    SendGrad,
+    SendSkip,
+    SendSkipGrad,
     ShareMetrics,
     SyncTied,
 )
 from quintsched.plan import Plan
 from tests.planner.collectives.mini_mutants import MiniJudge
 from tests.planner.verify.judge_replicas import communication_faults, zero_faults
+from tests.planner.verify.skip_judge import SkipJudge, skip_head_faults
 
 
 def head_faults(plan: Plan) -> list[str]:
@@ -73,11 +79,18 @@ def head_faults(plan: Plan) -> list[str]:
             found.append("a weight is tied wrongly")
         elif not any(set(held) <= set(route.stages) for route in plan.routes):
             found.append("no microbatch sees all that is tied")
+    if plan.losses:
+        on_route = [stage for stage in plan.routes[0].stages if stage in plan.losses]
+        if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*plan.routes[0].stages[-1:]]:
+            found.append("a loss is not where one can be")
+        if any(plan.blocks_per_stage[stage : stage + 1] == (0,) for stage in plan.losses[:-1] if stage >= 0):
+            found.append("a loss is where nothing is computed")
     counts = {(piece, blocks) for piece, blocks in zip(pieces, plan.blocks_per_stage, strict=False)}
     if plan.blocks_per_stage and (len(plan.blocks_per_stage) != stages or min(plan.blocks_per_stage) < 0):
         found.append("the blocks do not fit the stages")
     elif plan.blocks_per_stage and (len(counts) > len(model) or (0, 0) in counts):
         found.append("a piece has other blocks elsewhere, or the first one none")
+    found += skip_head_faults(plan)
     return found + zero_faults(plan, sizes, trains) + communication_faults(plan, sizes)
 
 
@@ -98,6 +111,7 @@ class Judge:
 
     def _run(self, plan: Plan) -> None:
         self.trains, self.slices = plan.mode == "train", plan.schedule.slices
+        self.skips = SkipJudge(plan)
         self.neighbours = {
             (stage, unit): (
                 route.stages[place - 1] if place else None,
@@ -143,10 +157,10 @@ class Judge:
         """Let a rank do what it can do without waiting; return whether it did anything."""
         begin = self.pc[rank]
         while (i := self._next(rank)) is not None:
-            if isinstance(i, SendAct | SendGrad):
+            if isinstance(i, Send):
                 if not self._meet(rank, i):
                     break
-            elif isinstance(i, RecvAct | RecvGrad):
+            elif isinstance(i, Recv):
                 break  # its sender takes it along
             elif isinstance(i, ShareMetrics | ClipGrad | SyncTied):
                 members = range(len(self.pc))
@@ -160,11 +174,11 @@ class Judge:
                 self._execute(rank, i)
         return self.pc[rank] > begin
 
-    def _meet(self, rank: int, i: SendAct | SendGrad) -> bool:
+    def _meet(self, rank: int, i: Send) -> bool:
         if not 0 <= i.peer < len(self.pc) or i.peer == rank:
             return False
         other = self._next(i.peer)
-        if not isinstance(other, RecvAct | RecvGrad) or other.peer != rank:
+        if not isinstance(other, Recv) or other.peer != rank:
             return False
         token, expected = self._carried(i), self._carried(other)
         self._execute(rank, i)
@@ -174,7 +188,9 @@ class Judge:
         return True
 
     def _carried(self, i: Message) -> Token | None:
-        """What a message carries: a stage's output, or the gradient of it."""
+        """What a message carries: a stage's output, or the gradient of it, or a skip, or the gradient of it."""
+        if isinstance(i, SendSkip | RecvSkip | SendSkipGrad | RecvSkipGrad):
+            return self.skips.carried(i) if (i.stage, i.microbatch) in self.neighbours else None
         before, after = self.neighbours.get((i.stage, i.microbatch), (None, None))
         if isinstance(i, SendAct | RecvGrad):
             return None if after is None else ("act" if isinstance(i, SendAct) else "grad", i.stage, i.microbatch)
@@ -199,7 +215,7 @@ class Judge:
                 self._copy(rank, i)
         elif isinstance(i, ShareMetrics):
             for stage, unit in self._owned(rank):
-                if self.neighbours[stage, unit][1] is None:
+                if self.neighbours[stage, unit][1] is None or stage in self.plan.losses:
                     self._take(rank, "loss", stage, unit)
             self._give(rank, "metrics")
         elif isinstance(i, ClipGrad):
@@ -289,7 +305,7 @@ class Judge:
         token = self._carried(i)
         if token is None:
             self.faults.append(f"{i} has nobody to talk to")
-        elif isinstance(i, SendAct | SendGrad):
+        elif isinstance(i, Send):
             self._take(rank, *token)
         else:
             self._give(rank, *token)
@@ -315,7 +331,11 @@ class Judge:
                 self._need(rank, "keys", s, m - 1)
             if later:
                 self._give(rank, "keys", s, m)
-            self._give(rank, "loss" if after is None else "act", s, m)
+            self._exchange(rank, *self.skips.forward(s, m))
+            if after is not None:
+                self._give(rank, "act", s, m)
+            if after is None or s in self.plan.losses:
+                self._give(rank, "loss", s, m)
             if self.trains:
                 self._give(rank, "checkpoint" if self._recomputes(s) else "saved", s, m)
             return
@@ -334,6 +354,7 @@ class Judge:
                 self._take(rank, "keys grad", s, m)
             if earlier:
                 self._give(rank, "keys grad", s, m - 1)
+            self._exchange(rank, *self.skips.backward(s, m))
             if before is not None:
                 self._give(rank, "grad", before, m)
         if isinstance(i, BwdInput):
@@ -346,6 +367,12 @@ class Judge:
             for part in [number - 1 for number, group in enumerate(groups) if number and m in group]:
                 for bucket in self._buckets():
                     self._need(rank, "reduced", s, bucket, part)
+
+    def _exchange(self, rank: int, takes: list[Token], gives: list[Token]) -> None:
+        for token in takes:
+            self._take(rank, *token)
+        for token in gives:
+            self._give(rank, *token)
 
     def _recomputes(self, stage: int) -> bool:
         return stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0

@@ -12,6 +12,7 @@ from random import Random
 
 import quintsched as qs
 from quintsched.ir.instructions import (
+    SKIP_MESSAGES,
     AllGatherBucket,
     AllReduceBucket,
     Bwd,
@@ -67,8 +68,9 @@ MOST_INSTRUCTIONS = 120
 def small_plans() -> list[Plan]:
     """Every schedule there is at those small shapes that it takes; with slices where it takes them.
 
-    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, and with
-    optimizer state, gradients or weights shared out over its replicas.
+    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with skips
+    past stages, with a loss on a stage before the last, and with optimizer state, gradients or weights shared out over
+    its replicas.
     """
     found = []
     for schedule in qs.all_schedules():
@@ -85,10 +87,18 @@ def small_plans() -> list[Plan]:
                 plans = [plan]
                 if schedule.mode == "train":
                     plans.append(qs.compile(schedule, **shape, recompute=recompute, tied=tied))
+                if last and not schedule.bidirectional:
+                    plans.append(qs.compile(schedule, **shape, skip=skips_between(last)))
+                    plans.append(qs.compile(schedule, **shape, losses=[last // 2, last], skip={"far": (0, last)}))
                 if "2" in mesh.split("pp")[0]:
                     plans += zero_plans(schedule, shape, recompute, tied)
                 found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
     return found
+
+
+def skips_between(last: int) -> dict[str, tuple[int, ...]]:
+    """A skip from the first stage to all others, and one that goes past some, if there are such."""
+    return {"all": tuple(range(last + 1)), "far": (0, last)} if last < 3 else {"all": (0, 1, 2, last), "far": (1, last)}
 
 
 def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict) -> list[Plan]:
@@ -204,6 +214,7 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     kinds += ["renumber", "restage"] if isinstance(i, Compute | Message | HostCopy) else []
     kinds += ["other way"] if isinstance(i, HostCopy) else []
     kinds += ["host"] if isinstance(i, Compute) and plan.schedule.options.get("offload") else []
+    kinds += ["reskip"] if isinstance(i, SKIP_MESSAGES) else []
     kinds += ["rebucket"] if isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket) else []
     kinds += ["repart"] if isinstance(i, ReduceScatterBucket) else []
     kinds += ["restage"] if isinstance(i, GatherParams | FreeParams) else []
@@ -231,6 +242,8 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             program[index] = replace(i, microbatch=random.randint(0, units))
         case "restage":
             program[index] = replace(i, stage=random.randint(0, stages))
+        case "reskip":
+            program[index] = replace(i, skip=random.choice(["all", "far", "none"]))
         case "other way":
             program[index] = (FetchAct if isinstance(i, OffloadAct) else OffloadAct)(i.stage, i.microbatch)
         case "host":

@@ -20,7 +20,10 @@ from quintsched.ir.instructions import (
     Instruction,
     OptStep,
     RecvAct,
+    RecvSkipGrad,
     SendAct,
+    SendSkip,
+    SendSkipGrad,
     ShareMetrics,
     SyncTied,
 )
@@ -251,6 +254,48 @@ def test_a_step_before_the_metrics_and_no_step():
 
     assert "OptStep(stages=0): needs the metrics" in changed(PLAIN, 0, early)
     assert "stage 0 never gets its optimizer step" in changed(PLAIN, 0, none)
+
+
+SKIPS = qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 1, 2), "k": (0, 2)}, losses=(1, 2))
+
+
+def test_a_skip_of_another_name_or_microbatch():
+    def renamed(program):
+        program[index_of(program, SendSkip(0, 0, 2, "h"))] = SendSkip(0, 0, 2, "k")
+
+    def late(program):
+        first, second = index_of(program, SendSkip(0, 0, 1, "h")), index_of(program, SendSkip(0, 1, 1, "h"))
+        program[first], program[second] = program[second], program[first]
+
+    assert equivalence(SKIPS).holds
+    assert "needs the skip 1 at stage 2, microbatch 0" in changed(SKIPS, 0, renamed)
+    assert "needs the skip 0 at stage 1, microbatch 1" in changed(SKIPS, 0, late)
+
+
+def test_the_gradient_of_a_skip_twice_or_never():
+    def never(program):
+        del program[index_of(program, SendSkipGrad(2, 1, 1, "h"))]
+
+    def twice(program):
+        at = index_of(program, SendSkipGrad(2, 1, 1, "h"))
+        program.insert(at, program[at])
+
+    def another(program):
+        program[index_of(program, RecvSkipGrad(1, 1, 2, "h"))] = RecvSkipGrad(1, 2, 2, "h")
+
+    assert "waits for ever at" in changed(SKIPS, 2, never)
+    assert "needs the gradient of skip 0 at stage 2, microbatch 1" in changed(SKIPS, 2, twice)
+    assert "needs the gradient of skip 0 at stage 2, microbatch 1" in changed(SKIPS, 1, another)
+
+
+def test_gradients_of_skips_that_change_places_are_other_gradients():
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2, skip={"h": (0, 1), "k": (0, 1)})
+
+    def change(program):
+        first, second = index_of(program, RecvSkipGrad(0, 0, 1, "h")), index_of(program, RecvSkipGrad(0, 0, 1, "k"))
+        program[first], program[second] = program[second], program[first]
+
+    assert "stage 0 computes another gradient for microbatch 0" in changed(plan, 0, change)
 
 
 def test_slices_out_of_order():

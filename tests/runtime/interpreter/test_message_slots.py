@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from quintsched.ir.instructions import (
 from quintsched.ir.layout import Route
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes.place_offloads import least_cap
-from quintsched.runtime import Engine
+from quintsched.runtime import Carry, Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter import p2p
 from quintsched.runtime.interpreter.rank_state import RankState
@@ -55,6 +55,20 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, past: object = None) -> Tensor:
         found: Tensor = self.inner(x)
+        return found
+
+
+class Source(Layer):
+    """Sends what it computes along as well."""
+
+    def forward(self, x: Tensor, past: object = None) -> Carry:  # type: ignore[override]
+        found: Tensor = self.inner(x)
+        return Carry(found, h=found)
+
+
+class Taker(Layer):
+    def forward(self, x: Tensor, h: Tensor, past: object = None) -> Tensor:  # type: ignore[override]
+        found: Tensor = self.inner(x) * h
         return found
 
 
@@ -105,14 +119,14 @@ class Watch:
         return watched
 
 
-def run(plan: qs.Plan, rules: Rules, steps: int = 2) -> list[Used]:
+def run(plan: qs.Plan, rules: Rules, steps: int = 2, blocks: Sequence[type[nn.Module]] = ()) -> list[Used]:
     """Train on a plan, and return what each pipeline rank used in the last step."""
     units, length = plan.schedule.microbatches, LENGTH * plan.schedule.slices
     random = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(2, units * SAMPLES, length, WIDTH, generator=random)
 
     def on_rank(transport: Transport) -> Used:
-        engine = Engine(plan, [Layer] * len(plan.stage_to_pp), squares, sgd, transport=transport)
+        engine = Engine(plan, blocks or [Layer] * len(plan.stage_to_pp), squares, sgd, transport=transport)
         for _ in range(steps - 1):
             engine.step(inputs, targets)
         interpreter = engine._runner.interpreters["train"]
@@ -156,6 +170,16 @@ def test_overlapped_plans_too(name: str, rules: Rules) -> None:
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+@pytest.mark.parametrize(
+    ("name", "pp", "chunks"), [("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved-1f1b", 2, 2), ("dualpipe-v", 2, 2)]
+)
+def test_skips_too(name: str, pp: int, chunks: int, rules: Rules) -> None:
+    plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=8, chunks=chunks, skip={"h": (0, 1, 3)})
+    require_as_planned(plan, rules, [Source, Taker, Layer, Taker])
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "dualpipe", "seq-1f1b"])
 def test_what_goes_to_the_host_needs_no_buffer_meanwhile(name: str, rules: Rules) -> None:
     stays = compiled(name)
@@ -166,11 +190,11 @@ def test_what_goes_to_the_host_needs_no_buffer_meanwhile(name: str, rules: Rules
     require_as_planned(plan, rules)
 
 
-def require_as_planned(plan: qs.Plan, rules: Rules) -> None:
+def require_as_planned(plan: qs.Plan, rules: Rules, blocks: Sequence[type[nn.Module]] = ()) -> None:
     profile = "channel" if rules == "nccl" else "tagged"
     slots = plan.check(profile=profile).slots
     num_bytes = SAMPLES * LENGTH * WIDTH * torch.float32.itemsize
-    found = run(plan, rules)
+    found = run(plan, rules, blocks=blocks)
     assert tuple(used.made for used in found) == slots.receive
     assert tuple(used.receives for used in found) == slots.receive
     assert tuple(used.receive_bytes for used in found) == tuple(number * num_bytes for number in slots.receive)

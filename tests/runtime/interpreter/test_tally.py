@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,14 +22,14 @@ def wait_for(works: Sequence[Work]) -> None:
 
 def reduced(transport: Transport) -> list[float]:
     """Return the sums of two ranks: a loss and a weight of one, twice those of the other."""
-    tally = Tally(1, CPU)
+    tally = Tally(1, 2, 1, CPU)
     scale = transport.rank + 1.0
-    tally.losses += [torch.tensor(0.5 * scale), torch.tensor(1.5 * scale, dtype=torch.float64)]
-    tally.weights += [scale, 1]
-    tally.metrics[0].append(torch.tensor(2 * scale, dtype=torch.bfloat16))
+    tally.losses += [(0, torch.tensor(0.5 * scale)), (1, torch.tensor(1.5 * scale, dtype=torch.float64))]
+    tally.weights += [(0, scale), (1, 1)]
+    tally.metrics[0].append((0, torch.tensor(2 * scale, dtype=torch.bfloat16)))
     tally.reduce(transport.make_group([(0, 1)]))
     assert tally.weight(wait_for) == 5
-    return tally.sums.tolist()
+    return tally.figures.sums().tolist()
 
 
 def test_figures_are_summed_over_microbatches_and_ranks() -> None:
@@ -35,28 +37,47 @@ def test_figures_are_summed_over_microbatches_and_ranks() -> None:
 
 
 def test_a_step_knows_no_sums_before_they_are_reduced() -> None:
-    tally = Tally(2, CPU)
-    assert tally.sums.isnan().all()
-    assert tally.sums.shape == (4,)
+    tally = Tally(2, 3, 1, CPU)
+    assert tally.figures.sums().isnan().all()
+    assert tally.figures.sums().shape == (4,)
     assert tally.weight(wait_for).isnan()
 
 
 def test_a_rank_without_a_last_stage_brings_zeros() -> None:
     def run(transport: Transport) -> list[float]:
-        tally = Tally(0, CPU)
+        tally = Tally(0, 4, 2, CPU)
         tally.reduce(transport.make_group([(0,)]))
-        return tally.sums.tolist()
+        return tally.figures.sums().tolist()
 
     assert run_local(1, run) == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("count", [300, 1000])
 def test_short_types_are_added_up_in_double_precision(count: int) -> None:
-    tally = Tally(0, CPU)
-    tally.losses += [torch.ones((), dtype=torch.bfloat16)] * count
+    tally = Tally(0, count, 1, CPU)
+    tally.losses += [(unit, torch.ones((), dtype=torch.bfloat16)) for unit in range(count)]
 
     def run(transport: Transport) -> float:
         tally.reduce(transport.make_group([(0,)]))
-        return tally.sums[0].item()
+        return tally.figures.sums()[0].item()
 
     assert run_local(1, run) == [count]
+
+
+def test_neither_order_nor_place_of_figures_changes_a_bit() -> None:
+    """Losses of two pieces of the model, in any order, on one rank or on two."""
+    random = torch.Generator().manual_seed(0)
+    losses = [(place, x) for place, x in enumerate(torch.randn(40, generator=random, dtype=torch.float64))]
+
+    def run(transport: Transport, size: int, order: int) -> tuple[float, ...]:
+        tally = Tally(0, 20, 2, CPU)
+        mine = [losses[k * 7 % 40] for k in range(40)][::order][transport.rank :: size]
+        tally.auxiliary += mine
+        tally.losses += [(place, x * 3) for place, x in mine if place < 20]
+        tally.reduce(transport.make_group([tuple(range(size))]))
+        return tuple(tally.figures.sums().tolist())
+
+    found: set[tuple[float, ...]] = set()
+    for size, order in product((1, 2, 5), (1, -1)):
+        found.update(run_local(size, partial(run, size=size, order=order)))
+    assert len(found) == 1

@@ -1,0 +1,97 @@
+"""What travels between stages: with each output what rides along with it, and skips, past the stages between.
+
+    Carry(y, h=…, k=…)     y + k ─▶ the next stage ─▶ …         k rides along
+                           h ─▶ each rank that takes it, once   h is a skip of the plan; it stays for later takers there
+
+Within a stage nothing differs: a stage is given, and leaves, what it would if h rode along, less the skips with which
+it has nothing to do. So every gradient is added up in the same order, and the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from quintsched.errors import MisfitError
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Value
+from quintsched.plan import Plan
+
+from ..blocks.blocks import Parcel, TensorSpec, accepted_extras
+
+
+class Cargo:
+    """What the values of a plan consist of that go from stage to stage.
+
+    Args:
+        plan: says which tensors that ride along are skips.
+        cuts: the blocks of each stage.
+        parcels: what every block leaves for the next, all that rides along with it.
+    """
+
+    def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
+        self._skips = [name for name, _ in plan.layout.skips]
+        self._holders = {name: frozenset(stages) for name, stages in plan.skips.items()}
+        self._parcels = list(parcels)
+        self._left = [_without(parcels[blocks.stop - 1], plan.skips) for blocks in cuts]
+        behind_source = (parcels[cuts[plan.skips[name][0]].stop - 1] for name in self._skips)
+        self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
+
+    @property
+    def width(self) -> int:
+        """The most tensors of a value."""
+        return max(len(parcel.specs) for parcel in self._left)
+
+    def of_stage(self, stage: int) -> list[Parcel]:
+        """Return what every block leaves for the next as far as a stage has to do with it."""
+        others = {name for name, holders in self._holders.items() if stage not in holders}
+        return [_without(parcel, others) for parcel in self._parcels]
+
+    def specs(self, value: Value) -> tuple[TensorSpec, ...]:
+        """Return the specs of the tensors of a value that travels."""
+        if value.kind in SKIPS:
+            return (self._specs[value.number % MAX_SKIPS],)
+        return self._left[value.stage].specs
+
+    def places(self, value: Value, names: Sequence[str]) -> tuple[int, ...]:
+        """Return where the tensors of a value are in a row of an activation and what goes by these names."""
+        if value.kind in SKIPS:
+            return (1 + names.index(self._skips[value.number % MAX_SKIPS]),)
+        return (0, *(1 + names.index(name) for name in self._left[value.stage].names))
+
+
+def _without(parcel: Parcel, names: Mapping[str, object] | set[str]) -> Parcel:
+    return replace(parcel, riders=tuple(rider for rider in parcel.riders if rider[0] not in names))
+
+
+def require_planned_skips(
+    plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]
+) -> None:
+    """Raise `MisfitError` unless the skips of a plan go from and to those stages whose blocks make and take them."""
+    if not plan.skips:
+        return
+    riders = {name for parcel in parcels for name in parcel.names}
+    for name, planned in plan.skips.items():
+        if name not in riders:
+            raise MisfitError(
+                f"the plan has a skip {name!r}, but no block sends a tensor of that name along, as `Carry` does"
+            )
+        found = tuple(dict.fromkeys(_stages_of(name, cuts, parcels, blocks)))
+        if found != planned:
+            others = (
+                f"and stages {', '.join(map(str, found[1:]))} take it" if found[1:] else "and no other stage takes it"
+            )
+            wanted = f"with --skip {name}={','.join(map(str, found))}" if found[1:] else "without this skip"
+            raise MisfitError(
+                f"the plan's skip {name!r} goes from stage {planned[0]} to {', '.join(map(str, planned[1:]))}; in the "
+                f"model stage {found[0]} makes it {others}: compile the plan {wanted}"
+            )
+
+
+def _stages_of(name: str, cuts: Sequence[range], parcels: Sequence[Parcel], blocks: list[nn.Module]) -> Iterator[int]:
+    """Yield the stage of the block that makes a rider, then those of the blocks that take it."""
+    stage_of = {block: stage for stage, numbers in enumerate(cuts) for block in numbers}
+    source = next(number for number, parcel in enumerate(parcels) if name in parcel.names)
+    yield stage_of[source]
+    yield from (stage_of[number] for number in range(source + 1, len(blocks)) if accepted_extras(blocks[number])(name))

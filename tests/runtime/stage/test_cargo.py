@@ -1,0 +1,266 @@
+"""Skips of the plan, past the stages between: bit for bit what riders through all stages give, and one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.ir.instructions import RecvSkip, SendSkip
+from quintsched.runtime import Carry, Engine
+from quintsched.runtime.blocks.blocks import build_block, split_result
+from quintsched.runtime.comm import Rules, Transport, run_local
+
+from ..toys import difference, sgd
+
+SIZE, SAMPLES, STEPS = 6, 12, 2
+
+Outcome = tuple[list[float], dict[str, Tensor]]
+
+
+class Source(nn.Module):
+    """Sends what it computes along, under a name, as it is or scaled."""
+
+    def __init__(self, name: str, scale: float) -> None:
+        super().__init__()
+        self.name, self.scale = name, scale
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Carry:
+        h = torch.tanh(self.layer(x))
+        return Carry(h, **{self.name: h * self.scale if self.scale != 1 else h})
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class TakesA(Plain):
+    def forward(self, x: Tensor, a: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.layer(x) + torch.sin(a * 1.7))
+
+
+class TakesB(Plain):
+    def forward(self, x: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.layer(x + b) * b)
+
+
+class TakesBoth(Plain):
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.layer(x + a) + a * b)
+
+
+class Mixed(Plain):
+    """Attends to the outputs of all sources before it, and is one: an attention residual."""
+
+    def __init__(self, number: int, last: int) -> None:
+        super().__init__()
+        self.number, self.last = number, last
+
+    def forward(self, x: Tensor, **earlier: Tensor) -> Tensor | Carry:  # type: ignore[override]
+        if earlier:
+            sources = torch.stack([*earlier.values(), x])
+            x = (sources.softmax(0) * sources).sum(0)
+        y = torch.tanh(self.layer(x))
+        return Carry(y, **{f"h{self.number}": y}) if self.number < self.last else y
+
+
+def twelve() -> list[Any]:
+    """Two blocks a stage: a goes from stage 0 to 2, 3 and 5, b from 1 to 3 and 4; some stages take one twice."""
+    return [
+        *(partial(Source, "a", 1.0), TakesA),
+        *(partial(Source, "b", 2.0), Plain),
+        *(TakesA, TakesA),
+        *(Plain, TakesBoth),
+        *(TakesB, TakesB),
+        *(TakesA, Plain),
+    ]
+
+
+def residuals(number: int) -> list[Any]:
+    return [partial(Mixed, block, number - 1) for block in range(number)]
+
+
+SKIPS = {"a": (0, 2, 3, 5), "b": (1, 3, 4)}
+
+
+def data() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, SAMPLES, SIZE, generator=random, dtype=torch.float64)
+    return inputs, targets
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(len(output))
+
+
+def train(plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", **more: Any) -> list[Outcome]:
+    inputs, targets = data()
+
+    def run(transport: Transport) -> Outcome:
+        engine = Engine(plan, blocks, summed, sgd, dtype=torch.float64, transport=transport, **more)
+        mine = [t.chunk(engine.num_replicas)[engine.replica] for t in (inputs, targets)]
+        losses = [float(engine.step(*mine).loss) for _ in range(STEPS)]
+        losses.append(float(engine.evaluate(*mine).loss))
+        return losses, engine.full_weights()
+
+    return run_local(plan.mesh.size, run, rules=wire)
+
+
+def train_plainly(blocks: Sequence[Any]) -> Outcome:
+    """The same network, run as one module with nothing of ours but the initial weights."""
+    inputs, targets = data()
+    model = nn.ModuleList(build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks))
+    optimizer = sgd(list(model.parameters()))
+
+    def loss_of() -> Tensor:
+        x, riders = inputs, dict[str, Tensor]()
+        for block in model:
+            taken = riders if isinstance(block, Mixed) else {n: r for n, r in riders.items() if n in _names(block)}
+            x, fresh, _ = split_result(block(x, **taken))
+            riders = {**riders, **fresh}
+        return (x - targets).square().sum() / SAMPLES
+
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    losses.append(float(loss_of().detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _names(block: nn.Module) -> tuple[str, ...]:
+    return {TakesA: ("a",), TakesB: ("b",), TakesBoth: ("a", "b")}.get(type(block), ())
+
+
+def assert_same_bits(found: Sequence[Outcome], wanted: Sequence[Outcome]) -> None:
+    for (losses, weights), (expected, others) in zip(found, wanted, strict=True):
+        assert losses == expected
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def assert_equals_one_process(found: Sequence[Outcome], wanted: Outcome) -> None:
+    for losses, weights in found:
+        assert losses == pytest.approx(wanted[0], abs=1e-12)
+        assert all(difference(weight, wanted[1][name]) <= 1e-12 for name, weight in weights.items())
+
+
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {"mesh": "pp=6"}),
+    ("gpipe", {"mesh": "pp=6"}),
+    ("zb-h1", {"mesh": "pp=6"}),
+    ("interleaved-1f1b", {"mesh": "pp=2", "chunks": 3}),
+    ("interleaved-1f1b", {"mesh": "pp=3", "chunks": 2}),
+    ("interleaved-zb", {"mesh": "pp=3", "chunks": 2}),
+    ("zbv", {"mesh": "pp=3"}),
+    ("v-half", {"mesh": "pp=3"}),
+    ("dualpipe-v", {"mesh": "pp=3"}),
+    ("interleaved-1f1b", {"mesh": "pp=3", "chunks": 2, "overlap": True}),
+    ("dualpipe-v", {"mesh": "pp=3", "overlap": True}),
+    ("zbv", {"mesh": "pp=3", "recompute": 1}),
+    ("1f1b", {"mesh": "pp=6", "recompute": (0, 1, 2, 1, 0, 2)}),
+    ("1f1b", {"mesh": "dp=2,pp=6", "zero": 1}),
+    ("interleaved-1f1b", {"mesh": "dp=2,pp=3", "chunks": 2, "zero": 3}),
+    ("zbv", {"mesh": "pp=3,dp=2", "zero": 2}),
+]
+
+
+def compile_with(skips: Mapping[str, tuple[int, ...]], name: str, **shape: Any) -> qs.Plan:
+    return qs.compile(name, **{"microbatches": 6, "skip": skips, **shape})
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(name: str, shape: dict[str, Any]) -> None:
+    blocks, more = twelve(), {"block_costs": [1.0] * 12}
+    cached = train(compile_with(SKIPS, name, **shape), blocks, **more)
+    assert_same_bits(cached, train(compile_with({}, name, **shape), blocks, **more))
+    assert_equals_one_process(cached, train_plainly(blocks))
+
+
+@pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[4], SHAPES[6]])
+def test_some_skip_and_some_ride_in_the_strictest_order(name: str, shape: dict[str, Any]) -> None:
+    """Receives keep their places in the program, as on NCCL."""
+    blocks, more = twelve(), {"block_costs": [1.0] * 12}
+    mixed = train(compile_with({"b": SKIPS["b"]}, name, **shape), blocks, "nccl", **more)
+    assert_same_bits(mixed, train(compile_with(SKIPS, name, **shape), blocks, "nccl", **more))
+    assert_same_bits(mixed, train(compile_with({}, name, **shape), blocks, **more))
+
+
+@pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[3], SHAPES[6]])
+def test_attention_residuals(name: str, shape: dict[str, Any]) -> None:
+    """Every stage takes the outputs of all stages before it."""
+    skips = {f"h{number}": tuple(range(number, 6)) for number in range(5)}
+    blocks, more = residuals(6), {"block_costs": [1.0] * 6}
+    cached = train(compile_with(skips, name, **shape), blocks, **more)
+    assert_same_bits(cached, train(compile_with({}, name, **shape), blocks, **more))
+    assert_equals_one_process(cached, train_plainly(blocks))
+
+
+def test_tensor_parallel_stages_exchange_skips() -> None:
+    """Skips are whole on all ranks of tp, as riders are."""
+    shape = {"mesh": "pp=3,tp=2", "chunks": 2}
+    blocks, more = twelve(), {"block_costs": [1.0] * 12, "rules": {"*.layer": "column"}}
+    cached = train(compile_with(SKIPS, "interleaved-1f1b", **shape), blocks, **more)
+    assert_same_bits(cached, train(compile_with({}, "interleaved-1f1b", **shape), blocks, **more))
+    assert_equals_one_process(cached, train_plainly(blocks))
+
+
+def test_a_skip_goes_to_a_rank_once() -> None:
+    plan = compile_with({"a": (0, 1, 2, 3, 4, 5)}, "interleaved-1f1b", mesh="pp=2", chunks=3)
+    sent = [i for i in plan.programs[0] if isinstance(i, SendSkip)]
+    assert [(i.stage, i.peer) for i in sent] == [(0, 1)] * 6
+    assert sorted(i.microbatch for i in sent) == list(range(6))
+    assert not any(isinstance(i, SendSkip) for i in plan.programs[1])
+    assert not any(isinstance(i, RecvSkip) for i in plan.programs[0])
+
+
+@pytest.mark.parametrize(
+    ("skips", "words"),
+    [
+        ({"a": (0, 2, 5), "b": SKIPS["b"]}, "stage 0 makes it and stages 2, 3, 5 take it: .* --skip a=0,2,3,5"),
+        ({"a": SKIPS["a"], "b": (0, 3, 4)}, "stage 1 makes it and stages 3, 4 take it: .* --skip b=1,3,4"),
+        ({"c": (0, 3)}, "the plan has a skip 'c', but no block sends a tensor of that name along"),
+    ],
+)
+def test_a_plan_that_skips_otherwise_than_the_model_is_refused(skips: dict[str, tuple[int, ...]], words: str) -> None:
+    with pytest.raises(qs.MisfitError, match=words):
+        train(compile_with(skips, "interleaved-1f1b", mesh="pp=2", chunks=3), twelve(), block_costs=[1.0] * 12)
+
+
+def test_a_skip_within_a_stage_is_none() -> None:
+    blocks = [partial(Source, "a", 1.0), TakesA, Plain, Plain]
+    with pytest.raises(qs.MisfitError, match="no other stage takes it: compile the plan without this skip"):
+        train(compile_with({"a": (0, 1)}, "1f1b", mesh="pp=2"), blocks, block_costs=[1.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "skips"),
+    [((3, 0, 4, 5), {"a": (0, 2, 3), "b": (0, 3)}), ((3, 4, 5, 0), {"a": (0, 1, 2), "b": (0, 2)})],
+)
+def test_skips_go_past_stages_without_blocks(stages: tuple[int, ...], skips: dict[str, tuple[int, ...]]) -> None:
+    cached = train(compile_with(skips, "1f1b", mesh="pp=4", stages=stages), twelve())
+    assert_same_bits(cached, train(compile_with({}, "1f1b", mesh="pp=4", stages=stages), twelve()))
+    assert_equals_one_process(cached, train_plainly(twelve()))
+
+
+def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
+    for words, setting in (
+        ("'a' names stage 1, which has no blocks to make or take it", {"skip": {"a": (0, 1)}}),
+        ("stage 1 has no blocks that could return one", {"losses": (1, 2)}),
+    ):
+        with pytest.raises(qs.UsageError, match=words):
+            qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=(1, 0, 2), **setting)
