@@ -125,6 +125,8 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
 def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Costs | None:
     """Return the costs of the schedule's own stages, by the blocks of the plan's stages where these are known."""
     pp, costs, blocks, slices = Mesh.parse(request.mesh).pp, request.costs, request.stages, max(request.slices, 1)
+    if runs is None and len(placed) != len(schedule.placed(pp, request.chunks)):
+        return costs
     if blocks and len(blocks) == len(placed):
         model = sum(blocks) // (2 if schedule.bidirectional else 1)
         costs = (costs or Costs()).spread(shares_of(blocks, max(model, 1), pp), slices)

@@ -67,7 +67,12 @@ def pointer(*steps: object) -> str:
 NUMBER, LIST, OBJECT = "(number)", "(list)", "(object)"
 """Tags of a pydantic union of these forms: what it adds to a fault's place is no part of the file."""
 
-_WORDS = {"extra_forbidden": "unknown key", "less_than_equal": "Input should be at most {le:g}"}
+_WORDS = {
+    "extra_forbidden": "unknown key",
+    "less_than_equal": "Input should be at most {le:g}",
+    "greater_than_equal": "Input should be at least {ge:g}",
+    "union_tag_invalid": "Input should not be {tag}; give one of: {expected_tags}",
+}
 """What is said of some types of fault instead of pydantic's own words."""
 
 

@@ -334,14 +334,25 @@ def _interned(name: str, values: list[Any], table: dict[Any, int]) -> list[int]:
         if id(value) not in known:
             if of_tuple is None and type(value) is not str:
                 raise _WrongValue(at, f"is {value!r}; give a name")
-            if of_tuple and not (isinstance(value, tuple) and all(type(entry) is of_tuple for entry in value)):
-                wanted = "stage and microbatch" if name in PAIRS else "whole numbers" if of_tuple is int else "names"
+            plain = _pair(at, value) if name in PAIRS else value
+            if of_tuple and not (isinstance(plain, tuple) and all(type(entry) is of_tuple for entry in plain)):
+                wanted = "whole numbers" if of_tuple is int else "names"
                 raise _WrongValue(at, f"is {value!r}; give a tuple of {wanted}")
-            if name in PAIRS and not (len(value) == 2 and max(map(abs, value)) <= LARGEST):
-                raise _WrongValue(at, f"is {value!r}; give a tuple of stage and microbatch")
-            known[id(value)] = table.setdefault(value, len(table))
+            known[id(value)] = table.setdefault(plain, len(table))
         found.append(known[id(value)])
     return found
+
+
+def _pair(at: int, value: Any) -> tuple[int, ...]:
+    """Return a stage and a microbatch as plain numbers; raises `_WrongValue`."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise _WrongValue(at, f"is {value!r}; give a tuple of stage and microbatch")
+    for entry in value:
+        if isinstance(entry, bool | np.bool_) or not isinstance(entry, int | np.integer):
+            raise _WrongValue(at, f"is {value!r}; give a tuple of stage and microbatch")
+        if abs(int(entry)) > LARGEST:
+            raise _WrongValue(at, f"is {value!r}; {entry} is larger than any number of a plan, {LARGEST}")
+    return int(value[0]), int(value[1])
 
 
 def _same(one: Columns, other: Columns, name: str) -> bool:

@@ -154,7 +154,7 @@ class CompileRequest:
     )
     overlap: bool = _setting(
         "whether a forward and a backward side by side are one instruction, so that what one of them exchanges inside "
-        "its stage (over tp, cp, ep) is on its way while the other computes.",
+        "its stage (over tp, cp, ep) is on its way while the other computes; without such exchanges it is slower.",
         reading.read_flag,
         "",
         default=False,

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from quintsched.errors import MisfitError
+
 from .base import Group
 from .sides import Note, Side, Sides
 
@@ -69,7 +71,8 @@ class Overlaps:
     def end_step(self) -> str | None:
         """Return what the sides waited for, in words, when it is time to settle the turns; else None.
 
-        That is after the second step: in the first one layers may do what they never do again.
+        That is after the second step: in the first one layers may do what they never do again. Raises `MisfitError`
+        where microbatches differ.
         """
         if not self._pairs or self._turns is not None:
             return None
@@ -77,7 +80,14 @@ class Overlaps:
             self._is_warm = True
             self._notes.clear()
             return None
-        return str([(key, note.waits) for key in sorted(self._notes) for note in self._notes[key]])
+        for (side, stage), notes in sorted(self._notes.items()):
+            if any(note.waits != notes[0].waits for note in notes):
+                times = [len(note.waits) for note in notes]
+                raise MisfitError(
+                    f"stage {stage}: its {side.name.lower()}s exchange {min(times)} to {max(times)} times from one "
+                    "microbatch to another, so that no turns can be settled; compile the plan without overlap"
+                )
+        return str([(key, notes[0].waits) for key, notes in sorted(self._notes.items())])
 
     def settle(self, holders: Group) -> None:
         """Settle in which turns each pair runs, after all holders of the stages have noted the same (collective)."""

@@ -10,7 +10,8 @@ is settled beforehand (`interleaving`), never by what arrives first: all replica
 and every wait points backwards.
 
 The sides are threads only because a backward runs inside autograd's engine, which cannot be left and entered again. The
-second one is the rank's for good, and sleeps while nothing overlaps.
+second one is the rank's for good, sleeps while nothing overlaps, and computes under what the first one does: context
+variables, autocast, modes of torch. What a user's code keeps in a `threading.local` it does not see.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import copy_context
 from enum import IntEnum
 from itertools import pairwise
 from queue import SimpleQueue
@@ -25,7 +27,8 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch as dispatch
 
 from quintsched.errors import MisfitError
 
@@ -109,8 +112,8 @@ class Sides:
         Raises `MisfitError` where a side waits more or less often than the turns say.
         """
         self._turns = both = _Turns(turns, device, self._enter)
-        self.current, thread_state = turns[0], _ThreadState(device)
-        self._second_thread().put(lambda: both.run(Side.BACKWARD, backward, thread_state))
+        self.current, thread_state, variables = turns[0], _ThreadState(device), copy_context()
+        self._second_thread().put(lambda: variables.run(both.run, Side.BACKWARD, backward, thread_state))
         try:
             both.run(Side.FORWARD, forward)
             both.ended.acquire()
@@ -236,7 +239,10 @@ def _other_than_noted(side: Side, how: str) -> MisfitError:
 
 
 class _ThreadState:
-    """What the calling thread computes under, taken over by another thread in a `with`."""
+    """What the calling thread computes under, taken over by another thread in a `with`.
+
+    That is its stream, grad mode, autocast, and modes over functions and operators (a default device is one).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
@@ -245,6 +251,8 @@ class _ThreadState:
             kind: torch.get_autocast_dtype(kind) for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)
         }
         self._grad_enabled = torch.is_grad_enabled()
+        self._function_modes = overrides._get_current_function_mode_stack()
+        self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
@@ -252,6 +260,12 @@ class _ThreadState:
         self._entered.enter_context(torch.set_grad_enabled(self._grad_enabled))
         for kind, dtype in self._autocast.items():
             self._entered.enter_context(torch.autocast(kind, dtype))
+        for function_mode in self._function_modes:
+            overrides._push_mode(function_mode)
+            self._entered.callback(overrides._pop_mode)
+        for dispatch_mode in self._dispatch_modes:
+            dispatch._push_mode(dispatch_mode)
+            self._entered.callback(dispatch._pop_mode)
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()

@@ -193,3 +193,8 @@ def test_a_plan_remembers_the_cap_it_was_searched_for():
     assert plan.schedule.options == {"memory_cap": 4}
     assert qs.Plan.from_json(plan.to_json()) == plan
     assert plan.check(memory_cap=4).sound
+
+
+def test_stages_elsewhere_are_refused_before_their_costs_are_looked_at() -> None:
+    with pytest.raises(qs.UsageError, match=r"stages lie on \(0, 1, 0\)"):
+        qs.compile("zb-auto", mesh="pp=2", microbatches=4, stage_to_pp=[0, 1, 0], stages=[1, 2, 3])

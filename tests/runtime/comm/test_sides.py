@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from itertools import permutations
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import quintsched as qs
 from quintsched.runtime.comm.base import DoneWork
@@ -157,6 +159,32 @@ def test_the_second_side_computes_under_what_the_first_one_does(talk: Talk) -> N
         talk.sides.run(look, look, (F, B), CPU)
     talk.sides.run(look, look, (B, F), CPU)
     assert found == [(True, False)] * 2 + [(False, True)] * 2
+
+
+def test_the_second_side_sees_context_variables_and_modes(talk: Talk) -> None:
+    variable, found, flops = ContextVar("variable", default=0), list[tuple[int, str]](), FlopCounterMode(display=False)
+
+    def compute() -> None:
+        found.append((variable.get(), torch.ones(2, 2).device.type))
+        torch.zeros(3, 3) @ torch.zeros(3, 3)
+
+    variable.set(7)
+    with torch.device("meta"), flops:
+        talk.sides.run(compute, compute, (F, B), CPU)
+    talk.sides.run(compute, compute, (B, F), CPU)
+    assert found == [(7, "meta")] * 2 + [(7, "cpu")] * 2
+    assert flops.get_total_flops() == 2 * 2 * 27
+
+
+def test_microbatches_that_exchange_differently_are_refused(talk: Talk) -> None:
+    overlaps, counts = Overlaps(talk.sides, CPU), iter([1, 1, 2])
+    pair = overlaps.pair(talk.side("f", 1), lambda: talk.side("b", next(counts))(), (0, 3))
+    pair()
+    assert overlaps.end_step() is None
+    pair()
+    pair()
+    with pytest.raises(qs.MisfitError, match=r"stage 3: its backwards exchange 1 to 2 times from one microbatch"):
+        overlaps.end_step()
 
 
 def test_the_second_thread_ends_with_its_sides(talk: Talk) -> None:
