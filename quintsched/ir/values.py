@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from quintsched.ir.columns import Flags, Ints
 
 
+@unique
 class Kind(IntEnum):
     """What a value is; the `number` of a value is a microbatch unless said otherwise."""
 
@@ -57,9 +58,9 @@ class Kind(IntEnum):
     """The full weights of a stage whose replicas hold shards of them; the number counts gatherings."""
     STEPPED = 16
     """A bucket of weights of which each replica has stepped its shard."""
-    OFFLOADED = 15
+    OFFLOADED = 17
     """What a forward keeps, in the host's memory."""
-    FETCHED = 16
+    FETCHED = 18
     """What a forward kept, back from the host's memory."""
 
 
