@@ -48,7 +48,8 @@ def prove(
 ) -> Iterator[Outcome]:
     """Yield the outcome of every shape, those with the fewest computations first.
 
-    `chunks` None takes the fewest that the schedule allows; `memory_cap` is that of `check`.
+    `chunks` None takes the fewest that the schedule allows; `memory_cap` is that of `check`. A schedule with
+    `overlaps=True` is proved with its pairs side by side as well.
     Raises `UsageError` for more than `MAX_SHAPES` shapes.
     """
     chunks = (schedule.min_chunks,) if chunks is None else chunks
@@ -61,9 +62,10 @@ def prove(
 
 def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory_cap: float | None) -> Outcome:
     try:
-        plan = compile(schedule, mesh=Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
-        if memory_cap is not None:
-            plan.check(memory_cap=memory_cap).raise_if_unsound()
+        for overlap in (False, True) if schedule.overlaps else (False,):
+            plan = compile(schedule, mesh=Mesh(pp=pp), microbatches=microbatches, chunks=chunks, overlap=overlap)
+            if memory_cap is not None:
+                plan.check(memory_cap=memory_cap).raise_if_unsound()
     except UsageError as refusal:
         return Outcome(pp, chunks, microbatches, Status.REFUSED, str(refusal))
     except UnsoundError as fault:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.ir.instructions import ClipGrad, Compute, OptStep, Recv
+from quintsched.ir.instructions import ClipGrad, OptStep, Recv
 from quintsched.trace.measured import Trace
 from quintsched.trace.trace_json import RankTrace, digest_of
 
@@ -20,19 +20,24 @@ Spans = list[tuple[float, float, float]]
 def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans:
     """(start, end, wait) of a pp rank's instructions, in the simulation's unit of time.
 
-    Each instruction starts when the one before has handed over, and waits until it can run; `gap` is how long before
-    the next one's start it ends.
+    Each instruction starts when the one before has handed over, and waits until it can run, for one message after the
+    other; `gap` is how long before the next one's start it ends.
     """
     row = simulation.timeline[pp_rank]
     plan = simulation.plan
     flows = plan.flows.of_rows(plan.columns.rows_of(pp_rank))
+    arrivals = {
+        used.produces[0]: span.end for used, span in zip(flows, row, strict=True) if isinstance(span.instruction, Recv)
+    }
     at, spans, taken = 0.0, {}, {}
     for index, span in enumerate(row):
-        if not isinstance(span.instruction, Compute | ClipGrad | OptStep):
+        if not (span.instruction.computes or isinstance(span.instruction, ClipGrad | OptStep)):
             spans[index] = (at, at, 0.0)
             continue
+        now = at
         for value in flows[index].consumes:
-            taken[value] = (span.start, span.start - at)
+            begun, now = now, max(now, arrivals.get(value, now))
+            taken[value] = (now, now - begun)
         spans[index] = (at, max(span.end - gap, span.start), span.start - at)
         at = span.end
     for index, span in enumerate(row):

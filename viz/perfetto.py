@@ -1,7 +1,7 @@
 """A simulation, and a measured step beside it, as trace events: what Perfetto and chrome://tracing open.
 
     process 0 "planned"    thread per pp rank   [F0][F1]…         complete events ("X"), microseconds
-    process 1 "measured"   thread per pp rank   [wait|F0][F1]…    a wait lies within its instruction
+    process 1 "measured"   thread per pp rank   [wait|F0][F1&B0]…    a wait lies within its instruction
                            and one for its copies to the host's memory and back, if there are any
                                  ╲▶                               a flow ("s", "f") from each send to its taker
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from quintsched.files.atomic import write_whole
-from quintsched.ir.instructions import Compute, HostCopy, Recv, Send, short
+from quintsched.ir.instructions import HostCopy, Recv, Send, short
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
@@ -108,6 +108,6 @@ def _takers(run: Simulation | MeasuredStep) -> dict[tuple[int, Value], float]:
         (rank, value): span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
         for rank, (row, flows) in enumerate(zip(run.timeline, flows_of_ranks(run), strict=True))
         for span, used in zip(row, flows, strict=True)
-        if isinstance(span.instruction, Compute)
+        if span.instruction.computes
         for value in used.consumes
     }

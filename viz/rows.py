@@ -1,7 +1,7 @@
 """The rows of a pipeline on an axes: boxes over idle time, messages between the rows, marks on top.
 
 Row r takes y from r to r + 1 (downwards); its band, where boxes lie, leaves a gutter for the messages, and for
-copies to the host's memory (below) and back (above).
+copies to the host's memory (below) and back (above). What runs side by side shares the height of the band.
 """
 
 from __future__ import annotations
@@ -107,6 +107,13 @@ def _band(rank: int) -> tuple[float, float]:
     return rank + GUTTER, rank + 1 - GUTTER
 
 
+def _lane(box: Box) -> tuple[float, float]:
+    """Return where a box lies."""
+    top, bottom = _band(box.rank)
+    height = (bottom - top) / box.lanes
+    return top + box.lane * height, top + (box.lane + 1) * height
+
+
 def _draw_idle(axes: Axes, scene: Scene) -> None:
     bands = [_rectangle(0, scene.makespan, *_band(rank)) for rank in range(scene.ranks)]
     axes.add_collection(
@@ -157,7 +164,7 @@ def _gutter(rank: int, *, below: bool) -> tuple[float, float]:
 
 def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:
     drawn = PolyCollection(
-        [_rectangle(box.start, box.end, *_band(box.rank)) for box in scene.boxes],
+        [_rectangle(box.start, box.end, *_lane(box)) for box in scene.boxes],
         facecolors=[_colour(box, scale) for box in scene.boxes],
         edgecolors="white",
         linewidths=[min(0.8, 0.1 * (box.end - box.start) * scale.points_per_time) for box in scene.boxes],
@@ -184,7 +191,7 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
     for box, fits in zip(boxes, sizes >= size, strict=True):
         if fits:
             colour = ink_on(_colour(box, scale))
-            x, y = (box.start + box.end) / 2, box.rank + 0.5
+            x, y = (box.start + box.end) / 2, sum(_lane(box)) / 2
             label = str(box.instruction.microbatch)
             axes.text(x, y, label, fontsize=size, color=colour, ha="center", va="center_baseline", zorder=4)
 
@@ -193,7 +200,8 @@ def _size_that_fits(box: Box, scale: Scale) -> float:
     """Return the largest size of text in which the number of the microbatch fits into its box."""
     digits = len(str(box.instruction.microbatch))
     room = (box.end - box.start) * scale.points_per_time - TEXT_PADDING
-    return min(room / (DIGIT_EM * digits), 0.62 * scale.band_points, LARGEST_TEXT)
+    height = min(0.62, 0.8 / box.lanes) * scale.band_points
+    return min(room / (DIGIT_EM * digits), height, LARGEST_TEXT)
 
 
 def _colour(box: Box, scale: Scale) -> Rgb:

@@ -3,6 +3,7 @@
     rank 0   [F0][F1] . . [ B0 ]        Box: a computation
                ╲          ╱             Arrow: a message, from the sender's row to the receiver's taker
     rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, where that was measured
+             [F1/B0]                     two that run side by side are a box each, above each other
                └F0┘                     Strip: a copy to the host's memory or back, beside the computations
                                         Mark: anything else, at its time; Bar: that, where it takes time
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.ir.dataflow import Flow, Kind, Value
-from quintsched.ir.instructions import Compute, HostCopy, Instruction, Recv, Send
+from quintsched.ir.instructions import Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.activation_memory import HELD, held_by
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured import MeasuredSpan, MeasuredStep
@@ -28,13 +29,18 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A computation; `chunk` counts the stages of its rank from 0."""
+    """A computation; `chunk` counts the stages of its rank from 0.
+
+    It takes the row's whole height, or where several run side by side, the `lane`-th from above of as many parts.
+    """
 
     rank: int
     start: float
     end: float
     instruction: Compute
     chunk: int
+    lane: int = 0
+    lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +123,10 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
         for span, used in zip(row, flows[rank], strict=True):
             began = span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
             match span.instruction:
-                case Compute() as i:
-                    boxes.append(Box(rank, began, span.end, i, chunk_of[i.stage]))
+                case Compute() | Overlap() as i:
+                    for lane, side in enumerate(i.sides):
+                        assert isinstance(side, Compute)
+                        boxes.append(Box(rank, began, span.end, side, chunk_of[side.stage], lane, len(i.sides)))
                 case Send() as i:
                     value = used.consumes[0]
                     arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))

@@ -335,10 +335,10 @@ def _interned(name: str, values: list[Any], table: dict[Any, int]) -> list[int]:
             if of_tuple is None and type(value) is not str:
                 raise _WrongValue(at, f"is {value!r}; give a name")
             if of_tuple and not (isinstance(value, tuple) and all(type(entry) is of_tuple for entry in value)):
-                wanted = "whole numbers" if of_tuple is int else "names"
+                wanted = "stage and microbatch" if name in PAIRS else "whole numbers" if of_tuple is int else "names"
                 raise _WrongValue(at, f"is {value!r}; give a tuple of {wanted}")
             if name in PAIRS and not (len(value) == 2 and max(map(abs, value)) <= LARGEST):
-                raise _WrongValue(at, f"is {value!r}; give a stage and a microbatch")
+                raise _WrongValue(at, f"is {value!r}; give a tuple of stage and microbatch")
             known[id(value)] = table.setdefault(value, len(table))
         found.append(known[id(value)])
     return found

@@ -62,12 +62,14 @@ class Instruction:
         return (self,)
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{field.name}={_plain(getattr(self, field.name))}" for field in fields(self))
+        inner = ", ".join(f"{field.name}={_plain(getattr(self, field.name), field.type)}" for field in fields(self))
         return f"{self.op}({inner})"
 
 
-def _plain(value: object) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _plain(value: object, of_type: object) -> str:
+    if isinstance(value, tuple) and of_type != "tuple[int, int]":
+        return "+".join(map(str, value))
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from quintsched.ir.columns import Columns, Ints
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD, FetchAct, Instruction
+from quintsched.ir.instructions import ENDS_BACKWARD, FetchAct, Instruction, Overlap
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.programs import Programs
@@ -177,13 +177,13 @@ class PlanData:
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
         recomputing = ", recomputing" if any(self.recompute) else ""
+        overlap = ", with overlap" if len(self.columns.rows_where(Overlap)) else ""
         offloading = ", offloading" if "offload" in self.schedule.options else ""
         zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         blocks = f", stages of {listed(self.blocks_per_stage)} blocks" if self.blocks_per_stage else ""
-        microbatches = f"{self.schedule.microbatches} microbatches"
-        counts = f"{microbatches}{chunks}{slices}{blocks}"
-        return f"{self.schedule.name} on {self.mesh}, {counts}{recomputing}{offloading}{zero}{spelled}"
+        counts = f"{self.schedule.microbatches} microbatches{chunks}{slices}{blocks}"
+        return f"{self.schedule.name} on {self.mesh}, {counts}{overlap}{recomputing}{offloading}{zero}{spelled}"
 
 
 def shares_of(blocks_per_stage: Sequence[int], blocks: int, pp: int) -> tuple[float, ...]:

@@ -2,41 +2,74 @@
 
 rank 0 F0 F1 .  .  B0 -  B1 -
 rank 1 .  F0 B0 -  F1 B1 -  .
+
+rank 0 F3&B1 -  F4     two that run side by side are one entry; they have the room of the columns that they take
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from quintsched.errors import UsageError
-from quintsched.ir.instructions import short
+from quintsched.ir.instructions import Instruction, short
 from quintsched.simulation.simulator import Simulation
 
 MOST_CELLS = 2**25
 """Of a grid, ranks and columns together."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What stands in the columns from `first` up to `last`, which is not one of them."""
+
+    text: str
+    first: int
+    last: int
+    spills: bool
+
+    @property
+    def least_width(self) -> int:
+        """How wide columns have to be for the text, and a blank after it, to fit."""
+        return -(-(len(self.text) + 1) // (self.last - self.first if self.spills else 1))
+
+    def cells(self, width: int) -> Iterator[str]:
+        """Yield what stands in each of its columns."""
+        text = f"{self.text} "
+        for place in range(self.last - self.first):
+            yield text[place * width : (place + 1) * width] or "-"
+
+
 def time_grid(simulation: Simulation, width: int | None = None) -> list[str]:
     """Return the schedule over time: a row per pipeline rank, a column per step of the shortest computation.
 
-    `F3` is the forward of microbatch 3 (`1F3`: of stage 1, where a rank holds several), `--` its backward's second
-    step, `.` idle. `width` wraps the grid into blocks of at most that many characters. Raises `UsageError` for more
-    than `MOST_CELLS` cells.
+    `F3` is the forward of microbatch 3 (`1F3`: of stage 1, where a rank holds several), `F3&B1` that beside a backward,
+    `-` a further step of what stands before it, `.` idle. `width` wraps the grid into blocks of at most that many
+    characters. Raises `UsageError` for more than `MOST_CELLS` cells.
     """
-    rows = _cells(simulation)
-    size = max((len(cell) for row in rows for cell in row), default=1) + 1
+    columns, rows = _entries(simulation)
+    size = max((entry.least_width for row in rows for entry in row), default=2)
     label = len(f"rank {len(rows) - 1} ")
-    columns = len(rows[0])
     per_block = columns if width is None else max((width - label) // size, 1)
+    cells = [_cells(row, columns, size) for row in rows]
     lines: list[str] = []
     for first in range(0, columns, per_block):
         if first:
             lines.append("")
-        for rank, row in enumerate(rows):
-            cells = "".join(f"{cell:<{size}}" for cell in row[first : first + per_block])
-            lines.append(f"{f'rank {rank}':<{label}}{cells}".rstrip())
+        for rank, row in enumerate(cells):
+            block = "".join(f"{cell:<{size}}" for cell in row[first : first + per_block])
+            lines.append(f"{f'rank {rank}':<{label}}{block}".rstrip())
     return lines
 
 
-def _cells(simulation: Simulation) -> list[list[str]]:
+def _cells(entries: list[_Entry], columns: int, size: int) -> list[str]:
+    row = ["."] * columns
+    for entry in entries:
+        row[entry.first : entry.last] = entry.cells(size)
+    return row[:columns]
+
+
+def _entries(simulation: Simulation) -> tuple[int, list[list[_Entry]]]:
     """Lay every computation on a raster of the plan's time step (one forward of a chunk at unit costs)."""
     computed = [[s for s in row if s.instruction.computes] for row in simulation.timeline]
     step = min((s.end - s.start for row in computed for s in row if s.end > s.start), default=1.0)
@@ -45,14 +78,11 @@ def _cells(simulation: Simulation) -> list[list[str]]:
             f"the grid has more than {MOST_CELLS} cells, since the shortest computation takes {step:g} of "
             f"{simulation.makespan:g}; draw it to scale instead: quintsched render"
         )
-    columns = max(round(simulation.makespan / step), 1)
     several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp
-    rows = []
-    for spans in computed:
-        row = ["."] * columns
-        for span in spans:
-            first = round(span.start / step)
-            last = max(round(span.end / step), first + 1)
-            row[first:last] = [short(span.instruction, with_stage=several), *["-"] * (last - first - 1)]
-        rows.append(row[:columns])
-    return rows
+
+    def entry(i: Instruction, start: float, end: float) -> _Entry:
+        first = round(start / step)
+        return _Entry(short(i, with_stage=several), first, max(round(end / step), first + 1), len(i.sides) > 1)
+
+    rows = [[entry(span.instruction, span.start, span.end) for span in spans] for spans in computed]
+    return max(round(simulation.makespan / step), 1), rows

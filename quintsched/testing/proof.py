@@ -60,15 +60,15 @@ def assert_sound(
         max_examples: how many shapes are tried at most; all, where there are no more.
 
     Each shape has to be sound under every transport profile, with and without replicas; within the memory bound; and
-    equivalent to the sequential program, by a symbolic run. Schedules that search get costs drawn at random.
+    equivalent to the sequential program, by a symbolic run. A schedule with `overlaps=True` is tried both ways.
+    Schedules that search get costs drawn at random.
     The `AssertionError` shows the smallest shape that fails, what is wrong, and the schedule's grid.
     """
     __tracebackhide__ = True  # pytest then shows the message, not this function
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
     trial = _Trial(found, memory)
-    cases = _cases(
-        _several(pp), _several(found.min_chunks if chunks is None else chunks), _several(slices), microbatches
-    )
+    several_chunks = _several(found.min_chunks if chunks is None else chunks)
+    cases = _cases(_several(pp), several_chunks, _several(slices), microbatches, overlaps=found.overlaps)
     failure = _explore(trial, cases, max_examples)
     if failure:
         smaller = (trial.failure(case, failure.costs) for case in cases[: cases.index(failure.case)])
@@ -99,12 +99,14 @@ class _Case:
     slices: int
     microbatches: int
     replicas: int
+    overlap: bool = False
 
     def __str__(self) -> str:
         counts = ((self.chunks, "chunk"), (self.slices, "slice"), (self.microbatches, "microbatch"))
         words = [f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts]
         shown = [f"pp={self.pp}", *(words if self.slices > 1 else words[::2])]
-        return ", ".join(shown + ([f"{self.replicas} replicas"] if self.replicas > 1 else []))
+        shown += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        return ", ".join(shown + (["with overlap"] if self.overlap else []))
 
     @property
     def mesh(self) -> Mesh:
@@ -115,13 +117,15 @@ def _several(sizes: Sizes) -> Sequence[int]:
     return (sizes,) if isinstance(sizes, int) else sizes
 
 
-def _cases(pp: Sequence[int], chunks: Sequence[int], slices: Sequence[int], microbatches: Sizes) -> list[_Case]:
+def _cases(
+    pp: Sequence[int], chunks: Sequence[int], slices: Sequence[int], microbatches: Sizes, *, overlaps: bool
+) -> list[_Case]:
     """All shapes, the smallest first."""
-    sizes = (pp, chunks, slices, _several(microbatches), REPLICAS)
+    sizes = (pp, chunks, slices, _several(microbatches), REPLICAS, (False, True) if overlaps else (False,))
     num_shapes = math.prod(map(len, sizes))
     if not 1 <= num_shapes <= MAX_SHAPES:
         raise UsageError(f"assert_sound: {num_shapes} shapes; give 1 to {MAX_SHAPES}")
-    return sorted(_Case(p * v * s * m, p, v, s, m, r) for p, v, s, m, r in product(*sizes))
+    return sorted(_Case(p * v * s * m, p, v, s, m, r, bool(overlap)) for p, v, s, m, r, overlap in product(*sizes))
 
 
 @dataclass(eq=False)
@@ -150,7 +154,8 @@ class _Trial:
     def failure(self, case: _Case, costs: Costs | None) -> _Failure | None:
         """Return how a shape fails; None where it does not, or where the schedule does not take it."""
         try:
-            shape = self.schedule.shape(case.pp, case.microbatches, case.chunks, case.slices, costs)
+            sizes = (case.pp, case.microbatches, case.chunks, case.slices)
+            shape = self.schedule.shape(*sizes, costs, overlap=case.overlap)
         except UsageError as refusal:
             self.refusal = str(refusal)
             return None
@@ -173,6 +178,7 @@ class _Trial:
             chunks=case.chunks,
             slices=case.slices,
             costs=costs,
+            overlap=case.overlap,
             buckets_per_stage=case.replicas,
         )
 

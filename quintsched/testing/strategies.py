@@ -38,7 +38,10 @@ def placements(draw: st.DrawFn, pp: int, *, max_chunks: int = 3) -> tuple[int, .
 
 @st.composite
 def costs(draw: st.DrawFn, *, num_stages: int | None = None) -> Costs:
-    """Draw costs in whole and half numbers, so that times are exact; with `num_stages`, some per stage."""
+    """Draw costs in whole and half numbers, so that times are exact; with `num_stages`, some per stage.
+
+    Communication takes time too: messages, and exchanges inside stages, which forwards and backwards side by side hide.
+    """
     halves = st.integers(0, 12).map(lambda count: count / 2)
     positive = st.integers(1, 12).map(lambda count: count / 2)
 
@@ -52,4 +55,5 @@ def costs(draw: st.DrawFn, *, num_stages: int | None = None) -> Costs:
         backward_input=draw(several(positive)),
         backward_weight=draw(several(halves)),
         p2p=draw(halves),
+        exchange=draw(several(halves)),
     )

@@ -7,7 +7,8 @@ actions as sets, so that one that stands twice counts once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from quintsched.errors import InputError
@@ -42,7 +43,25 @@ class Cell(NamedTuple):
 
 
 Cells: TypeAlias = tuple[Cell, ...]
-"""All actions of a file, line after line."""
+"""All actions of a file, line after line; the two of an overlap have one place."""
+
+
+def by_place(cells: Iterable[Cell]) -> Iterator[Cells]:
+    """Yield the actions of each cell of the file: one, or the two of an overlap."""
+    for _, found in groupby(cells, key=lambda cell: (cell.rank, cell.step)):
+        yield tuple(found)
+
+
+def run_side_by_side(found: Cells) -> bool:
+    """Whether the actions of a cell are an `Overlap`: a forward, and a whole backward that does not need it."""
+    forwards, backwards = ([cell for cell in found if cell.word is word] for word in (Word.FORWARD, Word.BACKWARD))
+    return bool(forwards and backwards) and forwards[0]._replace(word=Word.BACKWARD) != backwards[0]
+
+
+def written(cells: Iterable[object]) -> str:
+    """Return the text of a cell that holds these actions."""
+    words = [*map(str, cells)]
+    return words[0] if len(words) == 1 else f"({';'.join(words)}){OVERLAP}"
 
 
 def _place(rank: int, step: int) -> str:

@@ -19,6 +19,7 @@ from quintsched.ir.instructions import (
     FreeParams,
     GatherParams,
     Instruction,
+    Overlap,
     RecvGrad,
     ReduceScatterBucket,
     SendAct,
@@ -30,7 +31,7 @@ from quintsched.ir.programs import Programs
 from quintsched.ir.zero import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan
-from quintsched.torch_csv.cells import Cell, Cells, read_cells
+from quintsched.torch_csv.cells import Cell, Cells, by_place, read_cells, run_side_by_side, written
 from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.verify.soundness import Verdict, check, check_order
 from quintsched.verify.wellformed import zero_faults
@@ -127,8 +128,8 @@ def _draft(cells: Sequence[Cell], mesh: Mesh, name: str, zero: Zero) -> PlanData
         zero=replace(zero, every=microbatches) if zero.shards_gradients else zero,
     )
     programs: list[list[Instruction]] = [[] for _ in range(mesh.pp)]
-    for cell in cells:
-        programs[cell.rank] += _instructions(cell, draft)
+    for found in by_place(cells):
+        programs[found[0].rank] += _instructions(found, draft)
     return replace(draft, programs=Programs.of(map(_with_last_frees, programs)))
 
 
@@ -144,7 +145,8 @@ def _with_last_frees(program: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yield a program with a `FreeParams` after the last use of weights that it leaves gathered, as FSDP frees them."""
     gathered = Counter(i.stage for i in program if isinstance(i, GatherParams))
     gathered.subtract(i.stage for i in program if isinstance(i, FreeParams))
-    last_use = {i.stage: index for index, i in enumerate(program) if isinstance(i, NEEDS_WEIGHTS)}
+    sides = ((index, side) for index, i in enumerate(program) for side in i.sides)
+    last_use = {side.stage: index for index, side in sides if isinstance(side, NEEDS_WEIGHTS)}
     frees = {last_use[stage]: stage for stage, count in gathered.items() if count == 1 and stage in last_use}
     for index, i in enumerate(program):
         yield i
@@ -152,8 +154,20 @@ def _with_last_frees(program: Sequence[Instruction]) -> Iterator[Instruction]:
             yield FreeParams(frees[index])
 
 
-def _instructions(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
-    """Return what a cell stands for: an instruction, or for gradients one per bucket that replicas sum."""
+def _instructions(found: Cells, plan: PlanData) -> Sequence[Instruction]:
+    """Return what a cell of the file stands for."""
+    if not run_side_by_side(found):
+        return [instruction for cell in found for instruction in _of_action(cell, plan)]
+    forward, backward = ((cell.stage, cell.microbatch or 0) for cell in sorted(found, key=_forward_first))
+    return [Overlap(forward, backward)]
+
+
+def _forward_first(cell: Cell) -> bool:
+    return cell.word is not Word.FORWARD
+
+
+def _of_action(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
+    """Return what an action stands for: an instruction, or for gradients one per bucket that replicas sum."""
     stage, microbatch = cell.stage, cell.microbatch or 0
     if cell.word in COMPUTATIONS:
         return [COMPUTATIONS[cell.word](stage, microbatch)]
@@ -172,15 +186,21 @@ def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
     """Raise `UnsoundError` with the counter-example and the cells it is about, unless the verdict is good."""
     if verdict.sound:
         return
-    cell_of = {instruction: cell for cell in cells for instruction in _instructions(cell, verdict.plan)}
+    cell_of = {instruction: found for found in by_place(cells) for instruction in _instructions(found, verdict.plan)}
     programs = verdict.plan.programs
     marked = [programs[f.rank][f.index] for f in verdict.findings if f.rank is not None and f.index is not None]
     found = [*dict.fromkeys(cell_of[instruction] for instruction in marked if instruction in cell_of)]
-    lines = [f"  {cell.place}: {cell}" for cell in found[:MOST_PLACES]]
+    lines = [f"  {cell[0].place}: {written(cell)}" for cell in found[:MOST_PLACES]]
     raise UnsoundError("\n".join([verdict.explain(), *(["in the file:"] if lines else []), *lines]))
 
 
 def _notes(cells: Cells, kept: set[Word], plan: PlanData) -> Iterator[str]:
+    apart = [found for found in by_place(cells) if len(found) > 1 and not run_side_by_side(found)]
+    if apart:
+        yield (
+            f"took {len(apart)} OVERLAP_F_B one part after the other, the first in {apart[0][0].place}: side by side "
+            "run a forward and a whole backward of another microbatch or stage"
+        )
     sharding = [cell for cell in cells if cell.word in SHARDING]
     dropped = [cell for cell in sharding if cell.word not in kept]
     if dropped:

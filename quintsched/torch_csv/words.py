@@ -7,7 +7,8 @@ the rest, as for a schedule of ours. Files *with communication* hold the message
 What a plan has and torch has not (metrics, the gradient norm, the optimizer) is added on the way in and left out on
 the way out. `UNSHARD` and `RESHARD`, FSDP's gathering of weights, are the `GatherParams` and `FreeParams` of a plan
 whose replicas share their weights out (`zero=3`); in a plan in which a stage keeps its full weights they are dropped,
-with a note. `OVERLAP_F_B` becomes its two parts, in order, as torch's own runtime takes it.
+with a note. An `OVERLAP_F_B` of a forward and a whole backward is an `Overlap`; one with an input half, or of one
+microbatch of one stage, becomes its two parts, in order, as torch's own runtime takes it.
 """
 
 from __future__ import annotations

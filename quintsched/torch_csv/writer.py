@@ -22,10 +22,12 @@ from quintsched.ir.instructions import (
     Instruction,
     Message,
     OptStep,
+    Overlap,
     ReduceScatterBucket,
     ShareMetrics,
 )
 from quintsched.ir.plan_data import PlanData
+from quintsched.torch_csv.cells import written
 from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.verify.soundness import check
 
@@ -49,18 +51,19 @@ def dumps(plan: PlanData, *, compute_only: bool = False) -> str:
 
 
 def _computations(program: Sequence[Instruction]) -> Iterator[str]:
-    return (_cell(i) for i in program if isinstance(i, Compute))
+    return (_cell(i) for i in program if i.computes)
 
 
 def _with_communication(program: Sequence[Instruction]) -> Iterator[str]:
     """Yield every action. torch divides gradients by the number of microbatches in REDUCE_GRAD, replicas or not."""
     reduced: dict[int, int] = {}
     for index, i in enumerate(program):
-        if isinstance(i, Bwd | BwdWeight | AllReduceBucket | ReduceScatterBucket):
-            reduced[i.stage] = index
+        for side in i.sides:
+            if isinstance(side, Bwd | BwdWeight | AllReduceBucket | ReduceScatterBucket):
+                reduced[side.stage] = index
     stage_at = {index: stage for stage, index in reduced.items()}
     for index, i in enumerate(program):
-        if isinstance(i, Compute | Message):
+        if i.computes or isinstance(i, Message):
             yield _cell(i)
         elif isinstance(i, GatherParams | FreeParams):
             yield f"{i.stage}{_WORDS[type(i)].value}"
@@ -68,8 +71,9 @@ def _with_communication(program: Sequence[Instruction]) -> Iterator[str]:
             yield f"{stage_at[index]}{Word.REDUCE_GRAD.value}"
 
 
-def _cell(i: Compute | Message) -> str:
-    return f"{i.stage}{_WORDS[type(i)].value}{i.microbatch}"
+def _cell(i: Instruction) -> str:
+    sides = (side for side in i.sides if isinstance(side, Compute | Message))
+    return written(f"{side.stage}{_WORDS[type(side)].value}{side.microbatch}" for side in sides)
 
 
 def _beyond_torch(plan: PlanData) -> str | None:
@@ -105,14 +109,15 @@ def _beyond_torch(plan: PlanData) -> str | None:
     idle = next((rank for rank in range(plan.mesh.pp) if rank not in plan.stage_to_pp), None)
     if idle is not None:
         return f"rank {idle} holds no stage; every rank of torch's holds one"
-    last = [i.microbatch for i in plan.programs[plan.stage_to_pp[-1]] if isinstance(i, Fwd) and i.stage == last_stage]
+    computed = (side for i in plan.programs[plan.stage_to_pp[-1]] for side in i.sides)
+    last = [side.microbatch for side in computed if isinstance(side, Fwd) and side.stage == last_stage]
     if last != sorted(last):
         return f"its last stage computes the microbatches in the order {last[:20]}; torch counts losses as they come"
     return _unknown(plan)
 
 
 def _unknown(plan: PlanData) -> str | None:
-    known = (*_WORDS, AllReduceBucket, ReduceScatterBucket, *_LEFT_TO_THE_USER)
+    known = (*_WORDS, Overlap, AllReduceBucket, ReduceScatterBucket, *_LEFT_TO_THE_USER)
     for rank, program in enumerate(plan.programs):
         for index, i in enumerate(program):
             if not isinstance(i, known):

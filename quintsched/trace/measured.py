@@ -19,7 +19,7 @@ import numpy as np
 
 from quintsched.errors import UsageError, suggest
 from quintsched.graph.event_graph import Times
-from quintsched.ir.instructions import Compute
+from quintsched.ir.instructions import COMPUTING
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Span
@@ -52,7 +52,7 @@ class MeasuredStep:
     def busy(self) -> tuple[float, ...]:
         """How long each pp rank computes."""
         return tuple(
-            math.fsum(span.end - span.start - span.wait for span in row if isinstance(span.instruction, Compute))
+            math.fsum(span.end - span.start - span.wait for span in row if span.instruction.computes)
             for row in self.timeline
         )
 
@@ -135,7 +135,7 @@ class Trace:
 def _timeline(plan: PlanData, times: RowTimes, scale: float) -> tuple[tuple[MeasuredSpan, ...], ...]:
     """Return the spans of a step by pp rank; what a rank waited before the step's beginning is left out."""
     columns = plan.columns
-    running = (times.start + times.wait)[columns.are(Compute)]
+    running = (times.start + times.wait)[columns.are(*COMPUTING)]
     origin = running.min(initial=np.inf) if len(running) else times.start.min(initial=0.0)
     start = np.maximum(times.start - origin, 0.0)
     end = np.maximum(times.end - origin, start)

@@ -37,6 +37,7 @@ from quintsched.ir.instructions import (
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.simulation.costs import Costs
+from quintsched.trace.hidden_exchanges import Alone, Pairs, unit_factors
 from quintsched.trace.trace_json import DIGITS
 
 Kind = TypeVar("Kind", bound=Instruction)
@@ -53,11 +54,15 @@ ANOTHER_LINK = 0.1
 FACTOR_DIGITS = 4
 """How many digits the factors of microbatches have behind the point."""
 
+FORWARDS, BACKWARDS, RECOMPUTES = (Fwd,), (Bwd, BwdInput, BwdWeight), (Recompute,)
+
 KINDS: dict[str, tuple[type[Compute], ...]] = {
-    "forward": (Fwd,),
-    "backward_input": (Bwd, BwdInput, BwdWeight),
-    "backward_weight": (Bwd, BwdInput, BwdWeight),
-    "recompute": (Recompute,),
+    "forward": FORWARDS,
+    "exchange": FORWARDS,
+    "backward_input": BACKWARDS,
+    "backward_weight": BACKWARDS,
+    "exchange_backward": BACKWARDS,
+    "recompute": RECOMPUTES,
 }
 """The computations from which the factors of a cost are taken."""
 
@@ -84,45 +89,86 @@ class RowTimes:
 
 def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) -> Costs:
     """Return the costs that a trace shows, as `Trace.costs` says; raises `UsageError` for another unit of time."""
-    columns, scale = plan.columns, per_second(unit)
+    scale = per_second(unit)
     decimals = DIGITS - round(math.log10(scale))
     until, waited = _handovers(plan, times)
     run = np.maximum(until - times.start - waited, 0.0) * scale
-
-    def of_stages(kind: type[Compute]) -> tuple[list[float], list[int]]:
-        return _typical(run, columns.are(kind), columns.stage, len(plan.stage_to_pp))
-
-    found: dict[str, list[float]] = {"forward": of_stages(Fwd)[0]}
+    factors, usual = _factors(plan, run) if per_microbatch else ({}, run)
+    found = _of_stages(plan, usual)
     if plan.mode == "train":
-        found["backward_input"], found["backward_weight"] = _halves(*map(of_stages, (Bwd, BwdInput, BwdWeight)))
         found["optimizer"] = _optimizer(plan, run)
         found["clip"] = _clip(plan, times.start, until, scale)
-    if columns.are(Recompute).any():
-        found["recompute"] = of_stages(Recompute)[0]
     rounded: dict[str, Any] = {n: tuple(round(value, decimals) for value in values) for n, values in found.items()}
-    if per_microbatch:
-        rounded |= {
-            name: PerUnit(stages=rounded[name], **_factors(plan, run, *kinds))
-            for name, kinds in KINDS.items()
-            if name in rounded
-        }
+    for name, kinds in KINDS.items():
+        if kinds in factors and name in rounded:
+            rounded[name] = PerUnit(stages=rounded[name], **_by_slice(plan, factors[kinds]))
     link = _host_bandwidth(plan, times, scale)
     rounded |= {} if link is None else {"host_bandwidth": link}
     return Costs(unit=unit, p2p=_p2p(plan, times, scale, decimals), **rounded)
 
 
-def _factors(plan: PlanData, run: Times, *kinds: type[Compute]) -> dict[str, tuple[float, ...]]:
-    """Return how much of their stage's mean the microbatches take in these computations, and the slices likewise."""
+def _of_stages(plan: PlanData, run: Times) -> dict[str, list[float]]:
+    """Return what computations of each stage take, and where they run side by side, their exchanges."""
+    columns, pairs = plan.columns, Pairs.of(plan.columns)
+    found: dict[str, list[float]] = {"forward": _of_kind(plan, run, Fwd)[0]}
+    if plan.mode == "train":
+        found["backward_input"], found["backward_weight"] = _halves(*_backwards(plan, run))
+    if len(pairs):
+        found |= pairs.costs(run, _alone(plan, run))
+    if columns.are(Recompute).any():
+        found["recompute"] = _of_kind(plan, run, Recompute)[0]
+        exchanged = found.get("exchange", [0.0] * len(found["recompute"]))
+        found["recompute"] = [max(took - x, 0.0) for took, x in zip(found["recompute"], exchanged, strict=True)]
+    return found
+
+
+def _of_kind(plan: PlanData, run: Times, kind: type[Compute]) -> tuple[list[float], list[int]]:
+    return _typical(run, plan.columns.are(kind), plan.columns.stage, len(plan.stage_to_pp))
+
+
+def _backwards(plan: PlanData, run: Times) -> list[tuple[list[float], list[int]]]:
+    return [_of_kind(plan, run, kind) for kind in BACKWARDS]
+
+
+def _alone(plan: PlanData, run: Times) -> Alone:
+    """Return what computations take that do not run side by side with another one."""
+    forward, num_forward = _of_kind(plan, run, Fwd)
+    whole, inputs, weights = _backwards(plan, run)
+    backward_input, backward_weight = map(np.array, _halves(whole, inputs, weights))
+    num_backward = np.add(whole[1], inputs[1])
+    return Alone(np.array(forward), np.array(num_forward), backward_input, backward_weight, num_backward)
+
+
+def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...], Times], Times]:
+    """Return how many times as much as usual each unit takes in computations, and what rows would usually take."""
+    columns, pairs, visits = plan.columns, Pairs.of(plan.columns), plan.layout.visits_all
+    took = {kinds: _took(plan, run, kinds) for kinds in KINDS.values()}
+    found = {kinds: unit_factors(of_kinds, visits) for kinds, of_kinds in took.items()}
+    if not len(pairs):
+        return found, run
+    alone = _alone(plan, run)
+    found[FORWARDS], found[BACKWARDS], of_pairs = pairs.factors(run, alone, took[FORWARDS], took[BACKWARDS])
+    of_rows = np.ones(len(columns))
+    of_rows[pairs.rows] = of_pairs
+    for kinds, of_units in found.items():
+        rows = columns.rows_where(*kinds)
+        of_rows[rows] = of_units[columns.unit[rows]]
+    return found, run / np.where(of_rows > 0, of_rows, 1.0)
+
+
+def _took(plan: PlanData, run: Times, kinds: tuple[type[Compute], ...]) -> Times:
+    """Return what these computations take that run alone: stages x units."""
     columns = plan.columns
     rows = columns.rows_where(*kinds)
     took = np.zeros((len(plan.stage_to_pp), plan.schedule.num_units))
-    np.add.at(took, (columns.stage[rows], columns.unit[rows]), np.median(run[..., rows], axis=(0, 1)))
-    visits = plan.layout.visits_all
-    usual = took.sum(axis=1, keepdims=True) / np.maximum(visits.sum(axis=1, keepdims=True), 1)
-    counted = visits & (usual > 0)
-    share = np.divide(took, usual, out=np.zeros_like(took), where=counted)
-    mean = share.sum(axis=0) / np.maximum(counted.sum(axis=0), 1)
-    by_slice = np.where(counted.any(axis=0), mean, 1.0).reshape(plan.schedule.microbatches, -1)
+    if len(rows):
+        np.add.at(took, (columns.stage[rows], columns.unit[rows]), np.median(run[..., rows], axis=(0, 1)))
+    return took
+
+
+def _by_slice(plan: PlanData, of_units: Times) -> dict[str, tuple[float, ...]]:
+    """Return the factors of microbatches, and of slices."""
+    by_slice = of_units.reshape(plan.schedule.microbatches, -1)
     found = {"microbatches": by_slice.mean(axis=1)}
     if plan.schedule.slices > 1:
         found["slices"] = by_slice.mean(axis=0)
@@ -204,9 +250,13 @@ def _first_of_batch(plan: PlanData, row: int) -> int:
     rank, index = plan.columns.place(row)
     program = plan.programs[rank]
     first = index
-    while first and not isinstance(program[first - 1], Compute | Message | ClipGrad | OptStep):
+    while first and not _has_a_cost(program[first - 1]):
         first -= 1
     return row - index + first
+
+
+def _has_a_cost(i: Instruction) -> bool:
+    return i.computes or isinstance(i, Message | ClipGrad | OptStep)
 
 
 def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:

@@ -28,6 +28,9 @@ Call = Callable[[], None]
 Pair = tuple[int, int]
 """The stage of a forward, and that of the backward beside it."""
 
+CHANGE_S = 50e-6
+"""What it takes to let the other side go on, in seconds: exchanges that are as short are not worth it."""
+
 MOST_KEPT = 8
 """How many ways to the same place are looked at further, where none is better in every respect."""
 
@@ -106,8 +109,9 @@ class _Way(NamedTuple):
     before: _Way | None
 
     def is_better(self, other: _Way) -> bool:
-        """Whether it is as early in every respect."""
-        return self.now <= other.now and self.done[0] <= other.done[0] and self.done[1] <= other.done[1]
+        """Whether it is as early in every respect, and nobody has to change sides."""
+        alike = self.side is other.side and self.done[0] <= other.done[0] and self.done[1] <= other.done[1]
+        return alike and self.now <= other.now
 
     def turns(self) -> tuple[Side, ...]:
         """Return who ran, from the beginning on."""
@@ -123,7 +127,8 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
     """Return the turns of two sides that take least time together; () where that is one after the other.
 
     Each side is given as the seconds of its first computation, first exchange, second computation, …, last computation.
-    Exchanges take their time beside everything else. The same numbers give the same turns.
+    Exchanges take their time beside everything else, and to change sides takes some too. The same numbers give the same
+    turns.
     """
     computed, exchanged = (forward[::2], backward[::2]), (forward[1::2], backward[1::2])
     if not any(exchanged):
@@ -147,7 +152,8 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
 
 def _after(way: _Way, side: Side, computation: float, exchange: float) -> _Way:
     """Return the way on which a side runs next, waiting for its own exchange first."""
-    now = max(way.now, way.done[side]) + computation
+    change = CHANGE_S if way.before is not None and side is not way.side else 0.0
+    now = max(way.now, way.done[side]) + change + computation
     done = (now + exchange, way.done[1]) if side is Side.FORWARD else (way.done[0], now + exchange)
     return _Way(now, done, side, way)
 

@@ -131,6 +131,74 @@ def test_what_a_schedule_can_get_wrong(refused, cli, write, body, message):
     assert message in done.out
 
 
+PAIRED = """
+first = min(2 * (shape.pp - rank) - 1, shape.microbatches)
+for m in range(first):
+    yield Fwd(rank, m)
+for m in range(first, shape.microbatches):
+    yield Overlap(forward=(rank, m), backward=(rank, m - first))
+for m in range(shape.microbatches - first, shape.microbatches):
+    yield Bwd(rank, m)
+"""
+
+
+def test_a_schedule_of_pairs_is_proved_and_shown(cli, write):
+    target = write(own("pairs", PAIRED))
+    done = cli("check", target, "--pp", "1..4", "--microbatches", "1..9")
+    assert (done.code, done.out.split("\n")[0]) == (0, "pairs: of 36 shapes 36 sound, 0 refused, 0 unsound")
+    assert cli("compile", "--schedule", target, "--mesh", "pp=2", "-m", 5, "-o", "plan.json").code == 0
+    assert cli("show", "plan.json").out.splitlines()[1:] == [
+        "rank 0 F0 F1 F2 .  .  F3&B0 -  F4&B1 -  B2 -  .  B3 -  B4 -",
+        "rank 1 .  F0 F1&B0 -  F2&B1 -  F3&B2 -  F4&B3 -  B4 -  .  .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "for m in range(2): yield Overlap((rank, m), (rank, m))",
+            "rank 0 instruction 0, Overlap(forward=(0, 0), backward=(0, 0)): its two sides are one microbatch of one "
+            "stage; the backward needs what the forward makes",
+        ),
+        (
+            "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (1 - rank, 0))\nyield Bwd(rank, 1)",
+            "rank 0 instruction 1, Overlap(forward=(0, 1), backward=(1, 0)): stage 1 is on rank 1, not on rank 0",
+        ),
+        (
+            "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (rank, 2))",
+            "rank 0 instruction 1, Overlap(forward=(0, 1), backward=(0, 2)): microbatch 2 is out of range: there are 2",
+        ),
+        (
+            "yield Overlap((rank, 0, 1), (rank, 0))",
+            "rank 0: instruction 0, Overlap(forward=(0, 0, 1), backward=(0, 0)): forward is (0, 0, 1); give a tuple of "
+            "stage and microbatch",
+        ),
+        (
+            "yield Overlap(Fwd(rank, 0), Bwd(rank, 0))",
+            "forward is Fwd(stage=0, microbatch=0); give a tuple of stage and microbatch",
+        ),
+        (
+            "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (rank, 0))\nyield Bwd(rank, 1)",
+            "rank 0 is stuck at 1 Overlap(forward=(0, 1), backward=(0, 0)): it needs the output's gradient of stage 0, "
+            "microbatch 0; rank 1 makes it at 1 Overlap(forward=(1, 1), backward=(1, 0))",
+        ),
+    ],
+)
+def test_pairs_that_cannot_be(refused, write, body, message):
+    target = write(own(f"wrong {body}", body))
+    assert message in refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
+
+
+def test_a_pair_in_a_plan_that_only_computes_forward(refused, write):
+    body = "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (rank, 0))"
+    target = write(own("forward pairs", body, ", mode='forward'"))
+    message = refused(1, "compile", "--schedule", target, "--mesh", "pp=1", "-m", 2)
+    assert (
+        "instruction 1, Overlap(forward=(0, 1), backward=(0, 0)): there is no backward in a plan that only" in message
+    )
+
+
 def test_a_constraint_that_fails(refused, write):
     target = write(own("fails", "yield Fwd(rank, 0)", ", constraint=lambda shape: shape.nothing"))
     assert "mine.py:3: AttributeError: 'Shape' object has no attribute 'nothing'" in refused(

@@ -20,18 +20,18 @@ def _carelessly(plan: Plan, rank: int) -> tuple[Instruction, ...]:
     for i in plan.programs[rank]:
         if isinstance(i, Message):
             continue
-        if not isinstance(i, Fwd | Bwd):
-            program.append(i)
-            continue
-        s, m = i.stage, i.microbatch
-        below = s > 0 and at[s - 1] != rank
-        above = s < last and at[s + 1] != rank
-        if isinstance(i, Fwd):
-            program += [RecvAct(s, m, at[s - 1])] if below else []
-            program += [i, *([SendAct(s, m, at[s + 1])] if above else [])]
-        else:
-            program += [RecvGrad(s, m, at[s + 1])] if above else []
-            program += [i, *([SendGrad(s, m, at[s - 1])] if below else [])]
+        after: list[Instruction] = []
+        for side in (side for side in i.sides if isinstance(side, Fwd | Bwd)):
+            s, m = side.stage, side.microbatch
+            below = s > 0 and at[s - 1] != rank
+            above = s < last and at[s + 1] != rank
+            if isinstance(side, Fwd):
+                program += [RecvAct(s, m, at[s - 1])] if below else []
+                after += [SendAct(s, m, at[s + 1])] if above else []
+            else:
+                program += [RecvGrad(s, m, at[s + 1])] if above else []
+                after += [SendGrad(s, m, at[s - 1])] if below else []
+        program += [i, *after]
     return tuple(program)
 
 

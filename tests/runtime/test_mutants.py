@@ -19,19 +19,27 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.ir.instructions import Overlap
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..planner.verify.mutants import any_mutant, offloaded_plans, small_plans, spelled_plans, uneven_plans
+from ..planner.verify.mutants import (
+    any_mutant,
+    offloaded_plans,
+    overlapping_plans,
+    small_plans,
+    spelled_plans,
+    uneven_plans,
+)
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
 UNEVEN = [replace(plan, blocks_per_stage=()) for plan in uneven_plans()]
 """Each piece of the model is one block here."""
-MANY = [*small_plans(), *spelled_plans() * 4, *UNEVEN * 4, *offloaded_plans() * 4]
-PLANS = [plan for plan in MANY if plan.mode == "train"]
+SEEDS = [*small_plans(), *spelled_plans() * 4, *overlapping_plans() * 4, *UNEVEN * 4, *offloaded_plans() * 4]
+PLANS = [plan for plan in SEEDS if plan.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
@@ -177,11 +185,11 @@ def require_equality(plan: qs.Plan, rules: Rules = "nccl") -> None:
     assert difference < 1e-10, (difference, plan.title, plan.to_json())
 
 
-def accepted(seed: int, count: int) -> list[qs.Plan]:
+def accepted(seed: int, count: int, plans: Sequence[qs.Plan] = PLANS) -> list[qs.Plan]:
     """Return those of so many mutants that are sound and are not what they were made from, each once."""
     random, found = Random(seed), {}
     for _ in range(count):
-        plan = random.choice(PLANS)
+        plan = random.choice(plans)
         changed = replace(any_mutant(plan, random), blocks_per_stage=())
         if changed != plan and changed.check(profile="blocking").sound:
             found[changed.to_json()] = changed
@@ -197,6 +205,15 @@ def test_mutants_that_are_sound_train_as_one_process_does() -> None:
     plans = accepted(0, 400)
     assert len(plans) > 10
     for plan in plans[:20]:
+        require_equality(plan)
+
+
+def test_mutants_of_pairs_that_are_sound_train_as_one_process_does() -> None:
+    """Forwards put beside other backwards than before, pairs taken apart, microbatches renamed in them."""
+    plans = [plan for plan in overlapping_plans() if plan.mesh.size <= 4]
+    found = [plan for plan in accepted(0, 500, plans) if len(plan.columns.rows_where(Overlap))]
+    assert len(found) > 20
+    for plan in found[:12]:
         require_equality(plan)
 
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Compute, OptStep, Recv, Send
+from quintsched.ir.instructions import OptStep, Overlap, Recv, Send, short
 from quintsched.trace.measured import MeasuredStep, Trace
 from quintsched.viz import render, render_measured, save_events
 from quintsched.viz.scene import stage_scene
@@ -24,8 +24,10 @@ from .test_timeline import count_drawn, read_svg, texts_of, visible_texts
 COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
 
 
-def measured(directory: Path, name: str = "1f1b", mesh: str = "pp=3") -> tuple[qs.Simulation, MeasuredStep]:
-    simulation = qs.compile(name, mesh=mesh, microbatches=4).simulate(COSTS)
+def measured(
+    directory: Path, name: str = "1f1b", mesh: str = "pp=3", **how: bool
+) -> tuple[qs.Simulation, MeasuredStep]:
+    simulation = qs.compile(name, mesh=mesh, microbatches=4, **how).simulate(COSTS)
     trace: Trace = write_trace(directory, simulation, scales=(1.2,))
     return simulation, trace.step()
 
@@ -62,9 +64,9 @@ def test_messages_go_from_the_send_to_where_they_are_taken(tmp_path: Path) -> No
         assert arrow.end > arrow.start
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str) -> None:
-    simulation, step = measured(tmp_path, name)
+@pytest.mark.parametrize(("name", "overlap"), [("1f1b", False), ("zb-h1", False), ("dualpipe-v", True)])
+def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str, overlap: bool) -> None:
+    simulation, step = measured(tmp_path, name, overlap=overlap)
     render_measured(simulation, step, tmp_path / "both.svg")
     root = read_svg(tmp_path / "both.svg")
     texts = texts_of(root)
@@ -73,7 +75,7 @@ def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str) ->
         figures = f"makespan {run.makespan:.4g} ms · bubble {100 * run.bubble:.1f} % of all ranks' time"
         assert figures in texts
     assert re.search(r"the step took 20\.\d % longer than planned", "\n".join(texts))
-    computations = sum(isinstance(i, Compute) for program in step.plan.programs for i in program)
+    computations = sum(len(i.sides) for program in step.plan.programs for i in program if i.computes)
     assert count_drawn(root, "computations") == 2 * computations
     assert count_drawn(root, "waits") == len(stage_scene(step).waits)
 
@@ -135,6 +137,21 @@ def test_events_are_what_perfetto_reads(tmp_path: Path) -> None:
             e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] == 0 and e["cat"] == "Fwd"
         ]
         assert shown == ["F0", "F1", "F2", "F3"]
+
+
+def test_a_pair_is_one_slice_under_both_names(tmp_path: Path) -> None:
+    """It takes messages for both of its sides."""
+    simulation, step = measured(tmp_path, "dualpipe-v", "pp=2", overlap=True)
+    save_events(simulation, step, tmp_path / "events.json")
+    events = read_events(tmp_path / "events.json")
+    pairs = [i for i in simulation.plan.programs[0] if isinstance(i, Overlap)]
+    slices = [e for e in events if e.get("cat") == "Overlap" and e["tid"] == 0]
+    for pid in (0, 1):
+        shown = [e for e in slices if e["pid"] == pid]
+        assert [e["name"] for e in shown] == list(map(short, pairs)) == ["0F3&3B1", "3F2&0B0", "3F3&0B1"]
+        assert [e["args"] for e in shown] == [{"forward": [*i.forward], "backward": [*i.backward]} for i in pairs]
+    sent = sum(isinstance(i, Send) for program in step.plan.programs for i in program)
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 2 * sent
 
 
 def test_slices_of_a_rank_nest(tmp_path: Path) -> None:

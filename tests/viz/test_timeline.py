@@ -20,11 +20,11 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 import quintsched as qs
-from quintsched.ir.instructions import Compute, FetchAct, HostCopy, OffloadAct, Send
+from quintsched.ir.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
 from quintsched.viz import compare, render
 from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
 from quintsched.viz.sheet import PNG_DPI, Sheet
-from quintsched.viz.style import house_style, number, text_width
+from quintsched.viz.style import LOOKS, house_style, number, shade, text_width
 from quintsched.viz.timeline import draw_comparison, draw_plan
 
 MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
@@ -32,19 +32,30 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def simulate(
-    name: str, pp: int, microbatches: int, chunks: int | None = None, costs: qs.Costs | None = None
+    name: str,
+    pp: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: qs.Costs | None = None,
+    *,
+    overlap: bool = False,
 ) -> qs.Simulation:
-    return qs.compile(name, mesh=f"dp=2,pp={pp}", microbatches=microbatches, chunks=chunks).simulate(costs)
+    sizes = {"mesh": f"dp=2,pp={pp}", "microbatches": microbatches, "chunks": chunks}
+    return qs.compile(name, **sizes, overlap=overlap).simulate(costs)
+
+
+PAIRED = ("dualpipe-v", "interleaved-1f1b", "dualpipe")
 
 
 @st.composite
 def simulations(draw: st.DrawFn, most_ranks: int = 4) -> qs.Simulation:
-    name = draw(st.sampled_from(["1f1b", "gpipe", "inference", "interleaved-1f1b"]))
-    pp = draw(st.integers(1, most_ranks))
-    interleaved = name == "interleaved-1f1b"
-    microbatches = draw(st.integers(1, 2)) * pp if interleaved else draw(st.integers(1, 6))
+    name = draw(st.sampled_from(["1f1b", "gpipe", "inference", *PAIRED]))
+    both_ways, interleaved = name == "dualpipe", name == "interleaved-1f1b"
+    pp = draw(st.sampled_from([2, 4])) if both_ways else draw(st.integers(1, most_ranks))
+    microbatches = pp * draw(st.integers(1 + both_ways, 2)) if both_ways or interleaved else draw(st.integers(1, 6))
     chunks = draw(st.integers(2, 3)) if interleaved else None
-    return simulate(name, pp, microbatches, chunks, draw(st.sampled_from([None, MEASURED])))
+    overlap = name in PAIRED and draw(st.booleans())
+    return simulate(name, pp, microbatches, chunks, draw(st.sampled_from([None, MEASURED])), overlap=overlap)
 
 
 def read_svg(path: Path) -> ElementTree.Element:
@@ -98,7 +109,7 @@ def test_every_computation_and_message_is_drawn(
     render(simulation, path)
     root = read_svg(path)
     instructions = [i for program in simulation.plan.programs for i in program]
-    computations = [i for i in instructions if isinstance(i, Compute)]
+    computations = [side for i in instructions for side in i.sides if isinstance(side, Compute)]
     assert count_drawn(root, "computations") == len(computations)
     assert count_drawn(root, "messages") == sum(isinstance(i, Send) for i in instructions)
     written = Counter(text for text in texts_of(root) if text.isdecimal())
@@ -118,6 +129,31 @@ def test_what_replicas_share_out_is_drawn(tmp_path: Path, zero: int, labels: set
     render(plan.simulate(qs.Costs(gather_params=0.5, reduce_scatter=0.5)), tmp_path / "plan.svg")
     written = {text for text in texts_of(read_svg(tmp_path / "plan.svg")) if "gradients" in text or "weights" in text}
     assert written == labels
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_of_a_pair_the_forward_is_above_the_backward_each_in_its_own_colours(name: str) -> None:
+    simulation = simulate(name, 2, 6, overlap=True)
+    scene, pairs = stage_scene(simulation), 0
+    with house_style():
+        collections = [found for axes in draw_plan(simulation).figure.axes for found in axes.collections]
+    (drawn,) = (found for found in collections if found.get_gid() == "computations")
+    for box, path, colour in zip(scene.boxes, drawn.get_paths(), drawn.get_facecolors(), strict=True):
+        top, bottom = min(path.vertices[:, 1]), max(path.vertices[:, 1])
+        chunk = simulation.plan.layout.stages_of(box.rank).index(box.instruction.stage)
+        assert tuple(colour[:3]) == pytest.approx(shade(LOOKS[type(box.instruction)].colour, chunk, scene.chunks))
+        if box.lanes == 1:
+            assert top + bottom == pytest.approx(2 * box.rank + 1)
+        else:
+            assert (bottom if isinstance(box.instruction, Fwd) else top) == pytest.approx(box.rank + 0.5)
+            pairs += 1
+    assert pairs == 2 * len(simulation.plan.columns.rows_where(Overlap)) > 0
+
+
+def test_pairs_have_no_key_of_their_own(tmp_path: Path) -> None:
+    render(simulate("interleaved-1f1b", 2, 4, 2, overlap=True), tmp_path / "pairs.svg")
+    keys = [text for text in texts_of(read_svg(tmp_path / "pairs.svg")) if "of chunk" in text]
+    assert keys == ["forward of chunk", "backward of chunk"]
 
 
 def test_boxes_that_are_too_narrow_have_no_number(tmp_path: Path) -> None:
@@ -197,10 +233,12 @@ def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
         [("gpipe", 4, 8), ("1f1b", 4, 8), ("interleaved-1f1b", 2, 8, 2)],
         [("gpipe", 2, 2, None, qs.Costs(unit="ticks of the very slow clock $_{on}$ the\x00wall" * 2))] * 2,
         [("1f1b", 2, 2, None, qs.Costs(forward=0, backward_input=0, backward_weight=0))],
+        [("dualpipe-v", 4, 12, 2, qs.Costs(exchange=0.5)), ("dualpipe", 4, 12)],
+        [("interleaved-1f1b", 8, 8, 3)],
     ],
 )
 def test_nothing_is_cut_off_and_no_text_hides_another(simulated: list[tuple[str, int, int]]) -> None:
-    drawn = [simulate(*arguments) for arguments in simulated]
+    drawn = [simulate(*arguments, overlap=arguments[0] in PAIRED) for arguments in simulated]
     with house_style():
         sheet = draw_plan(drawn[0]) if len(drawn) == 1 else draw_comparison(drawn)
         texts = list(visible_texts(sheet))

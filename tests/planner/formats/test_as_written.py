@@ -25,6 +25,8 @@ REQUESTS = (
     {"schedule": "dualpipe-v", "mesh": "dp=2,pp=2", "microbatches": 4, "communication": "ring"},
     {"schedule": "dualpipe", "mesh": "pp=2", "microbatches": 4},
     {"schedule": "inference", "mesh": "pp=3", "microbatches": 1},
+    {"schedule": "dualpipe-v", "mesh": "dp=2,pp=2", "microbatches": 4, "overlap": True, "zero": 3},
+    {"schedule": "interleaved-1f1b", "mesh": "pp=2", "microbatches": 4, "overlap": True},
 )
 
 NUMBERS = ("-0", "-1", "00", "01", "1.0", "0.0", "1.5", "1e0", "1E400", "-1e400", "NaN", "Infinity", "-Infinity", "+1")

@@ -17,7 +17,7 @@ from quintsched.plan import Plan
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "inference"]))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "dualpipe-v", "inference"]))
     axes = draw(st.permutations(["dp", "tp", "cp", "ep"]))[: draw(st.integers(0, 4))]
     sizes = {axis: draw(st.integers(1, 3)) for axis in axes}
     pp = draw(st.integers(1, 4))
@@ -25,7 +25,12 @@ def plans(draw: st.DrawFn) -> Plan:
     chunks = draw(st.integers(2, 3)) if name == "interleaved-1f1b" else None
     buckets = draw(st.integers(1, 3))
     return qs.compile(
-        name, mesh=qs.Mesh(pp=pp, **sizes), microbatches=microbatches, chunks=chunks, buckets_per_stage=buckets
+        name,
+        mesh=qs.Mesh(pp=pp, **sizes),
+        microbatches=microbatches,
+        chunks=chunks,
+        buckets_per_stage=buckets,
+        overlap=name in ("interleaved-1f1b", "dualpipe-v") and draw(st.booleans()),
     )
 
 

@@ -10,17 +10,19 @@ import pytest
 import quintsched as qs
 from quintsched.formats.promela import to_promela
 from quintsched.graph.profiles import PROFILES
+from quintsched.ir.dataflow import flow
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import SendAct
+from quintsched.ir.instructions import Overlap, SendAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
-from tests.planner.verify.mutants import mutant, offloaded_plans, small_plans, with_program
+from tests.planner.verify.mutants import mutant, offloaded_plans, overlapping_plans, small_plans, with_program
 from tests.planner.verify.test_host_order import held_back
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")
 
-SMALL = [plan for plan in [*small_plans(), *offloaded_plans()] if plan.num_instructions <= 60]
+SEEDS = [*small_plans(), *offloaded_plans(), *overlapping_plans()]
+SMALL = [plan for plan in SEEDS if plan.num_instructions <= 60]
 TINY = [plan for plan in SMALL if plan.num_instructions <= 32]
 
 
@@ -124,6 +126,39 @@ def test_spin_finds_crossing_sends(tmp_path):
     assert assert_spin_agrees(crossed, "channel", tmp_path)
 
 
+def comments_of(text: str, rank: int) -> list[list[str]]:
+    """What the model of a rank says of each of its instructions: the index, and the instruction."""
+    body = text.split(f"active proctype rank_{rank}() {{")[1].split("\n}")[0]
+    return [line.split("/* ")[1].split(" */")[0].split(maxsplit=1) for line in body.splitlines() if "/*" in line]
+
+
+@needs_spin
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["dualpipe-v", "interleaved-1f1b"])
+def test_spin_accepts_pairs_and_refuses_one_beside_the_wrong_backward(name, tmp_path):
+    plan = qs.compile(name, mesh="pp=2", microbatches=4, overlap=True)
+    assert not assert_spin_agrees(plan, "blocking", tmp_path)
+    index, pair = next((k, i) for k, i in enumerate(plan.programs[0]) if isinstance(i, Overlap))
+    program = list(plan.programs[0])
+    program[index] = Overlap(pair.forward, (pair.backward[0], pair.backward[1] + 1))
+    assert assert_spin_agrees(with_program(plan, 0, program), "blocking", tmp_path)
+
+
+def test_the_model_of_a_pair_takes_and_makes_what_both_sides_do():
+    plan = qs.compile("dualpipe-v", mesh="pp=2", microbatches=4, overlap=True)
+    text, pairs = to_promela(plan), 0
+    for rank, program in enumerate(plan.programs):
+        assert comments_of(text, rank) == [[str(index), str(i)] for index, i in enumerate(program)]
+        for index, pair in enumerate(program):
+            if isinstance(pair, Overlap):
+                line = next(line for line in text.splitlines() if f" {index} {pair} */" in line)
+                sides = [flow(side, plan.layout, rank) for side in pair.sides]
+                assert line.count("take(") == sum(len(side.consumes) for side in sides)
+                assert line.count("make(") == sum(len(side.produces) for side in sides)
+                pairs += 1
+    assert pairs == len(plan.columns.rows_where(Overlap)) > 0
+
+
 def test_the_model_reads_like_the_plan():
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
     text = to_promela(plan)
@@ -131,11 +166,7 @@ def test_the_model_reads_like_the_plan():
         "/* 1f1b on dp=2,pp=2, 2 microbatches\n   transport profile blocking, every message a rendezv"
     )
     for rank, program in enumerate(plan.programs):
-        body = text.split(f"active proctype rank_{rank}() {{")[1].split("\n}")[0]
-        comments = [
-            line.split("/* ")[1].split(" */")[0].split(maxsplit=1) for line in body.splitlines() if "/*" in line
-        ]
-        assert comments == [[str(index), str(i)] for index, i in enumerate(program)]
+        assert comments_of(text, rank) == [[str(index), str(i)] for index, i in enumerate(program)]
     assert "chan c0_1 = [0] of { int };" in text
     assert "chan c0_1 = [3] of { int };" in to_promela(plan, buffer=3)
     assert "proctype rank_0_wire_0_1()" in to_promela(plan, profile="channel")

@@ -9,37 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit.phases import KINDS, Lane, Phase, Turn, number, windows
+from quintsched.schedules.kit.phases import KINDS, Both, Lane, Phase, Turn, number, windows
 
 
-def walked(phases: list[Phase], lanes: tuple[Lane, Lane]) -> list[Compute]:
+def walked(phases: list[Phase], lanes: tuple[Lane, Lane]) -> list[Compute | Overlap]:
     """Number turn by turn."""
-    found: list[Compute] = []
+    found: list[Compute | Overlap] = []
     forwards, backwards = [0, 0], [0, 0]
     pending: deque[tuple[int, int]] = deque()
-    for turn in chain.from_iterable(turns * times for turns, times in phases):
-        if turn is Turn.W:
-            kind, (lane, k) = BwdWeight, pending.popleft()
-        else:
-            kind, lane = KINDS[turn]
-            count = forwards if kind is Fwd else backwards
-            k = count[lane]
-            count[lane] += 1
-        if kind is BwdInput:
-            pending.append((lane, k))
-        if k < len(lanes[lane].microbatches):
-            found.append(kind(lanes[lane].stage, lanes[lane].microbatches[k]))
+    for whole in chain.from_iterable(turns * times for turns, times in phases):
+        done: list[Compute] = []
+        for turn in (whole.forward, whole.backward) if isinstance(whole, Both) else (whole,):
+            if turn is Turn.W:
+                kind, (lane, k) = BwdWeight, pending.popleft()
+            else:
+                kind, lane = KINDS[turn]
+                count = forwards if kind is Fwd else backwards
+                k = count[lane]
+                count[lane] += 1
+            if kind is BwdInput:
+                pending.append((lane, k))
+            if k < len(lanes[lane].microbatches):
+                done.append(kind(lanes[lane].stage, lanes[lane].microbatches[k]))
+        found += [Overlap(*((i.stage, i.microbatch) for i in done))] if len(done) > 1 else done
     return found
 
 
 @st.composite
 def valid_phases(draw: st.DrawFn) -> list[Phase]:
-    """Draw phases in which no weight half comes before an input half."""
-    phases, room = [], 0
+    """Draw phases in which no weight half comes before an input half, with pairs of both lanes."""
+    phases, room, pairs = [], 0, [Both(Turn.F0, Turn.B1), Both(Turn.F1, Turn.B0)]
     for _ in range(draw(st.integers(1, 8))):
-        turns = tuple(draw(st.lists(st.sampled_from(list(Turn)), min_size=1, max_size=5)))
+        turns = tuple(draw(st.lists(st.sampled_from([*Turn, *pairs]), min_size=1, max_size=5)))
         times = draw(st.integers(0, 12))
         for turn in turns * times:
             room += (turn in (Turn.I0, Turn.I1)) - (turn is Turn.W)

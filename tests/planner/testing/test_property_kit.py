@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir import placement
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Fwd
+from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.testing import assert_plan_sound, assert_sound, costs, meshes, microbatch_counts, placements
 
@@ -100,6 +100,47 @@ def test_a_weight_half_before_its_input_half_is_shown():
     text = "\n".join(failure(own(hasty)))
     assert "pp=1, 1 chunk, 1 microbatch\n" in text
     assert "rank 0 is stuck at 1 BwdWeight(stage=0, microbatch=0): it needs the pending weight half" in text
+
+
+def paired(rank: int, shape: Shape) -> Order:
+    """1F1B with each forward beside a backward, and so twice as many forwards before."""
+    first = min(2 * (shape.pp - rank) - 1, shape.microbatches)
+    yield from (Fwd(rank, m) for m in range(first))
+    yield from (Overlap((rank, m), (rank, m - first)) for m in range(first, shape.microbatches))
+    yield from (Bwd(rank, m) for m in range(shape.microbatches - first, shape.microbatches))
+
+
+def test_a_schedule_of_pairs_passes():
+    assert_sound(own(paired), memory=lambda rank, shape: min(2 * (shape.pp - rank), shape.microbatches))
+    lines = failure(own(paired), memory=lambda rank, shape: min(2 * (shape.pp - rank) - 1, shape.microbatches))
+    assert lines[0] == "mine fails; the smallest shape that does: pp=1, 1 chunk, 2 microbatches"
+    assert lines[2].startswith("memory: rank 0 holds up to 2 microbatches' activations"), "beside each other"
+    assert lines[-1] == "rank 0 F0 F1&B0 -  B1 -"
+
+
+def test_pairs_that_wait_for_each_other_are_shown():
+    def hasty(rank: int, shape: Shape) -> Order:
+        yield Fwd(rank, 0)
+        yield from (Overlap((rank, m), (rank, m - 1)) for m in range(1, shape.microbatches))
+        yield Bwd(rank, shape.microbatches - 1)
+
+    lines = failure(own(hasty))
+    assert lines[0] == "mine fails; the smallest shape that does: pp=2, 1 chunk, 2 microbatches"
+    assert any("rank 0 is stuck at 1 Overlap(forward=(0, 1), backward=(0, 0)): it needs the" in line for line in lines)
+    assert lines[-2:] == ["rank 0  F0 F1&B0 B1", "rank 1  F0 F1&B0 B1"]
+
+
+def test_a_schedule_that_overlaps_is_tried_both_ways():
+    def order(rank: int, shape: Shape) -> Order:
+        return paired(rank, shape) if shape.overlap else one_by_one(rank, shape)
+
+    assert_sound(own(order, overlaps=True))
+
+    def forgets(rank: int, shape: Shape) -> Order:
+        return list(order(rank, shape))[: -1 if shape.overlap and shape.pp == 2 else None]
+
+    lines = failure(own(forgets, overlaps=True))
+    assert lines[0] == "mine fails; the smallest shape that does: pp=2, 1 chunk, 1 microbatch, with overlap"
 
 
 def test_the_memory_that_its_author_states():

@@ -23,6 +23,7 @@ from quintsched.ir.instructions import (
     GatherParams,
     Instruction,
     Message,
+    Overlap,
     Recompute,
     SyncTied,
 )
@@ -118,11 +119,12 @@ def _recompute(plan: Plan, random: Random) -> Plan:
         return changed
 
     def fitting(i: Instruction) -> Iterable[Instruction]:
-        if isinstance(i, Compute) and i.stage == stage:
-            if isinstance(i, Recompute):
-                return
-            if isinstance(i, Bwd | BwdInput) and recompute[stage]:
-                yield Recompute(stage, i.microbatch)
+        for side in i.sides:
+            if isinstance(side, Compute) and side.stage == stage:
+                if isinstance(side, Recompute):
+                    return
+                if isinstance(side, Bwd | BwdInput) and recompute[stage]:
+                    yield Recompute(stage, side.microbatch)
         yield i
 
     return _with_programs(changed, ([made for i in program for made in fitting(i)] for program in plan.programs))
@@ -217,6 +219,9 @@ def _rename_units(plan: Plan, random: Random) -> Plan:
     def renamed(i: Instruction) -> Instruction:
         if isinstance(i, Compute | Message):
             return replace(i, microbatch=names.get(i.microbatch, i.microbatch))
+        if isinstance(i, Overlap):
+            pairs = ((stage, names.get(unit, unit)) for stage, unit in (i.forward, i.backward))
+            return Overlap(*pairs)
         return i
 
     programs = (
@@ -279,10 +284,10 @@ def _weights(plan: Plan, random: Random) -> Plan:
     """Drop weights in the middle of their use and gather them again, which only ZeRO-3 may."""
     programs = [list(program) for program in plan.programs]
     program = random.choice(programs)
-    places = [k for k, i in enumerate(program) if isinstance(i, Fwd | Bwd | BwdInput)]
+    places = [k for k, i in enumerate(program) if isinstance(i, Fwd | Bwd | BwdInput | Overlap)]
     if places:
         at = random.choice(places)
-        stage = getattr(program[at], "stage")  # noqa: B009
+        stage = getattr(random.choice(program[at].sides), "stage")  # noqa: B009
         program[at:at] = [FreeParams(stage), GatherParams(stage)]
     return _with_programs(plan, programs)
 

@@ -9,7 +9,6 @@ decides. What a plan says of itself (its head) is judged before, its spelled-out
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from quintsched.ir.instructions import (
     AllGatherBucket,
@@ -27,6 +26,7 @@ from quintsched.ir.instructions import (
     Message,
     OffloadAct,
     OptStep,
+    Overlap,
     Recompute,
     Recv,
     RecvAct,
@@ -43,6 +43,7 @@ from quintsched.ir.instructions import (
 )
 from quintsched.plan import Plan
 from tests.planner.collectives.mini_mutants import MiniJudge
+from tests.planner.verify.judge_replicas import communication_faults, zero_faults
 from tests.planner.verify.skip_judge import SkipJudge, skip_head_faults
 
 
@@ -89,33 +90,7 @@ def head_faults(plan: Plan) -> list[str]:
         found.append("the blocks do not fit the stages")
     elif plan.blocks_per_stage and (len(counts) > len(model) or (0, 0) in counts):
         found.append("a piece has other blocks elsewhere, or the first one none")
-    return found + skip_head_faults(plan) + _zero_faults(plan, sizes, trains) + _communication_faults(plan, sizes)
-
-
-def _zero_faults(plan: Plan, sizes: dict[str, int], trains: bool) -> list[str]:
-    stage, every = plan.zero.stage, plan.zero.every
-    replicas = any(sizes.get(axis, 1) > 1 for axis in ("dp", "cp", "ep"))
-    fine = 0 <= stage <= 3 and every >= 1 and (every == 1 or (stage >= 2 and trains))
-    fine = fine and (stage == 0 or replicas) and (trains or stage in (0, 3))
-    return [] if fine else ["nothing can be shared out like this"]
-
-
-def _communication_faults(plan: Plan, sizes: dict[str, int]) -> list[str]:
-    """Every sum over replicas has to have its own collective, in the plan's way."""
-    kinds = {AllReduceBucket: "all_reduce", ReduceScatterBucket: "reduce_scatter", AllGatherBucket: "all_gather"}
-    called = {
-        (kinds[type(i)], prod(sizes.get(axis, 1) for axis in i.axes))
-        for program in plan.programs
-        for i in program
-        if type(i) in kinds
-    }
-    means, plans = plan.communication.means, plan.communication.plans.values()
-    there = {(mini.kind, mini.size) for mini in plans}
-    found = ["calls and collectives are not the same"] if means != "native" and called != there else []
-    found += ["native is spelled out"] if means == "native" and plans else []
-    if means in ("ring", "tree") and any(mini.algorithm != means for mini in plans):
-        found.append("something is spelled out in another way")
-    return found
+    return found + skip_head_faults(plan) + zero_faults(plan, sizes, trains) + communication_faults(plan, sizes)
 
 
 Token = tuple[object, ...]
@@ -163,7 +138,8 @@ class Judge:
         """The units of each stage in the order in which its rank completes their gradients."""
         order: dict[int, list[int]] = {}
         for program in self.plan.programs:
-            for i in program:
+            for whole in program:
+                i = Bwd(*whole.backward) if isinstance(whole, Overlap) else whole
                 if isinstance(i, Bwd | BwdWeight):
                     order.setdefault(i.stage, []).append(i.microbatch)
         return order
@@ -220,7 +196,12 @@ class Judge:
         return None if before is None else ("act" if isinstance(i, RecvAct) else "grad", before, i.microbatch)
 
     def _execute(self, rank: int, i: Instruction) -> None:
+        """Do the next instruction; of two side by side the backward first, which may take nothing of the forward."""
         self.pc[rank] += 1
+        for part in (Bwd(*i.backward), Fwd(*i.forward)) if isinstance(i, Overlap) else (i,):
+            self._do(rank, part)
+
+    def _do(self, rank: int, i: Instruction) -> None:
         if isinstance(i, Compute | Message | OffloadAct | FetchAct):
             here = (i.stage, i.microbatch) in self.neighbours and self.plan.stage_to_pp[i.stage] == rank
             if not here:

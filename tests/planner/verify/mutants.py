@@ -1,8 +1,8 @@
 """Plans with faults.
 
 A mutant is a small plan with changes of its programs: instructions swapped, moved, dropped or doubled, messages sent to
-another rank, microbatches, stages and buckets renumbered. `any_mutant` changes its head and its spelled-out collectives
-as well (`head_edits`), in 1 to 4 places. Some do no harm.
+another rank, microbatches, stages and buckets renumbered, forwards and backwards put side by side (`overlap_edits`).
+`any_mutant` changes its head and its spelled-out collectives as well (`head_edits`), in 1 to 4 places. Some do no harm.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from quintsched.ir.instructions import (
     Compute,
     FetchAct,
     FreeParams,
+    Fwd,
     GatherParams,
     HostCopy,
     Instruction,
     Message,
     OffloadAct,
     OptStep,
+    Overlap,
     ReduceScatterBucket,
     SyncTied,
 )
@@ -34,6 +36,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule
 from tests.planner.verify.head_edits import edit_head
+from tests.planner.verify.overlap_edits import changed_pair
 
 SHAPES = (
     ("pp=1", 1),
@@ -45,6 +48,19 @@ SHAPES = (
     ("dp=2,ep=2,pp=2", 2),
     ("pp=3", 4),
     ("pp=4", 4),
+)
+PAIRED = (
+    ("dualpipe-v", "pp=1", 3),
+    ("dualpipe-v", "pp=2", 4),
+    ("dualpipe-v", "dp=2,pp=2", 3),
+    ("dualpipe-v", "pp=3", 6),
+    ("dualpipe", "pp=2", 4),
+    ("dualpipe", "dp=2,ep=2,pp=2", 4),
+    ("dualpipe", "pp=4", 8),
+    ("interleaved-1f1b", "pp=1", 3),
+    ("interleaved-1f1b", "pp=2", 4),
+    ("interleaved-1f1b", "dp=2,pp=2", 4),
+    ("interleaved-1f1b", "pp=3", 3),
 )
 MOST_INSTRUCTIONS = 120
 
@@ -126,6 +142,29 @@ def offloaded_plans() -> list[Plan]:
     return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
 
 
+def overlapping_plans() -> list[Plan]:
+    """Every schedule that has pairs, with them: plainly, recomputed and tied in part, with skips, with ZeRO 1 to 3."""
+    found = []
+    for schedule, mesh, microbatches in PAIRED:
+        shape = {"mesh": mesh, "microbatches": microbatches, "buckets_per_stage": 2, "overlap": True}
+        plan = qs.compile(schedule, **shape)
+        last = len(plan.stage_to_pp) - 1
+        recompute = [(stage + 1) % 2 for stage in range(last + 1)]
+        tied = {} if len(plan.routes) > 1 else {"embedding": (0, last)}
+        found += [plan, qs.compile(schedule, **shape, recompute=recompute, tied=tied)]
+        if len(plan.routes) == 1 and last:
+            found.append(qs.compile(schedule, **shape, skip=skips_between(last), losses=[last // 2, last]))
+        if "dp" in mesh:
+            kinds = ({"zero": 1}, {"zero": 2, "zero_every": 2}, {"zero": 3}, {"zero": 3, "recompute": recompute})
+            found += [qs.compile(schedule, **shape, **kind) for kind in kinds]
+    uneven = (("interleaved-1f1b", "pp=2", [0, 0, 1, 0]), ("dualpipe-v", "dp=2,pp=2", [0, 1, 1, 1, 0]))
+    found += [
+        qs.compile(schedule, mesh=mesh, microbatches=4, stage_to_pp=where, overlap=True)
+        for schedule, mesh, where in uneven
+    ]
+    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+
+
 def uneven_plans() -> list[Plan]:
     """Plans whose stages are runs of the schedule's, or missing, with as many blocks as they say."""
     shapes: list[tuple[str, str, int, list[int], dict]] = [
@@ -186,6 +225,7 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
     kinds += ["stages"] if isinstance(i, OptStep) else []
     kinds += ["retie"] if isinstance(i, SyncTied) else []
     kinds += ["halves"] if isinstance(i, Bwd | BwdInput | BwdWeight) else []
+    kinds += ["pair"] if isinstance(i, Fwd | Bwd | Overlap) else []
     ranks, units, stages = len(plan.programs), plan.schedule.num_units, len(plan.stage_to_pp)
     match random.choice(kinds):
         case "swap":
@@ -226,6 +266,8 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
             program[index] = replace(i, stages=tuple(random.choices(range(stages + 1), k=random.randint(0, 3))))
         case "retie":
             program[index] = replace(i, params="head") if random.random() < 0.5 else replace(i, stages=i.stages[1:])
+        case "pair":
+            return changed_pair(program, index, plan, random)
         case "halves":
             kind = random.choice([Bwd, BwdInput, BwdWeight])
             program[index] = kind(i.stage, i.microbatch)

@@ -34,13 +34,14 @@ from quintsched.verify.equivalence import equivalence
 from tests.planner.verify.mutants import (
     any_mutant,
     offloaded_plans,
+    overlapping_plans,
     small_plans,
     spelled_plans,
     uneven_plans,
     with_program,
 )
 
-PLANS = [*small_plans(), *spelled_plans(), *uneven_plans(), *offloaded_plans()]
+PLANS = [*small_plans(), *spelled_plans(), *overlapping_plans(), *uneven_plans(), *offloaded_plans()]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.title}, {plan.schedule.slices} slices")

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from random import Random
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.graph.profiles import PROFILES
-from quintsched.ir.instructions import Bwd, Compute, Fwd, Instruction, Message, Recv, RecvAct, Send
+from quintsched.ir.instructions import Bwd, Compute, Fwd, Instruction, Message, Overlap, Recv, RecvAct, Send
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.equivalence import equivalence
@@ -21,13 +21,15 @@ from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import (
     any_mutant,
     offloaded_plans,
+    overlapping_plans,
     small_plans,
     spelled_plans,
     uneven_plans,
     with_program,
 )
 
-PLANS = [*small_plans(), *spelled_plans() * 4, *uneven_plans() * 4, *offloaded_plans() * 4]
+OFTEN = [*spelled_plans(), *overlapping_plans(), *uneven_plans(), *offloaded_plans()]
+PLANS = [*small_plans(), *OFTEN * 4]
 
 
 @st.composite
@@ -66,6 +68,36 @@ def test_checker_and_run_agree_on_a_hundred_thousand_mutants(seed):
     random = Random(seed)
     for _ in range(2600):
         assert_agreement(any_mutant(random.choice(PLANS), random))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_checker_and_run_agree_on_twenty_thousand_mutants_of_pairs(seed):
+    """2,500 each, of plans in which forwards run beside backwards; those that are sound have pairs, most of them."""
+    random, sound, plans = Random(seed), Counter[bool](), overlapping_plans()
+    for _ in range(2500):
+        plan = any_mutant(random.choice(plans), random)
+        assert_agreement(plan)
+        if plan.check(profile="blocking").sound:
+            sound[len(plan.columns.rows_where(Overlap)) > 0] += 1
+    assert sound[True] > 200, sound
+
+
+def test_checker_and_run_agree_on_every_pair_of_a_small_plan():
+    """A forward beside each of the next backwards, at either place."""
+    plan, sound = qs.compile("dualpipe-v", mesh="pp=2", microbatches=4), 0
+    for rank, program in enumerate(plan.programs):
+        forwards, backwards = ([at for at, i in enumerate(program) if type(i) is kind] for kind in (Fwd, Bwd))
+        for at, k in product(forwards, backwards):
+            pair = Overlap(*((i.stage, i.microbatch) for i in (program[at], program[k])))
+            for place, gone in ((at, k), (k, at)) if abs(at - k) < 10 else ():
+                changed = list(program)
+                changed[place] = pair
+                del changed[gone]
+                mutant = with_program(plan, rank, changed)
+                assert_agreement(mutant)
+                sound += mutant.check(profile="blocking").sound
+    assert sound > 5
 
 
 def test_mutants_offend_against_every_point():
@@ -164,6 +196,12 @@ def test_what_is_compiled_runs_under_rendezvous(name, pp):
         run = Judge(plan)
         assert run.good, (plan.title, run.faults)
         assert plan.check(profile="blocking").profiles == dict.fromkeys(PROFILES, True)
+
+
+def test_receives_just_before_and_sends_just_after_a_pair_are_judged_alike(careless):
+    for name, pp in (("dualpipe-v", 2), ("dualpipe-v", 4), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)):
+        plan = careless(qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=2 * pp, overlap=True))
+        assert_agreement(plan)
 
 
 def test_receive_before_use_and_send_after_deadlocks_in_35_of_40_shapes(careless):

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import quintsched as qs
 from quintsched import torch_csv
+from quintsched.ir.instructions import Instruction, Overlap
 from quintsched.runtime.interpreter.data_flow import ProgramFlow
 from quintsched.runtime.interpreter.p2p import plan_receives
 from quintsched.schedules import all_schedules
@@ -69,6 +70,47 @@ def test_torchs_schedules_of_several_stages_are_sound(name, pp, microbatches, tm
             plan = torch_csv.loads((tmp_path / "out.csv").read_text(), profile="blocking", name=name).plan
             assert plan.stage_to_pp == tuple(made.stage_index_to_group_rank[s] for s in range(pp * chunks))
             assert plan.schedule.microbatches == microbatches
+
+
+def overlapping_plans() -> list[qs.Plan]:
+    return [
+        qs.compile(name, mesh=f"pp={pp}", microbatches=microbatches, overlap=True)
+        for name in ("dualpipe-v", "interleaved-1f1b")
+        for pp, microbatches in ((1, 3), (2, 4), (4, 8), (3, 9))
+    ]
+
+
+@pytest.mark.parametrize("plan", overlapping_plans(), ids=lambda plan: plan.title)
+def test_torch_reads_the_pairs_that_we_write(plan, tmp_path):
+    """Each cell as torch's action, and each file as torch's runtime, which lowers the bare order itself."""
+    for form in ("compute_only", "compute_comms"):
+        text = torch_csv.dumps(plan, compute_only=form == "compute_only")
+        (tmp_path / "ours.csv").write_text(text)
+        rows = [[schedules._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
+        pairs = [action for row in rows for action in row if action.computation_type is schedules.OVERLAP_F_B]
+        assert len(pairs) == len(plan.columns.rows_where(Overlap)) > 0
+        assert "\n".join(",".join(map(repr, row)) for row in rows) + "\n" == text
+        runtime = read_by_torch(plan, tmp_path / "ours.csv", form)
+        assert runtime.stage_index_to_group_rank == dict(enumerate(plan.stage_to_pp))
+        runtime._dump_csv(tmp_path / "theirs.csv", "compute_comms")
+        back = torch_csv.loads((tmp_path / "theirs.csv").read_text()).plan
+        assert [computed(program) for program in back.programs] == [computed(program) for program in plan.programs]
+
+
+def computed(program: Sequence[Instruction]) -> list[Instruction]:
+    return [i for i in program if i.computes]
+
+
+def read_by_torch(plan: qs.Plan, path: Path, form: str) -> Any:
+    """Return torch's runtime with a file loaded, of rank 0, made without processes."""
+    stages = len(plan.stage_to_pp)
+    mine = [
+        SimpleNamespace(num_stages=stages, group_size=plan.mesh.pp, group_rank=0, stage_index=stage, submod=None)
+        for stage in plan.layout.stages_of(0)
+    ]
+    runtime = schedules._PipelineScheduleRuntime(mine, plan.schedule.microbatches, loss_fn=lambda *_: None)
+    runtime._load_csv(str(path), format=form)
+    return runtime
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 5), (4, 8), (8, 16)])
@@ -243,7 +285,11 @@ def expressible() -> list[tuple[str, qs.Plan]]:
         if schedule.mode == "train" and not schedule.bidirectional
         for microbatches in (8, 12)
     ]
-    return [*found, ("uneven", torch_csv.loads(UNEVEN).plan)]
+    overlapping = [
+        (f"{name} with overlap", qs.compile(name, mesh=f"pp={WORLD}", microbatches=8, overlap=True))
+        for name in ("dualpipe-v", "interleaved-1f1b")
+    ]
+    return [*found, *overlapping, ("uneven", torch_csv.loads(UNEVEN).plan)]
 
 
 @pytest.mark.slow

@@ -19,6 +19,18 @@ def test_the_parallel_section_is_compiled() -> None:
     assert plan == qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=4)
 
 
+def test_pairs_side_by_side_are_asked_for_in_the_job_file(tmp_path: Path) -> None:
+    parallel = {"mesh": "pp=2,ep=2", "schedule": "dualpipe-v", "microbatches": 4, "overlap": True}
+    plan = plan_of(job(parallel=parallel))
+    assert plan == qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4, overlap=True)
+    with pytest.raises(qs.UsageError, match="1f1b: overlap: it has no forward and backward side by side"):
+        plan_of(job(parallel={**parallel, "schedule": "1f1b"}))
+    path = tmp_path / "plan.json"
+    qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4).save(path)
+    with pytest.raises(qs.MisfitError, match="overlap is True in the job file but False in the plan"):
+        plan_of(job(parallel=parallel), path)
+
+
 def test_a_plan_file_wins_where_the_section_is_silent(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     qs.compile("gpipe", mesh="pp=2", microbatches=4).save(path)

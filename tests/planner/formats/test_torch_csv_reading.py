@@ -1,24 +1,16 @@
-"""PyTorch's schedule files: read strictly, proved, written, and both ways round."""
+"""PyTorch's schedule files, read: strictly, and proved."""
 
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.graph.profiles import PROFILES
-from quintsched.ir.instructions import AllReduceBucket, Bwd, FreeParams, Fwd, GatherParams, Message, OptStep
-from quintsched.ir.layout import Route
-from quintsched.schedules import all_schedules
-from quintsched.verify.equivalence import equivalence
-
-PUBLISHED = Path(__file__).parents[2] / "data" / "torch_csv"
-SCHEDULES = all_schedules()
-"""Ours; other tests add their own later."""
+from quintsched.ir.instructions import AllReduceBucket, Message
+from tests.planner.formats.torch_files import PUBLISHED, published, refusal
 
 OLDER_ALPHABET = ("titan_4-rank_bf3319a", "titan_8-rank_bf3319a", "titan_zb_283f3ae")
 FREE_FROM = {
@@ -30,18 +22,8 @@ FREE_FROM = {
 CROSSES = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
 
 
-def published(name: str) -> str:
-    return (PUBLISHED / f"{name}.csv").read_text()
-
-
 def sound_files() -> list[str]:
     return sorted(path.stem for path in PUBLISHED.glob("*.csv") if path.stem not in OLDER_ALPHABET)
-
-
-def refusal(text: str, **options) -> str:
-    with pytest.raises(qs.InputError) as caught:
-        torch_csv.loads(text, **options)
-    return str(caught.value)
 
 
 def test_all_published_files_are_here():
@@ -109,13 +91,6 @@ def test_the_order_of_messages_in_a_file_with_communication_is_kept():
 
 def without(word: str, text: str) -> list[list[str]]:
     return [[cell for cell in line.split(",") if word not in cell] for line in text.splitlines()]
-
-
-def test_an_overlap_is_its_two_parts_in_order():
-    plan = torch_csv.loads(published("dualpipev_4rank_10mb")).plan
-    computed = [str(i) for i in plan.programs[0] if isinstance(i, Fwd | Bwd)]
-    at = computed.index("Fwd(stage=0, microbatch=7)")
-    assert computed[at + 1] == "Bwd(stage=7, microbatch=3)"
 
 
 def test_empty_cells_blanks_and_both_line_ends_are_read():
@@ -257,181 +232,7 @@ def test_a_mesh_that_does_not_fit():
         torch_csv.loads(CROSSES, profile="chanel")
 
 
-def test_what_is_written():
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-    assert torch_csv.dumps(plan, compute_only=True) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert torch_csv.dumps(plan) == (
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
-        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD\n"
-    )
-    alone = qs.compile("zb-h1", mesh="pp=1", microbatches=2)
-    assert torch_csv.dumps(alone) == "0F0,0I0,0W0,0F1,0I1,0W1,0REDUCE_GRAD\n"
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> qs.Plan:
-    schedule = draw(st.sampled_from([found for found in SCHEDULES if found.mode == "train"]))
-    pp = draw(st.integers(1, 5))
-    microbatches = draw(st.integers(1, 4).map(lambda k: k * pp) | st.integers(1, 12))
-    chunks = draw(st.integers(schedule.min_chunks, min(schedule.max_chunks, 3)))
-    mesh = draw(st.sampled_from([f"pp={pp}", f"dp=2,pp={pp}", f"tp=2,pp={pp},cp=2"]))
-    try:
-        return qs.compile(schedule, mesh=mesh, microbatches=microbatches, chunks=chunks)
-    except qs.UsageError:
-        assume(False)
-        raise
-
-
-@given(plans())
-def test_a_plan_comes_back_as_it_went(plan):
-    if len(plan.routes) > 1:
-        with pytest.raises(qs.UsageError, match="its microbatches go both ways"):
-            torch_csv.dumps(plan)
-        return
-    text = torch_csv.dumps(plan)
-    back = torch_csv.loads(text, mesh=plan.mesh, profile="blocking")
-    assert back.notes == ()
-    assert replace(back.plan, schedule=plan.schedule) == plan
-    assert torch_csv.dumps(back.plan) == text
-    bare = torch_csv.dumps(plan, compute_only=True)
-    again = torch_csv.loads(bare, mesh=plan.mesh, profile="blocking").plan
-    assert torch_csv.dumps(again, compute_only=True) == bare
-    assert replace(again, schedule=plan.schedule) == plan
-
-
-def test_every_schedule_is_written_at_some_shape():
-    for schedule in SCHEDULES:
-        plan = qs.compile(schedule, mesh="pp=4", microbatches=8)
-        if plan.mode == "train" and len(plan.routes) == 1:
-            assert torch_csv.dumps(plan)
-
-
-def own(order) -> qs.Schedule:
-    return qs.Schedule(name="own", order=order, summary="", bubble="", memory="")
-
-
-def backwards_first_to_last(rank, shape):
-    for m in reversed(range(shape.microbatches)):
-        yield Fwd(rank, m)
-    for m in range(shape.microbatches):
-        yield Bwd(rank, m)
-
-
-def test_what_torch_cannot_express_is_refused():
-    def refused(plan: qs.Plan) -> str:
-        with pytest.raises(qs.UsageError, match="torch's pipeline runtime cannot run this plan: ") as caught:
-            torch_csv.dumps(plan)
-        return str(caught.value)
-
-    assert "only computes forward" in refused(qs.compile("inference", mesh="pp=2", microbatches=2))
-    late = qs.compile(own(backwards_first_to_last), mesh="pp=2", microbatches=2)
-    assert "its last stage computes the microbatches in the order [1, 0]" in refused(late)
-    one = qs.compile("gpipe", mesh="pp=1", microbatches=1)
-    idle = replace(one, mesh=qs.Mesh(pp=2), programs=(one.programs[0], (*one.programs[0][-3:-1], OptStep(()))))
-    assert "rank 1 holds no stage" in refused(idle)
-    two = torch_csv.loads("0F0,1F0,1B0,0B0").plan
-    swapped = [replace(i, stage=1 - i.stage) if isinstance(i, Fwd | Bwd) else i for i in two.programs[0]]
-    other = replace(two, routes=(Route((1, 0), (0,)),), programs=(tuple(swapped),))
-    with pytest.raises(qs.UnsoundError, match=r"visits the pieces of the model in the order \[1, 0\]"):
-        torch_csv.dumps(other)
-
-
-def test_slices_and_twins_are_refused():
-    for schedule in SCHEDULES:
-        slices = 2 if schedule.max_slices > 1 else 1
-        if slices == 1 and not schedule.bidirectional:
-            continue
-        plan = qs.compile(schedule, mesh="pp=4", microbatches=8, slices=slices)
-        with pytest.raises(qs.UsageError, match=r"cuts microbatches into 2 slices|go both ways"):
-            torch_csv.dumps(plan)
-
-
-def test_a_plan_that_is_not_sound_is_not_written():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    with pytest.raises(qs.UnsoundError, match="not sound: 1f1b"):
-        torch_csv.dumps(replace(plan, programs=(plan.programs[0][1:], plan.programs[1])))
-
-
 @given(st.text(alphabet="0123FIBWSENDRCV_OLAP();,\n x", max_size=40))
 def test_whatever_the_text_nothing_but_our_errors_is_raised(text):
     with suppress(qs.InputError):
         torch_csv.loads(text)
-
-
-SHARDED = ("titan_example_interleaved_2rank_4mb_comms", "titan_interleaved1f1b_8ranks_16mb_comms")
-
-
-def weights(plan: qs.Plan) -> list[list[tuple[str, int]]]:
-    """When each rank gathers and frees which weights."""
-    return [[(i.op, i.stage) for i in p if isinstance(i, GatherParams | FreeParams)] for p in plan.programs]
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_published_gatherings_of_weights_are_kept_where_replicas_share_them_out(name):
-    text = published(name)
-    lines = text.splitlines()
-    imported = torch_csv.loads(text, mesh=f"dp=2,pp={len(lines)}", zero=3)
-    for line, found in zip(lines, weights(imported.plan), strict=True):
-        said = [cell for cell in line.split(",") if "SHARD" in cell]
-        words = [f"{stage}{'UNSHARD' if op == 'GatherParams' else 'RESHARD'}" for op, stage in found]
-        assert [word for word in words if word in said] == said
-        assert len(words) == 2 * sum("UNSHARD" in cell for cell in said)
-    assert imported.notes == (
-        f"added {len(lines)} RESHARD, after the last use of weights that the file leaves to FSDP to free",
-    )
-    assert imported.verdict.sound
-    assert equivalence(imported.plan).holds
-    written = torch_csv.dumps(imported.plan)
-    again = torch_csv.loads(written, mesh=imported.plan.mesh, zero=3)
-    assert again.plan.programs == imported.plan.programs
-    assert again.notes == ()
-    assert torch_csv.dumps(again.plan) == written
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_without_shared_weights_gatherings_are_left_out(name):
-    text = published(name)
-    alone = torch_csv.loads(text)
-    assert not any(weights(alone.plan))
-    assert alone.notes[0].endswith("in this plan a stage keeps its full weights")
-    replicas = torch_csv.loads(text, mesh=f"dp=2,pp={alone.plan.mesh.pp}", zero=1)
-    assert not any(weights(replicas.plan))
-    assert replicas.notes[0].endswith("in this plan a stage keeps its full weights; zero 3 keeps them")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_a_zero_3_plan_comes_back_as_it_was(schedule):
-    try:
-        plan = qs.compile(schedule, mesh="dp=2,pp=4", microbatches=8, zero=3, zero_every=8)
-        text = torch_csv.dumps(plan)
-    except qs.UsageError as refusal:
-        assert schedule.name in ("inference", "dualpipe"), refusal  # noqa: PT017
-        return
-    back = torch_csv.loads(text, mesh=plan.mesh, zero=3, profile="blocking")
-    assert back.plan.programs == plan.programs
-    assert back.plan.zero == plan.zero
-    assert back.notes == ()
-    order = torch_csv.loads(torch_csv.dumps(plan, compute_only=True), mesh=plan.mesh, zero=3)
-    assert order.plan.zero == plan.zero
-    assert weights(order.plan) == weights(plan)
-
-
-def test_what_torch_cannot_share_out():
-    for zero, words in (
-        (1, r"ZeRO-1.*weights as well \(3\)"),
-        (2, "ZeRO-2"),
-        (3, "every 1 microbatches .* zero_every 4"),
-    ):
-        with pytest.raises(qs.UsageError, match=words):
-            torch_csv.dumps(qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4, zero=zero))
-
-
-def test_weights_that_are_used_before_they_are_gathered_are_refused():
-    text = published(SHARDED[0]).replace("0UNSHARD,", "", 1)
-    message = refusal(text, mesh="dp=2,pp=2", zero=3)
-    assert "data flow: rank 0 instruction 1, Fwd(stage=0, microbatch=0)" in message
-    assert "in the file:\n  line 1, cell 2 (rank 0, step 1): 0F0" in message
-    with pytest.raises(qs.UsageError, match="ZeRO-3 shares out over replicas; the mesh pp=2 has none"):
-        torch_csv.loads(text, zero=3)
-    with pytest.raises(qs.UsageError, match="zero is 4"):
-        torch_csv.loads(text, zero=4)

@@ -1,0 +1,108 @@
+"""PyTorch's schedule files, written, and both ways round."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import quintsched as qs
+from quintsched import torch_csv
+from quintsched.ir.instructions import Bwd, Fwd, OptStep
+from quintsched.ir.layout import Route
+from tests.planner.formats.torch_files import SCHEDULES
+
+
+def test_what_is_written():
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+    assert torch_csv.dumps(plan, compute_only=True) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert torch_csv.dumps(plan) == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
+        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD\n"
+    )
+    alone = qs.compile("zb-h1", mesh="pp=1", microbatches=2)
+    assert torch_csv.dumps(alone) == "0F0,0I0,0W0,0F1,0I1,0W1,0REDUCE_GRAD\n"
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> qs.Plan:
+    schedule = draw(st.sampled_from([found for found in SCHEDULES if found.mode == "train"]))
+    pp = draw(st.integers(1, 5))
+    microbatches = draw(st.integers(1, 4).map(lambda k: k * pp) | st.integers(1, 12))
+    chunks = draw(st.integers(schedule.min_chunks, min(schedule.max_chunks, 3)))
+    mesh = draw(st.sampled_from([f"pp={pp}", f"dp=2,pp={pp}", f"tp=2,pp={pp},cp=2"]))
+    try:
+        return qs.compile(schedule, mesh=mesh, microbatches=microbatches, chunks=chunks)
+    except qs.UsageError:
+        assume(False)
+        raise
+
+
+@given(plans())
+def test_a_plan_comes_back_as_it_went(plan):
+    if len(plan.routes) > 1:
+        with pytest.raises(qs.UsageError, match="its microbatches go both ways"):
+            torch_csv.dumps(plan)
+        return
+    text = torch_csv.dumps(plan)
+    back = torch_csv.loads(text, mesh=plan.mesh, profile="blocking")
+    assert back.notes == ()
+    assert replace(back.plan, schedule=plan.schedule) == plan
+    assert torch_csv.dumps(back.plan) == text
+    bare = torch_csv.dumps(plan, compute_only=True)
+    again = torch_csv.loads(bare, mesh=plan.mesh, profile="blocking").plan
+    assert torch_csv.dumps(again, compute_only=True) == bare
+    assert replace(again, schedule=plan.schedule) == plan
+
+
+def test_every_schedule_is_written_at_some_shape():
+    for schedule in SCHEDULES:
+        plan = qs.compile(schedule, mesh="pp=4", microbatches=8)
+        if plan.mode == "train" and len(plan.routes) == 1:
+            assert torch_csv.dumps(plan)
+
+
+def own(order) -> qs.Schedule:
+    return qs.Schedule(name="own", order=order, summary="", bubble="", memory="")
+
+
+def backwards_first_to_last(rank, shape):
+    for m in reversed(range(shape.microbatches)):
+        yield Fwd(rank, m)
+    for m in range(shape.microbatches):
+        yield Bwd(rank, m)
+
+
+def test_what_torch_cannot_express_is_refused():
+    def refused(plan: qs.Plan) -> str:
+        with pytest.raises(qs.UsageError, match="torch's pipeline runtime cannot run this plan: ") as caught:
+            torch_csv.dumps(plan)
+        return str(caught.value)
+
+    assert "only computes forward" in refused(qs.compile("inference", mesh="pp=2", microbatches=2))
+    late = qs.compile(own(backwards_first_to_last), mesh="pp=2", microbatches=2)
+    assert "its last stage computes the microbatches in the order [1, 0]" in refused(late)
+    one = qs.compile("gpipe", mesh="pp=1", microbatches=1)
+    idle = replace(one, mesh=qs.Mesh(pp=2), programs=(one.programs[0], (*one.programs[0][-3:-1], OptStep(()))))
+    assert "rank 1 holds no stage" in refused(idle)
+    two = torch_csv.loads("0F0,1F0,1B0,0B0").plan
+    swapped = [replace(i, stage=1 - i.stage) if isinstance(i, Fwd | Bwd) else i for i in two.programs[0]]
+    other = replace(two, routes=(Route((1, 0), (0,)),), programs=(tuple(swapped),))
+    with pytest.raises(qs.UnsoundError, match=r"visits the pieces of the model in the order \[1, 0\]"):
+        torch_csv.dumps(other)
+
+
+def test_slices_and_twins_are_refused():
+    for schedule in SCHEDULES:
+        slices = 2 if schedule.max_slices > 1 else 1
+        if slices == 1 and not schedule.bidirectional:
+            continue
+        plan = qs.compile(schedule, mesh="pp=4", microbatches=8, slices=slices)
+        with pytest.raises(qs.UsageError, match=r"cuts microbatches into 2 slices|go both ways"):
+            torch_csv.dumps(plan)
+
+
+def test_a_plan_that_is_not_sound_is_not_written():
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    with pytest.raises(qs.UnsoundError, match="not sound: 1f1b"):
+        torch_csv.dumps(replace(plan, programs=(plan.programs[0][1:], plan.programs[1])))

@@ -1,0 +1,23 @@
+"""The published schedule files of PyTorch, and what tests of ours ask of them."""
+
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched import torch_csv
+from quintsched.schedules import all_schedules
+
+PUBLISHED = Path(__file__).parents[2] / "data" / "torch_csv"
+SCHEDULES = all_schedules()
+"""Ours; other tests add their own later."""
+
+
+def published(name: str) -> str:
+    return (PUBLISHED / f"{name}.csv").read_text()
+
+
+def refusal(text: str, **options) -> str:
+    with pytest.raises(qs.InputError) as caught:
+        torch_csv.loads(text, **options)
+    return str(caught.value)
