@@ -90,7 +90,8 @@ def head_faults(plan: Plan) -> list[str]:
         found.append("the blocks do not fit the stages")
     elif plan.blocks_per_stage and (len(counts) > len(model) or (0, 0) in counts):
         found.append("a piece has other blocks elsewhere, or the first one none")
-    return found + skip_head_faults(plan) + zero_faults(plan, sizes, trains) + communication_faults(plan, sizes)
+    found += skip_head_faults(plan)
+    return found + zero_faults(plan, sizes, trains) + communication_faults(plan, sizes)
 
 
 Token = tuple[object, ...]
