@@ -143,7 +143,7 @@ def offloaded_plans() -> list[Plan]:
 
 
 def overlapping_plans() -> list[Plan]:
-    """Every schedule that has pairs, with them: plainly, recomputed and tied in part, with ZeRO 1 to 3."""
+    """Every schedule that has pairs, with them: plainly, recomputed and tied in part, with skips, with ZeRO 1 to 3."""
     found = []
     for schedule, mesh, microbatches in PAIRED:
         shape = {"mesh": mesh, "microbatches": microbatches, "buckets_per_stage": 2, "overlap": True}
@@ -152,6 +152,8 @@ def overlapping_plans() -> list[Plan]:
         recompute = [(stage + 1) % 2 for stage in range(last + 1)]
         tied = {} if len(plan.routes) > 1 else {"embedding": (0, last)}
         found += [plan, qs.compile(schedule, **shape, recompute=recompute, tied=tied)]
+        if len(plan.routes) == 1 and last:
+            found.append(qs.compile(schedule, **shape, skip=skips_between(last), losses=[last // 2, last]))
         if "dp" in mesh:
             kinds = ({"zero": 1}, {"zero": 2, "zero_every": 2}, {"zero": 3}, {"zero": 3, "recompute": recompute})
             found += [qs.compile(schedule, **shape, **kind) for kind in kinds]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instructions import RecvSkip, SendSkip
+from quintsched.ir.instructions import OffloadAct, RecvSkip, SendSkip
+from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.blocks.blocks import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
@@ -264,3 +265,14 @@ def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
     ):
         with pytest.raises(qs.UsageError, match=words):
             qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=(1, 0, 2), **setting)
+
+
+@pytest.mark.parametrize("wire", ["mailbox", "nccl"])
+@pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[6]])
+def test_what_takes_skips_may_go_to_the_host(name: str, shape: dict[str, Any], wire: Rules) -> None:
+    """A skip that is handed on stays on the device, whatever of its taker goes away."""
+    blocks, more = twelve(), {"block_costs": [1.0] * 12}
+    stays = compile_with(SKIPS, name, **shape)
+    goes = compile_with(SKIPS, name, **shape, offload=least_cap(stays))
+    assert any(isinstance(i, OffloadAct) for program in goes.programs for i in program)
+    assert_same_bits(train(goes, blocks, wire, **more), train(stays, blocks, **more))
