@@ -66,12 +66,12 @@ def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_that_overlap_learn_what_one_rank_learns(tmp_path: Path) -> None:
-    settings = ("runtime.precision=float64", "data.options.max_bytes=20000")
+    settings = ("runtime.precision=float64", "data.options.max_bytes=15000")
     overlapped = train("moe_overlap", tmp_path / "overlap.jsonl", *settings)
     assert overlapped == train("moe_overlap", tmp_path / "plain.jsonl", *settings, "parallel.overlap=false")
     one = ("parallel.mesh=dp=1", "parallel.schedule=1f1b", "parallel.overlap=false", "parallel.microbatches=8")
     assert overlapped == pytest.approx(train("moe_overlap", tmp_path / "one.jsonl", *settings, *one), rel=1e-10)
-    assert len(overlapped) > 3
+    assert len(overlapped) >= 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -36,9 +36,9 @@ RULES = [MessageRule(None, 4), MessageRule(2, 4), MessageRule(1, None), MessageR
 SHAPES = [(1, 3), (2, 2), (2, 4), (2, 5), (3, 4), (4, 4), (4, 8), (5, 6)]
 
 
-def plans_of(schedule: Schedule) -> Iterator[qs.Plan]:
+def plans_of(schedule: Schedule, shapes: Sequence[tuple[int, int]]) -> Iterator[qs.Plan]:
     """Its plans of all shapes that it takes: with more chunks, recomputed, in slices, overlapped, offloaded as well."""
-    for pp, microbatches in SHAPES:
+    for pp, microbatches in shapes:
         for chunks in {schedule.min_chunks, min(schedule.min_chunks + 1, schedule.max_chunks)}:
             for recompute, overlap in ((0, False), (1, False), (0, True)):
                 slices = min(schedule.max_slices, 2)
@@ -164,10 +164,13 @@ def require_same(plan: qs.Plan, lifetimes: Lifetimes, alive: list[set[Value]]) -
     assert found == alive
 
 
+@pytest.mark.parametrize("shapes", [SHAPES[2:7:2], pytest.param(SHAPES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("schedule", all_schedules(), ids=lambda found: found.name)
-def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(schedule: Schedule) -> None:
-    plans = list(plans_of(schedule))
-    assert len(plans) >= 4
+def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(
+    schedule: Schedule, shapes: Sequence[tuple[int, int]]
+) -> None:
+    plans = list(plans_of(schedule, shapes))
+    assert len(plans) >= 2
     for plan in plans:
         for rule in RULES:
             require_minimal(plan, rule)
@@ -193,12 +196,12 @@ def test_skips_have_slots_of_their_own(schedule: Schedule) -> None:
 def test_plans_in_odd_orders_too() -> None:
     random, found = Random(0), 0
     plans = small_plans()
-    for _ in range(200):
+    for _ in range(80):
         plan = any_mutant(random.choice(plans), random)
         if plan.check(profile="tagged").sound:
             found += 1
             require_minimal(plan, RULES[found % len(RULES)])
-    assert found > 20
+    assert found > 8
 
 
 def test_intervals_that_only_follow_each_other_share_a_slot() -> None:

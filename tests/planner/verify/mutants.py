@@ -65,6 +65,10 @@ PAIRED = (
 MOST_INSTRUCTIONS = 120
 
 
+BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
+"""Not those that other tests have registered."""
+
+
 def small_plans() -> list[Plan]:
     """Every schedule there is at those small shapes that it takes; with slices where it takes them.
 
@@ -73,7 +77,7 @@ def small_plans() -> list[Plan]:
     its replicas.
     """
     found = []
-    for schedule in qs.all_schedules():
+    for schedule in BUILT_IN:
         for mesh, microbatches in SHAPES:
             for slices in {1, min(2, schedule.max_slices)}:
                 shape = {"mesh": mesh, "microbatches": microbatches, "slices": slices, "buckets_per_stage": 2}
@@ -130,7 +134,7 @@ def spelled_plans() -> list[Plan]:
 def offloaded_plans() -> list[Plan]:
     """Plans of every schedule that move as many activations to the host as they can: recomputed in part, and ZeRO-3."""
     found, light = [], qs.Costs(activation_after_input=0.25)
-    for schedule in qs.all_schedules():
+    for schedule in BUILT_IN:
         if schedule.mode != "train":
             continue
         for shape in ({"mesh": "pp=2"}, {"mesh": "dp=2,pp=2", "zero": 3}, {"mesh": "pp=2", "recompute": [0, 1]}):

@@ -102,7 +102,7 @@ FAULTS: list[tuple[Callable[[Any], object], str]] = [
     (put("mesh", "dp=2;pp=2"), "/mesh: mesh: cannot read 'dp=2;pp=2'"),
     (put("mesh", 4), "/mesh: Input should be a valid string"),
     (put("step", STEP + 1), "/step: it is the manifest of step 13, but lies in the folder of step 12"),
-    (put("step", -1), "/step: Input should be greater than or equal to 0"),
+    (put("step", -1), "/step: Input should be at least 0"),
     (put("step", float(STEP)), "/step: Input should be a valid integer"),
     (put("plan_sha256", "x" * 64), "/plan_sha256: String should match pattern"),
     (put("progress", []), "/progress: Input should be a valid dictionary"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
+from quintsched.ir.values import Kind, Value
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.blocks.blocks import Blocks, build_block
 from quintsched.runtime.comm import Group, Transport, run_local
@@ -194,7 +195,8 @@ def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
         _, counted = engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))
         costs = engine.saved_costs(counted)
         state = engine._runner.interpreters["train"].state
-        return costs.activation[1], state.messages.parcels[0].activation.shape
+        (spec,) = state.messages.cargo.specs(Value(Kind.OUTPUT, 0, 0))
+        return costs.activation[1], spec.shape
 
     return run_local(qs.Mesh.parse(mesh).size, run)[0]
 
