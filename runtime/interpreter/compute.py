@@ -28,7 +28,8 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TARGETS, TensorSpec
 from ..parallel.dropout import Unit
-from ..stage.forward import UNIT, Extras, Outputs
+from ..stage.cargo import TakenSkips
+from ..stage.forward import UNIT, Extras, Outputs, apart
 from .cells import Cell, Parts
 from .clock import NoClock
 from .rank_state import ComputeState, Saved, Start
@@ -66,6 +67,7 @@ def _bind_training(
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
     place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
+    skips = _taken_skips(state, instruction)
 
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
@@ -73,13 +75,16 @@ def _bind_training(
         if take is not None:
             given = tuple([leaf(tensor) for tensor in given])
         reruns: list[Rerun] = []
-        extras = extras_of(given)
+        versions, extras = skips.versions(given), extras_of(given)
         activations = host.activations(stores.get(store)) if moves else None
+        # Blocks may keep what they are given: where leaves are to lose their memory, they are given views.
+        shown = given if activations is None else tuple([leaf.view_as(leaf) for leaf in given])
         with NOTHING if activations is None else activations.saving():
-            outputs, auxiliary = whole(given, extras) if whole else forward(given, extras, reruns)
+            outputs, auxiliary = whole(shown, extras) if whole else forward(shown, extras, reruns)
             start = finish(outputs)
+        skips.require_unchanged(given, versions)
         for neighbour in neighbours:
-            neighbour.value = tuple([_apart(output, given) for output in neighbour.value])
+            neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append((place, auxiliary.detach()))
@@ -132,16 +137,26 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
+    skips = _taken_skips(state, instruction)
+
     def run() -> None:
         given = (current.batch.inputs[unit],) if take is None else take()
         clock.start()
+        versions = skips.versions(given)
         outputs, auxiliary = forward(given, extras_of(given), [])
+        skips.require_unchanged(given, versions)
         if auxiliary is not None:
             losses.append((place, auxiliary))
-        finish(tuple(_apart(output, given) for output in outputs))
+        finish(tuple(apart(output.detach(), given) for output in outputs))
         clock.stop()
 
     return run
+
+
+def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips:
+    names = state.forwards[instruction.stage].arriving
+    parts = _parts(state, state.flows.taken(instruction, Kind.SKIP), names)
+    return TakenSkips(instruction.stage, names, [place for _, places in parts for place in places])
 
 
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
@@ -207,7 +222,7 @@ def _with_unit(
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
     """Return what leaves a stage's outputs for later ones; what does not fit the agreed shape goes no further."""
     made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
-    cell, parcel = state.cells.of(made[0]), state.forwards[stage].parcel
+    cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(_parts(state, made, parcel.names))
     (shape, dtype), only_one = (parcel.activation.shape, parcel.activation.dtype), not parcel.riders
 
@@ -222,7 +237,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
             cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
         check(outputs)
-        give(tuple([output.detach() for output in outputs]))
+        give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
@@ -382,17 +397,4 @@ def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
 def _gradient_of(given: Tensor, taken: Outputs) -> Tensor:
     """Return the gradient of a stage's input: zeros where the outputs do not depend on it."""
     gradient = given.grad
-    return torch.zeros_like(given) if gradient is None else _apart(gradient, taken)
-
-
-def _apart(made: Tensor, taken: Outputs) -> Tensor:
-    """Return what was made, copied where it lies in the memory of what was taken (a stage that only reshapes).
-
-    That memory may be a receive buffer, which serves again while what was made is still being sent.
-    """
-    place = made.data_ptr()
-    for tensor in taken:
-        begin = tensor.data_ptr()
-        if begin <= place < begin + tensor.nbytes:
-            return made.clone()
-    return made
+    return torch.zeros_like(given) if gradient is None else apart(gradient, taken)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Value
@@ -59,6 +59,27 @@ class Cargo:
         if value.kind in SKIPS:
             return (1 + names.index(self._skips[value.number % MAX_SKIPS]),)
         return (0, *(1 + names.index(name) for name in self._left[value.stage].names))
+
+
+class TakenSkips:
+    """The skips that a stage is given, at some places behind its activation: later takers get them as they were."""
+
+    def __init__(self, stage: int, names: Sequence[str], places: Sequence[int]) -> None:
+        self._stage, self._names, self._places = stage, names, places
+
+    def versions(self, given: Sequence[Tensor]) -> list[int]:
+        """Return how often each was changed so far."""
+        return [given[place]._version for place in self._places]
+
+    def require_unchanged(self, given: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Raise `MisfitError` where one was changed since."""
+        for place, version in zip(self._places, versions, strict=True):
+            if given[place]._version != version:
+                name = self._names[place - 1]
+                raise MisfitError(
+                    f"a block of stage {self._stage} changes {name!r} in place, which the plan's skip gives to others "
+                    f"as it was; let the block change {name}.clone(), or compile the plan without --skip {name}=…"
+                )
 
 
 def _without(parcel: Parcel, names: Mapping[str, object] | set[str]) -> Parcel:

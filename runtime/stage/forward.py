@@ -87,6 +87,7 @@ class StageForward:
         """The names of what the stage is given beside the activation, in order."""
         self.parcel = parcels[start + len(numbers) - 1]
         """What it leaves: its output, and what rides along from there or is taken past stages."""
+        self._modules = tuple(blocks.values())
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
@@ -116,6 +117,12 @@ class StageForward:
                 total = auxiliary if total is None else total + auxiliary
         return given, total
 
+    def without_weights(self, outputs: Sequence[Tensor]) -> Outputs:
+        """Return what leaves a stage, copied where it is a weight or a buffer, which may change or be freed by then."""
+        tensors = (t for module in self._modules for t in (*module.parameters(), *module.buffers()))
+        held = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
+
 
 def _run_keyed(masks: Masks, run: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
     """Run with the masks of the unit, also when it is run again."""
@@ -139,3 +146,16 @@ def _cut(numbers: Sequence[int], every: int) -> list[tuple[list[int], bool]]:
     return [
         (list(numbers[start:stop]), start % every == every - 1) for start, stop in pairwise([*starts, len(numbers)])
     ]
+
+
+def apart(made: Tensor, taken: Outputs) -> Tensor:
+    """Return what was made, copied where it lies in the memory of what was taken (a stage that only reshapes).
+
+    That memory may be a receive buffer, which serves again while what was made is still being sent.
+    """
+    place = made.data_ptr()
+    for tensor in taken:
+        begin = tensor.data_ptr()
+        if begin <= place < begin + tensor.nbytes:
+            return made.clone()
+    return made

@@ -120,6 +120,47 @@ def test_memory_is_really_free_once_it_is_offloaded(monkeypatch: pytest.MonkeyPa
     assert shares == [1.0] * len(shares)
 
 
+class Keeps(torch.autograd.Function):
+    """Keeps its input in a way of its own, which autograd knows nothing of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient * ctx.x.sin()
+
+
+class Hoarder(nn.Module):
+    """Keeps what it is given beyond its forward: in a function, in a hook, and for the next microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Keeps.apply(x) + self.layer(x)  # type: ignore[no-untyped-call]
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * (1 + x.detach().abs().mean()))
+        if not x.is_meta:
+            y, self.last = y + self.last.mean(), x.data
+        return y
+
+
+def test_what_a_block_keeps_of_its_input_stays_what_it_was() -> None:
+    plans = (qs.compile("gpipe", mesh="pp=2", microbatches=4, offload=offload) for offload in (None, 1))
+    inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def run(plan: qs.Plan, transport: Transport) -> list[float]:
+        engine = Engine(plan, [Hoarder] * 4, nn.functional.mse_loss, sgd, dtype=torch.float64, transport=transport)
+        return [float(engine.step(inputs, targets).loss) for _ in range(3)]
+
+    without, offloaded = (run_local(2, partial(run, plan)) for plan in plans)
+    assert without == offloaded
+
+
 class Impatient(nn.Module):
     """Changes what it has saved, between its forward and its backward."""
 

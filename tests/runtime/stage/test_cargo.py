@@ -61,6 +61,24 @@ class TakesBoth(Plain):
         return torch.tanh(self.layer(x + a) + a * b)
 
 
+class Table(Plain):
+    """Sends along what is one of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, SIZE))
+
+    def forward(self, x: Tensor) -> Carry:  # type: ignore[override]
+        return Carry(torch.tanh(self.layer(x)), a=self.table.expand_as(x))
+
+
+class ChangesA(Plain):
+    def forward(self, x: Tensor, a: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.no_grad():
+            a.mul_(2) if not a.is_meta else a
+        return torch.tanh(self.layer(x))
+
+
 class Mixed(Plain):
     """Attends to the outputs of all sources before it, and is one: an attention residual."""
 
@@ -218,6 +236,30 @@ def test_tensor_parallel_stages_exchange_skips() -> None:
     cached = train(compile_with(SKIPS, "interleaved-1f1b", **shape), blocks, **more)
     assert_same_bits(cached, train(compile_with({}, "interleaved-1f1b", **shape), blocks, **more))
     assert_equals_one_process(cached, train_plainly(blocks))
+
+
+@pytest.mark.parametrize(
+    ("skips", "name", "shape"),
+    [
+        ({}, "1f1b", {"stage_to_pp": (0, 0, 1, 1)}),
+        ({}, "zbv", {}),
+        ({"a": (0, 3)}, "zbv", {}),
+        ({"a": (0, 3)}, "gpipe", {"stage_to_pp": (0, 0, 0, 1)}),
+    ],
+)
+def test_a_weight_that_goes_along_is_not_that_of_the_stage(
+    skips: dict[str, tuple[int, ...]], name: str, shape: dict[str, Any]
+) -> None:
+    """Under ZeRO-3 the stage's full weights are freed before others have taken it."""
+    blocks = [Table, Plain, Plain, TakesA]
+    plan = compile_with(skips, name, mesh="dp=2,pp=2", zero=3, microbatches=3, **shape)
+    assert_equals_one_process(train(plan, blocks, block_costs=[1.0] * 4), train_plainly(blocks))
+
+
+def test_a_skip_that_a_block_changes_in_place_is_refused() -> None:
+    blocks = [partial(Source, "a", 1.0), ChangesA, Plain, TakesA]
+    with pytest.raises(qs.MisfitError, match=r"stage 1 changes 'a' in place, .* let the block change a.clone\(\)"):
+        train(compile_with({"a": (0, 1, 3)}, "zbv", mesh="pp=2"), blocks, block_costs=[1.0] * 4)
 
 
 def test_a_skip_goes_to_a_rank_once() -> None:
