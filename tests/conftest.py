@@ -2,6 +2,6 @@
 
 from hypothesis import settings
 
-settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
+settings.register_profile("quick", max_examples=32, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")

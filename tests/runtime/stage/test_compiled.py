@@ -145,6 +145,7 @@ class Noisy(Mlp):
         return x + self.drop(super().forward(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=slow)])
 def test_compiled_stages_drop_the_same_and_are_compiled_once(schedule: str) -> None:
     plan = qs.compile(schedule, mesh="pp=1", microbatches=2)

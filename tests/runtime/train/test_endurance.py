@@ -27,6 +27,7 @@ def require_no_growth(before: Footprint, after: Footprint) -> None:
     assert after.resident_bytes <= before.resident_bytes + SLACK_BYTES
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_in_process() -> None:
     for before, after in run_local(2, lambda transport: endure(transport, "zb-h1"), rules="nccl"):
         require_no_growth(before, after)
