@@ -53,6 +53,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     "quintsched": (
         "cli",
         "testing",
+        "tuning",
+        "prediction",
+        "profiles",
         "sweep",
         "compiler",
         "request",
@@ -66,6 +69,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "text",
         "schedules",
         "simulation",
+        "descriptions",
         "collectives",
         "graph",
         "instructions",

@@ -1,0 +1,64 @@
+"""A cluster by its datasheet: GPUs, the links of a node, the network between nodes.
+
+    {"name": "a100-80gb", "tflops": {"bf16": 312, "fp32": 19.5, "tf32": 156}, "memory_gb": 80, "memory_gbps": 2039,
+     "gpus_per_node": 8, "link_gbps": 300, "network_gbps": 25, "pcie_gbps": 32}
+
+All rates of links are in GB/s (10^9 bytes), of one GPU, in one direction. What `calibrate` has measured stands beside
+the figures of the datasheet, in `measured`, and is taken in their place.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from quintsched.descriptions.model import Description, Size
+
+
+class Curve(Description):
+    """A measured rate by size, interpolated linearly in the logarithm of the size, constant beyond both ends."""
+
+    sizes: tuple[float, ...]
+    """Floating-point operations, or bytes; rising."""
+    rates: tuple[float, ...]
+    """Operations or bytes per second at that size."""
+
+
+class Measured(Description):
+    """What `quintsched calibrate` found on this machine; what is missing comes from the datasheet's model."""
+
+    matmul: dict[str, Curve] = Field(default_factory=dict)
+    """Matrix products by dtype: operations per second by operations."""
+    memory: Curve | None = None
+    """Elementwise operations: bytes read and written per second, by bytes."""
+    link: Curve | None = None
+    """A message between two neighbours: bytes per second by bytes."""
+    kernel_s: float | None = None
+    """What one operation takes however small it is."""
+    cores: int | None = None
+    """On a CPU: how many cores the processes share."""
+
+
+class Hardware(Description):
+    """A kind of GPU and how many of them are connected; see the module."""
+
+    name: str = "hardware"
+    tflops: dict[str, float]
+    """Peak of matrix products by dtype ("bf16", "fp16", "tf32", "fp32", "fp64"), dense, in 10^12 per second."""
+    memory_gb: float = Field(gt=0)
+    """Memory of one GPU in 10^9 bytes."""
+    memory_gbps: float = Field(gt=0)
+    gpus_per_node: Size = 8
+    link_gbps: float = Field(gt=0)
+    """NVLink, or whatever connects the GPUs of a node."""
+    network_gbps: float = Field(gt=0)
+    """Between nodes, for each GPU."""
+    pcie_gbps: float = Field(default=32.0, gt=0)
+    """To the host's memory."""
+    reserved_gb: float = Field(default=1.0, ge=0)
+    """What the driver, the context and communication libraries take."""
+    efficiency: float = Field(default=1.0, gt=0)
+    """The one constant of its own that a GPU other than the A100 may have: it multiplies the fitted efficiency of
+    matrix products."""
+    measured: Measured | None = None
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Where the figures come from."""

@@ -1,0 +1,110 @@
+"""A transformer by its sizes: what a prediction needs to know of a model, and nothing of its weights.
+
+    {"name": "llama-2-7b", "layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "vocab": 32000,
+     "activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "biases": false, "tied": false}
+
+The names that Hugging Face and Megatron give to the same sizes (`hidden_size`, `num_layers`, `n_heads` …) are read too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+Size = Annotated[int, Field(ge=1, le=2**40, strict=True)]
+
+
+class Description(BaseModel):
+    """A frozen record that refuses what it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
+
+
+def _also(*names: str) -> AliasChoices:
+    return AliasChoices(*names)
+
+
+class Experts(Description):
+    """A mixture of experts in place of the feed-forward network."""
+
+    count: Size
+    """Experts that a router chooses among."""
+    top_k: Size
+    """Experts that each token passes."""
+    ffn: Size
+    """Width of one expert's feed-forward network."""
+    shared: int = Field(default=0, ge=0)
+    """Experts of that width that every token passes besides."""
+    first_dense: int = Field(default=0, ge=0)
+    """How many layers at the beginning have a plain feed-forward network instead."""
+    every: Size = 1
+    """k: every k-th of the remaining layers has experts, the others a plain network."""
+
+
+class LatentAttention(Description):
+    """Keys and values compressed into a latent vector (DeepSeek-V2, arXiv:2405.04434)."""
+
+    kv_rank: Size
+    """Width of the latent of keys and values."""
+    q_rank: int = Field(default=0, ge=0)
+    """Width of the latent of queries; 0: queries are projected directly."""
+    rope_size: Size = 64
+    """Of each head, what carries the position."""
+    value_size: Size = 128
+    """Of each head's values."""
+
+
+class Images(Description):
+    """What a vision transformer reads instead of words."""
+
+    size: Size
+    """Pixels along an edge."""
+    patch: Size
+    """Pixels along a patch's edge."""
+    channels: Size = 3
+    classes: Size = 1000
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image, and the class token."""
+        return (self.size // self.patch) ** 2 + 1
+
+
+class Model(Description):
+    """A transformer; see the module. Raises pydantic's error, which `library` turns into ours."""
+
+    name: str = "model"
+    layers: Size = Field(validation_alias=_also("layers", "num_layers", "num_hidden_layers", "n_layers", "n_layer"))
+    hidden: Size = Field(validation_alias=_also("hidden", "hidden_size", "d_model", "n_embd"))
+    heads: Size = Field(validation_alias=_also("heads", "num_heads", "num_attention_heads", "n_heads", "n_head"))
+    kv_heads: Size | None = Field(default=None, validation_alias=_also("kv_heads", "num_key_value_heads"))
+    """Heads of keys and values, where several heads of queries use one (GQA); None: as many as `heads`."""
+    head_size: Size | None = Field(default=None, validation_alias=_also("head_size", "head_dim", "kv_channels"))
+    """None: hidden / heads."""
+    ffn: Size | None = Field(default=None, validation_alias=_also("ffn", "ffn_hidden_size", "intermediate_size"))
+    """Width of the feed-forward network; None: 4 · hidden."""
+    activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
+    """Of the feed-forward network; those with "glu" have a second matrix, the gate."""
+    vocab: int = Field(default=51200, ge=0, validation_alias=_also("vocab", "vocab_size", "vocabulary"))
+    """0 where images are read."""
+    positions: Literal["learned", "rope", "alibi", "none"] = "learned"
+    seq: Size = Field(default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions"))
+    """The longest sequence: rows of a learned position embedding, and the sequence where a strategy gives none."""
+    tied: bool = True
+    """Whether the head's matrix is the embedding's."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    biases: bool = True
+    """Of the projections; a layernorm has its own whatever this says."""
+    qkv_biases: bool | None = None
+    """Of the projections to queries, keys and values alone (Qwen); None: as `biases`."""
+    qk_norm: bool = False
+    """A norm over each head's queries and keys (Qwen3)."""
+    dropout: bool = True
+    """Whether masks of dropout are kept for the backward."""
+    causal: bool = True
+    attention: Literal["unfused", "flash"] = "flash"
+    """"unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135)."""
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    images: Images | None = None
