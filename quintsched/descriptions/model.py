@@ -89,7 +89,9 @@ class Model(Description):
     vocab: int = Field(default=51200, ge=0, validation_alias=_also("vocab", "vocab_size", "vocabulary"))
     """0 where images are read."""
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
-    seq: Size = Field(default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions"))
+    seq: Size = Field(
+        default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions")
+    )
     """The longest sequence: rows of a learned position embedding, and the sequence where a strategy gives none."""
     tied: bool = True
     """Whether the head's matrix is the embedding's."""
