@@ -32,7 +32,7 @@ def run_processes(
     Raises what a process raised, and `StallError` after `timeout_s`; no process outlives the call.
     """
     with TemporaryDirectory() as folder:
-        context = start_processes(  # type: ignore[no-untyped-call]
+        context = start_processes(
             _enter,
             args=(work, num_processes, folder, device.type, timeout_s),
             nprocs=num_processes,
