@@ -48,6 +48,7 @@ def run_processes(
         finally:
             for process in context.processes:
                 process.kill()
+                process.join()
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
