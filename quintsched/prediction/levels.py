@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Levels:
         first, segments = self.first.tolist(), self.segments
         starts_of = np.r_[segments, len(self.sources)]
         base = first[1]
-        for low, high in zip(first[1:-1], first[2:], strict=True):
+        for low, high in pairwise(first[1:]):
             begin, end = starts_of[low - base], starts_of[high - base]
             waited = ends[self.sources[begin:end]]
             ends[low:high] += np.maximum.reduceat(waited, segments[low - base : high - base] - begin, axis=0)
@@ -84,7 +85,7 @@ def levels_of(
     events = Events.merge(plan)
     graph = build_graph(events, plan.flows, PROFILES["channel"])
     order = meeting_order(plan)
-    assert order is not None and graph.agrees(order)
+    assert order is not None
     level = graph.starts(np.ones(events.num_events), order).astype(np.int64)
     by_level = np.argsort(level, kind="stable")
     place = np.empty_like(by_level)

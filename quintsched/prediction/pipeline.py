@@ -166,7 +166,7 @@ V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
 
 
 def lower_bound(schedule: str, **times: Numbers) -> Values:
-    """Return what no step takes less than under a schedule, (n,), in seconds; the arguments are those of `pipelines`."""
+    """Return what no step takes less than, (n,), in seconds; the arguments are those of `pipelines`."""
     s, name = pipelines(**times), find_schedule(schedule).name
     x, y, alone = s.first, s.last, s.p == 1
     bent = name in V_SHAPED
@@ -200,7 +200,7 @@ def in_flight(schedule: str, pp: int, microbatches: int, chunks: int | None = No
 def peak_activations(
     schedule: str, pp: int, microbatches: int, chunks: int | None, activation: npt.ArrayLike = 1.0
 ) -> tuple[float, ...]:
-    """Return the most that each rank holds, where a microbatch holds `activation` on a stage (a number, or per stage)."""
+    """Return the most that each rank holds; a microbatch holds `activation` on a stage (a number, or one per stage)."""
     name = find_schedule(schedule).name
     counts = _counts(name, pp, _enough(name, pp, microbatches), chunks)
     stages = sum(one.shape[1] for one, _ in counts)
