@@ -25,7 +25,9 @@ NETWORK_LATENCY_S = 8e-6
 """Of one hop between nodes."""
 
 
-def ring_s(moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+def ring_s(
+    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+) -> Array:
     """Return the seconds of one pass over a ring: an all-gather or reduce-scatter of so many bytes in total."""
     members = _in_node(ranks, stride, hardware)
     rate = _rate(moved / np.maximum(ranks, 1), ranks, members, hardware, constants)

@@ -253,7 +253,7 @@ def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrob
     }
     fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
     rows = np.arange(len(fullest))
-    return {name: values[rows, fullest] for name, values in terms.items()}
+    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
 
 
 def _widths(table: Table) -> Array:
