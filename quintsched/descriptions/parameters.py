@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quintsched.descriptions.model import Model
 
-Ints = NDArray[np.int64] | int
+Ints: TypeAlias = Any
+"""A whole number, or an array of them."""
 
 KINDS = ("embedding", "positions", "attention", "ffn", "router", "experts", "norms", "biases", "head")
 
@@ -163,6 +163,7 @@ def _latent_attention(model: Model) -> tuple[Weight, ...]:
     latent, hidden, heads = model.latent, model.hidden, model.heads
     assert latent is not None
     query = model.head_width + latent.rope_size
+    queries: tuple[Weight, ...]
     if latent.q_rank:
         queries = (
             Weight("attention.q_down.weight", "attention", latent.q_rank, hidden),
@@ -206,7 +207,7 @@ def _experts(model: Model) -> tuple[Weight, ...]:
 def _one_expert(model: Model) -> int:
     """Return the numbers of one expert."""
     assert model.experts is not None
-    return sum(w.units * w.each for w in _feed_forward(model, "", model.experts.ffn, biases=False))
+    return sum(int(w.numbers) for w in _feed_forward(model, "", model.experts.ffn, biases=False))
 
 
 def _linear(name: str, kind: str, units: int, per_unit: int, inputs: int, *, biases: bool) -> tuple[Weight, ...]:

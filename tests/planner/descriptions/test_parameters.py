@@ -62,7 +62,7 @@ MPT = [
     ("mpt-30b", 2048, 29_975_214_080),
     ("mpt-70b", 2048, 64_862_437_376),
 ]
-"""Parameters by the sequence that is trained on (mosaicml/llm-foundry@8c8dd48f, scripts/train/benchmarking/README.md)."""
+"""Parameters by the sequence that is trained on (mosaicml/llm-foundry@8c8dd48f, scripts/train/benchmarking)."""
 
 MEGATRON = {1.7: "1.7b", 3.6: "3.6b", 7.5: "7.5b", 18.4: "18.4b", 39.1: "39.1b", 76.1: "76.1b", 145.6: "145.6b"}
 
