@@ -23,6 +23,7 @@ DRAWING = {ROOT / "quintsched" / "cli" / name for name in ("pictures.py", "timin
 ORDER: dict[str, tuple[str, ...]] = {
     "quintsched.runtime": (
         "launch",
+        "calibrate",
         "train",
         "checkpoint",
         "engine",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from quintsched.cli.app import make_app
+from quintsched.cli.calibrate import calibrate
 from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
 from quintsched.cli.collective import collective
@@ -20,7 +21,21 @@ from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
 from quintsched.cli.timing import compare, simulate
 
-COMMANDS = (schedules, compile, show, check, simulate, compare, render, collective, export, import_, run, new)
+COMMANDS = (
+    schedules,
+    compile,
+    show,
+    check,
+    simulate,
+    compare,
+    render,
+    collective,
+    export,
+    import_,
+    run,
+    calibrate,
+    new,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,14 +28,26 @@ class Measured(Description):
 
     matmul: dict[str, Curve] = Field(default_factory=dict)
     """Matrix products by dtype: operations per second by operations."""
+    attention: dict[str, Curve] = Field(default_factory=dict)
+    """A causal attention's forward by dtype: operations per second by operations, of which it does half."""
     memory: Curve | None = None
     """Elementwise operations: bytes read and written per second, by bytes."""
+    optimizer: Curve | None = None
+    """A step of AdamW in float32: numbers stepped per second, by numbers."""
     link: Curve | None = None
     """A message between two neighbours: bytes per second by bytes."""
+    all_reduce: dict[int, Curve] = Field(default_factory=dict)
+    """A sum over that many ranks: bytes of the tensor per second, by bytes."""
+    link_work: Curve | None = None
+    """On a CPU, what a message takes of the cores: bytes per second of both ends' CPU time together, by bytes."""
+    all_reduce_work: dict[int, Curve] = Field(default_factory=dict)
+    """On a CPU, the same of a sum over that many ranks: bytes of the tensor per second of all ranks' CPU time."""
     kernel_s: float | None = None
     """What one operation takes however small it is."""
     cores: int | None = None
     """On a CPU: how many cores the processes share."""
+    sharing: dict[int, float] = Field(default_factory=dict)
+    """On a CPU: how fast one of that many processes computes while it has a core, relative to one that is alone."""
 
 
 class Hardware(Description):

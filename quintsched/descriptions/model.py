@@ -8,9 +8,10 @@ The names that Hugging Face and Megatron give to the same sizes (`hidden_size`, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 Size = Annotated[int, Field(ge=1, le=2**40, strict=True)]
 
@@ -18,7 +19,9 @@ Size = Annotated[int, Field(ge=1, le=2**40, strict=True)]
 class Description(BaseModel):
     """A frozen record that refuses what it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
+    )
 
 
 def _also(*names: str) -> AliasChoices:
@@ -89,13 +92,21 @@ class Model(Description):
     vocab: int = Field(default=51200, ge=0, validation_alias=_also("vocab", "vocab_size", "vocabulary"))
     """0 where images are read."""
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
-    seq: Size = Field(default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions"))
+    seq: Size = Field(
+        default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions")
+    )
     """The longest sequence: rows of a learned position embedding, and the sequence where a strategy gives none."""
+    extra_positions: int = Field(default=0, ge=0)
+    """Rows of a learned position embedding beyond those of the sequence (2 in OPT)."""
+    embedding_norm: bool = False
+    """A norm right behind the embedding (BLOOM)."""
     tied: bool = True
     """Whether the head's matrix is the embedding's."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_biases: bool = True
+    """Of a layernorm; an rmsnorm has none."""
     biases: bool = True
-    """Of the projections; a layernorm has its own whatever this says."""
+    """Of the projections; routers and experts have none whatever this says."""
     qkv_biases: bool | None = None
     """Of the projections to queries, keys and values alone (Qwen); None: as `biases`."""
     qk_norm: bool = False
@@ -108,3 +119,51 @@ class Model(Description):
     experts: Experts | None = None
     latent: LatentAttention | None = None
     images: Images | None = None
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Model:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        if self.head_size is None and self.hidden % self.heads:
+            yield f"hidden={self.hidden} does not divide into heads={self.heads}; give head_size where they differ"
+        if self.heads % self.num_kv_heads:
+            yield f"heads={self.heads} does not divide into groups for kv_heads={self.num_kv_heads}"
+        if self.vocab == 0 and self.images is None:
+            yield "vocab is 0, which is for models that read images; give its size, or images"
+        if self.experts is not None and self.experts.top_k > self.experts.count:
+            yield f"a token cannot pass top_k={self.experts.top_k} of {self.experts.count} experts"
+        if self.experts is not None and not any(self.has_experts):
+            yield f"no layer of {self.layers} has experts with first_dense={self.experts.first_dense}" + (
+                f" and every={self.experts.every}"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and of values; `heads` where attention is latent."""
+        return self.heads if self.kv_heads is None or self.latent is not None else self.kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Of a head's queries and keys; where attention is latent, without what carries the position."""
+        return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def ffn_width(self) -> int:
+        """Of the plain feed-forward network."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a feed-forward network has a gate: three matrices, not two."""
+        return self.activation.endswith("glu")
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Of each layer, whether it has experts in place of the plain feed-forward network."""
+        if self.experts is None:
+            return (False,) * self.layers
+        first, every = self.experts.first_dense, self.experts.every
+        return tuple(layer >= first and (layer - first + 1) % every == 0 for layer in range(self.layers))

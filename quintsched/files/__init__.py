@@ -1,4 +1,5 @@
-"""Files read and written with care: JSON without surprises (`strictjson`), files whole or not at all (`atomic`).
+"""Files read and written with care: JSON and YAML without surprises (`strictjson`, `strictyaml`), files whole or not at
+all (`atomic`).
 
 Imports `errors` and nothing else; what stands in the files is the business of other rooms.
 """

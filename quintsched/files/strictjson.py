@@ -71,6 +71,7 @@ _WORDS = {
     "extra_forbidden": "unknown key",
     "less_than_equal": "Input should be at most {le:g}",
     "greater_than_equal": "Input should be at least {ge:g}",
+    "value_error": "{error}",
     "union_tag_invalid": "Input should not be {tag}; give one of: {expected_tags}",
 }
 """What is said of some types of fault instead of pydantic's own words."""

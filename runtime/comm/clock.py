@@ -2,6 +2,7 @@
 
 now_s            how long something took, and until when to wait: never set back, the host's finest
 time_of_day_s    what all ranks of a machine share, as traces do
+..._computed_s    how long this thread, or process, has computed, whoever else had the core meanwhile
 settled_s        how long a device took: `now_s` after everything that was asked of it is done
 timing_event     (in `device`) the same without waiting, for steps that must not be held up
 """
@@ -16,6 +17,12 @@ from .device import synchronize
 
 now_s = time.perf_counter
 """Seconds since some moment, the same for all threads of a process."""
+
+thread_computed_s = time.thread_time
+"""Seconds that a core has worked for this thread."""
+
+process_computed_s = time.process_time
+"""Seconds that cores have worked for all threads of this process."""
 
 time_of_day_s = time.time
 """Seconds since 1970, as the machine's clock has it."""

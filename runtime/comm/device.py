@@ -55,6 +55,27 @@ def has_device_for_each(local_ranks: int) -> bool:
     return torch.accelerator.device_count() >= local_ranks or _may_share()
 
 
+def num_devices(device: torch.device) -> int | None:
+    """Return how many devices of a kind there are; None on the CPU, which any number of processes share."""
+    return torch.accelerator.device_count() if is_accelerator(device) else None
+
+
+def use_device(kind: torch.device, index: int) -> torch.device:
+    """Make a device of a kind the current one, and return it; the CPU is as it is."""
+    if not is_accelerator(kind):
+        return kind
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a device, in bytes; that of the machine for the CPU."""
+    if not is_accelerator(device):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total: int = torch.get_device_module(device).get_device_properties(device).total_memory
+    return total
+
+
 def device_kind(library: str) -> torch.device:
     """Return the kind of device that a library is for: the CPU, unless it is one for accelerators.
 

@@ -1,20 +1,16 @@
 """Reading a job file: YAML and `--set` overrides to a checked JobConfig.
 
-    job.yaml ─▶ mapping ─▶ overrides put in ─▶ JobConfig
-
-YAML's traps are closed: a key given twice is an error, and 1e-4 is a number.
+job.yaml ─▶ mapping ─▶ overrides put in ─▶ JobConfig
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quintsched.errors import UsageError
+from quintsched.files.strictyaml import parse_yaml
 
 from .config import JobConfig
 from .settings import read_settings
@@ -41,7 +37,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: the job file cannot be read: {error.strerror or error}") from None
-    values = _parse_yaml(content, str(path))
+    values = parse_yaml(content, str(path), UsageError)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -64,36 +60,4 @@ def _put(values: dict[Any, Any], override: str) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise UsageError(f"--set {override}: {'.'.join(sections[: depth + 1])} is not a section")
-    values[key] = _parse_yaml(text, f"--set {override}")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, but strict about keys given twice, and with YAML 1.2's numbers."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.composer.ComposerError(None, None, f"{key.value!r} is given twice", key.start_mark)
-            seen.add((key.tag, str(key.value)))
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-)
-
-
-def _parse_yaml(content: bytes | str, source: str) -> Any:
-    """Return what one YAML document says. Raises UsageError with the line and column."""
-    try:
-        return yaml.load(content, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(f"{source}{place}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{source}: is not YAML: {error}") from None
-    except RecursionError:
-        raise UsageError(f"{source}: is nested too deeply") from None
+    values[key] = parse_yaml(text, f"--set {override}", UsageError)

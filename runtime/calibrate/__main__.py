@@ -1,0 +1,35 @@
+"""`python -m quintsched.runtime.calibrate FILE --device cpu`: measure this machine, and write what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from quintsched.errors import QuintschedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure this machine and write what was found; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m quintsched.runtime.calibrate", description=__doc__)
+    parser.add_argument("file", type=Path, help="where the description goes")
+    parser.add_argument("--device", default="cpu", help="the kind of device: cpu, or that of an accelerator")
+    arguments = parser.parse_args(argv)
+    try:
+        import torch
+
+        from quintsched.files.atomic import write_whole
+
+        from .machine import calibrate
+
+        found = calibrate(torch.device(arguments.device))
+        write_whole(arguments.file, found.model_dump_json(indent=1, exclude_none=True) + "\n", "the description")
+    except QuintschedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

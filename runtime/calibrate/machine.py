@@ -1,0 +1,86 @@
+"""A description of this machine: what it is, and everything that was measured on it.
+
+cores, memory     ─┐
+operations        ─┼──▶ Hardware(measured=Measured(…))   ──▶ cpu.json
+links, if any     ─┘
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from quintsched.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.errors import MisfitError
+
+from ..comm.device import find_accelerator, is_accelerator, memory_bytes
+from . import operations
+from .links import Links, measure_links
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Where Linux says how much of the cores a container may use: microseconds of work per period, and the period."""
+
+
+def calibrate(device: torch.device) -> Hardware:
+    """Measure this machine for up to a minute and return its description.
+
+    Raises `MisfitError` where there is no such device.
+    """
+    _require(device)
+    torch.set_num_threads(1)  # as the ranks of a run have it
+    matmul, memory = operations.matmul_curves(device), operations.memory_curve(device)
+    links = measure_links(device)
+    measured = Measured(
+        matmul=matmul,
+        attention=operations.attention_curves(device),
+        memory=memory,
+        optimizer=operations.optimizer_curve(device),
+        kernel_s=operations.kernel_s(device),
+        cores=None if is_accelerator(device) else count_cores(),
+        **(links._asdict() if links else {}),
+    )
+    return _described(device, measured, links)
+
+
+def _described(device: torch.device, measured: Measured, links: Links | None) -> Hardware:
+    accelerated = is_accelerator(device)
+    memory_gbps = _most(measured.memory) / 1e9 if measured.memory else 1.0
+    link_gbps = _most(links.link) / 1e9 if links else memory_gbps
+    neighbours = max(links.all_reduce) if links else 1
+    return Hardware(
+        name=device.type,
+        tflops={name: _most(curve) / 1e12 for name, curve in measured.matmul.items()},
+        memory_gb=memory_bytes(device) / (1 if accelerated else neighbours) / 1e9,
+        memory_gbps=memory_gbps,
+        gpus_per_node=neighbours,
+        link_gbps=link_gbps,
+        network_gbps=link_gbps,
+        pcie_gbps=memory_gbps,
+        reserved_gb=1.0 if accelerated else 0.0,
+        measured=measured,
+        sources={"measured": f"quintsched calibrate on {platform.machine()}, torch {torch.__version__}"},
+    )
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use: those it may run on, or fewer where a container has a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def _most(curve: Curve) -> float:
+    return max(curve.rates)
+
+
+def _require(device: torch.device) -> None:
+    found = find_accelerator()
+    if device.type != "cpu" and (found is None or found.type != device.type):
+        there = f"an accelerator of the kind {found.type}" if found else "no accelerator"
+        raise MisfitError(f"this machine cannot measure {device.type!r}: there is {there}; choose --device cpu")

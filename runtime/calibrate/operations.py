@@ -1,0 +1,145 @@
+"""What a rank computes, timed: matrix products, attention, elementwise operations, a step of the optimizer.
+
+    ops/s                 ╭────── products that fill the device
+        │            ╭────╯
+        │       ╭────╯
+        │ ──────╯  here the calling itself takes longer: kernel_s
+        └──────────────────────▶ operations of one product
+
+Every size is one point of a curve. A size is left out where one smaller took long already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.descriptions.hardware import Curve
+
+from ..comm.device import is_accelerator
+from .timing import call_s, curve_of
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+)
+"""The types of products, by their names in a description."""
+EDGES = {False: (32, 64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096, 8192)}
+"""Rows and columns of square matrices, by whether the device is an accelerator."""
+LENGTHS = {False: (64, 128, 256, 512), True: (512, 1024, 2048, 4096)}
+HEADS, HEAD_SIZE = 8, 64
+ELEMENTS = {False: (2**12, 2**15, 2**18, 2**21, 2**23), True: (2**18, 2**21, 2**24, 2**27)}
+WIDTH = 256
+"""Of the rows that are normalised."""
+PASSES = 13
+"""How often the elementwise operations of `_elementwise` read or write all numbers, backward included."""
+STEPPED = {False: (2**14, 2**18, 2**22, 2**24), True: (2**20, 2**24, 2**27)}
+TENSORS = 8
+"""How many parameters share the numbers that are stepped."""
+TINY = 8
+TINY_OPERATIONS = 12
+"""Operations of `_tiny_block`, backward included."""
+LONG_S = 0.1
+"""What took longer is not measured at a larger size."""
+BUDGET_S = 0.1
+"""How long each point is measured."""
+
+
+def matmul_curves(device: torch.device) -> dict[str, Curve]:
+    """Return the rates of square products, operations per second by operations, of every type the device has."""
+    edges = EDGES[is_accelerator(device)]
+    return {
+        name: _curve(edges, lambda edge: 2.0 * edge**3, partial(_product, dtype, device), device)
+        for name, dtype in DTYPES.items()
+    }
+
+
+def attention_curves(device: torch.device) -> dict[str, Curve]:
+    """Return the rates of a causal attention's forward, all scores counted though half of them are hidden."""
+    lengths = LENGTHS[is_accelerator(device)]
+    return {
+        name: _curve(
+            lengths, lambda length: 4.0 * HEADS * HEAD_SIZE * length**2, partial(_attention, dtype, device), device
+        )
+        for name, dtype in DTYPES.items()
+    }
+
+
+def memory_curve(device: torch.device) -> Curve:
+    """Return bytes per second of elementwise operations in float32, by the bytes of one of them."""
+    sizes = ELEMENTS[is_accelerator(device)]
+    operations = 5
+    return _curve(
+        sizes,
+        lambda size: 4.0 * PASSES * size / operations,
+        lambda size: _elementwise(size, device),
+        device,
+        repeats=operations,
+    )
+
+
+def optimizer_curve(device: torch.device) -> Curve:
+    """Return numbers per second of a step of AdamW, by how many there are."""
+    return _curve(STEPPED[is_accelerator(device)], float, lambda size: _optimizer_step(size, device), device)
+
+
+def kernel_s(device: torch.device) -> float:
+    """Return what an operation takes that has next to nothing to compute, in seconds, autograd's part included."""
+    return call_s(_tiny_block(device), device, BUDGET_S) / TINY_OPERATIONS
+
+
+def _curve(
+    sizes: Sequence[int],
+    work: Callable[[int], float],
+    call_of: Callable[[int], Callable[[], object]],
+    device: torch.device,
+    repeats: int = 1,
+) -> Curve:
+    """Return a curve over the sizes, as far as calls are not too long; a call does an operation `repeats` times."""
+    seconds: list[float] = []
+    for size in sizes:
+        seconds.append(call_s(call_of(size), device, BUDGET_S) / repeats)
+        if seconds[-1] * repeats > LONG_S:
+            break
+    return curve_of([work(size) for size in sizes[: len(seconds)]], seconds)
+
+
+def _product(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], object]:
+    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    return lambda: left @ right
+
+
+def _attention(dtype: torch.dtype, device: torch.device, length: int) -> Callable[[], object]:
+    query, key, value = torch.randn(3, 1, HEADS, length, HEAD_SIZE, device=device).to(dtype)
+    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _elementwise(size: int, device: torch.device) -> Callable[[], object]:
+    """Return forward and backward of a norm, a GELU and an addition: 2 + 3, 2 + 3 and 3 passes over the numbers."""
+    given = torch.randn(size // WIDTH, WIDTH, device=device, requires_grad=True)
+    gradient = torch.randn(size // WIDTH, WIDTH, device=device)
+
+    def run() -> None:
+        F.gelu(F.layer_norm(given, (WIDTH,))).add(given.detach()).backward(gradient)
+        given.grad = None
+
+    return run
+
+
+def _optimizer_step(size: int, device: torch.device) -> Callable[[], object]:
+    parameters = [nn.Parameter(torch.randn(size // TENSORS, device=device)) for _ in range(TENSORS)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
+    return optimizer.step
+
+
+def _tiny_block(device: torch.device) -> Callable[[], object]:
+    """Return forward (norm, product, GELU, product, addition) and backward (two for a product) of a feed-forward."""
+    block = nn.Sequential(nn.LayerNorm(TINY), nn.Linear(TINY, TINY), nn.GELU(), nn.Linear(TINY, TINY)).to(device)
+    given: Tensor = torch.randn(TINY, TINY, device=device, requires_grad=True)
+    return lambda: (given + block(given)).sum().backward()

@@ -1,0 +1,129 @@
+"""What is measured has the right form and the right order of size; processes end whatever happens."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from quintsched.cli.calibrate import calibrate_first
+from quintsched.descriptions import library
+from quintsched.errors import MisfitError, StallError
+from quintsched.runtime.calibrate import links, machine, operations
+from quintsched.runtime.calibrate.processes import run_processes
+from quintsched.runtime.calibrate.timing import call_s, curve_of
+from quintsched.runtime.comm import Transport
+from quintsched.runtime.comm.clock import now_s
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure small sizes, for a moment."""
+    monkeypatch.setattr(operations, "BUDGET_S", 0.002)
+    for name, sizes in (("EDGES", (16, 32)), ("LENGTHS", (16, 32)), ("ELEMENTS", (2**12,)), ("STEPPED", (2**10,))):
+        monkeypatch.setattr(operations, name, {False: sizes})
+    monkeypatch.setattr(machine, "measure_links", lambda _: None)
+
+
+def test_a_longer_call_takes_longer() -> None:
+    small, large = (call_s(operations._product(torch.float32, CPU, edge), CPU, 0.02) for edge in (32, 256))
+    assert 0 < small < large
+
+
+def test_a_curve_is_size_over_time() -> None:
+    curve = curve_of([1.0, 4.0], [0.5, 1.0])
+    assert (curve.sizes, curve.rates) == ((1.0, 4.0), (2.0, 4.0))
+
+
+@pytest.mark.usefixtures("briefly")
+def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
+    found = machine.calibrate(CPU)
+    measured = found.measured
+    assert measured is not None
+    assert measured.cores == machine.count_cores() >= 1
+    assert set(measured.matmul) == {"bf16", "fp16", "fp32", "fp64"} == set(measured.attention)
+    assert measured.kernel_s is not None
+    assert 1e-7 < measured.kernel_s < 1e-2
+    assert found.tflops["fp32"] == pytest.approx(max(measured.matmul["fp32"].rates) / 1e12)
+    path = tmp_path / "mine.json"
+    path.write_text(found.model_dump_json(exclude_none=True))
+    assert library.find_hardware(path) == found
+
+
+def test_a_long_call_is_the_last_of_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "LONG_S", 0.0)
+    monkeypatch.setattr(operations, "BUDGET_S", 0.001)
+    monkeypatch.setattr(operations, "EDGES", {False: (8, 16)})
+    assert operations.matmul_curves(CPU)["fp32"].sizes == (2.0 * 8**3,)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(MisfitError, match="choose --device cpu"):
+        machine.calibrate(torch.device("meta"))
+
+
+def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(machine, "QUOTA", quota)
+    everything = machine.count_cores()
+    for content, cores in (("max 100000", everything), ("100000 100000", 1), ("nonsense", everything)):
+        quota.write_text(content)
+        assert machine.count_cores() == cores
+
+
+def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, measured = tmp_path / "cpu.json", []
+    monkeypatch.setattr(library, "CALIBRATED", file)
+    command = import_module("quintsched.cli.calibrate")
+    monkeypatch.setattr(command, "_measure", lambda *what: measured.append(what) or file.touch() or 0)
+    for hardware in ("a100-80gb", "cpu", "cpu"):
+        calibrate_first(hardware)
+    assert measured == [(file, "cpu")]
+
+
+def talk(transport: Transport) -> int:
+    """Sum the ranks over all processes."""
+    total = torch.tensor([float(transport.rank)])
+    transport.make_group([tuple(range(transport.world_size))]).all_reduce(total).wait()
+    return int(total)
+
+
+def hang(transport: Transport) -> int:
+    """Have one rank end, and the other wait for it forever."""
+    Path(os.environ["FOLDER"], str(transport.rank)).write_text(str(os.getpid()))
+    group = transport.make_group([(0, 1)])
+    if transport.rank:
+        group.all_reduce(torch.zeros(1)).wait()
+    return 0
+
+
+@pytest.mark.processes
+def test_processes_talk() -> None:
+    assert run_processes(talk, 2, CPU, 60.0) == [1, 1]
+
+
+@pytest.mark.processes
+def test_processes_that_hang_end_with_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    begun = now_s()
+    with pytest.raises(StallError, match="longer than 6 s"):
+        run_processes(hang, 2, CPU, 6.0)
+    assert now_s() - begun < 20
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+@pytest.mark.processes
+def test_links_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "PARTIES", (2,))
+    found = links.measure_links(CPU)
+    assert found is not None
+    assert min(found.link.rates + found.link_work.rates + found.all_reduce[2].rates) > 0
+    assert set(found.all_reduce) == set(found.all_reduce_work) == {2}
+    assert found.sharing[1] == 1.0
