@@ -7,8 +7,8 @@
     mesh    the least of its frames'                              the least of its frames'
 
 Each figure is the prediction's own, for a row in which all terms are least. So bounds follow where the prediction
-changes, as long as three things hold of it: more recomputation makes no pipeline faster, and ZeRO none; higher levels of
-ZeRO hold no more of weights, gradients and optimizer state; and what a rank holds is least with one of the extreme
+changes, as long as three things hold of it: more recomputation makes no pipeline faster, and ZeRO none; higher levels
+of ZeRO hold no more of weights, gradients and optimizer state; and what a rank holds is least with one of the extreme
 numbers of recomputed layers.
 """
 
@@ -42,9 +42,9 @@ def frame_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Bounds:
         for sequence_parallel in space.choices.sequence_parallel:
             for code in least_recomputes(space):
                 rows = relaxed(space, frames, dtype, 0, int(sequence_parallel), code)
-                time = np.minimum(time, evaluator.evaluate(rows).pipeline_s)
+                time = np.minimum(time, evaluator.pipeline_s(rows))
         held = [
-            evaluator.evaluate(relaxed(space, frames, dtype, max(space.choices.zero), int(spread[0]), code)).resident
+            evaluator.resident_bytes(relaxed(space, frames, dtype, max(space.choices.zero), int(spread[0]), code))
             for code in extreme_recomputes(space)
         ]
         memory = np.minimum(memory, np.minimum.reduce(held).max(axis=1))

@@ -20,7 +20,7 @@ def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:
     order = np.lexsort((*reversed(ties), memory, time))
     least = np.minimum.accumulate(memory[order])
     new = np.concatenate([[True], memory[order][1:] < least[:-1]]) if len(order) else np.zeros(0, bool)
-    return order[new]
+    return np.asarray(order[new])
 
 
 def dominated(time: Floats, memory: Floats, front_time: Floats, front_memory: Floats) -> Mask:

@@ -25,7 +25,7 @@ class Solved:
     """The best tuples of some rows: of which rows, and what they take; rows where none fits are not among them."""
 
     rows: Ints
-    numbers: list[tuple[int, ...]]
+    numbers: tuple[tuple[int, ...], ...]
     """Layers recomputed by the stages of each pipeline rank."""
     outcome: Outcome
 
@@ -40,10 +40,12 @@ def _solve(space: Space, evaluator: Evaluator, place: Ints, rows: Ints, pp: int)
     columns = space.rows(place[rows])
     numbers, fits = least_numbers(space, evaluator, columns, place[rows, 0], pp)
     rows = rows[fits]
+    if not len(rows):
+        return Solved(rows, (), Outcome(np.zeros(0), np.zeros(0), np.zeros(0, bool)))
     kept = {name: values[fits] for name, values in columns.items()}
     found = numbers[fits]
     outcome = evaluator.evaluate(kept, found)
-    return Solved(rows, [tuple(row) for row in found.tolist()], outcome)
+    return Solved(rows, tuple(tuple(row) for row in found.tolist()), outcome)
 
 
 def least_numbers(space: Space, evaluator: Evaluator, columns: Columns, frames: Ints, pp: int) -> tuple[Ints, Mask]:
@@ -60,11 +62,11 @@ def least_numbers(space: Space, evaluator: Evaluator, columns: Columns, frames: 
         fits &= least.any(axis=1)
     if FULL in space.recomputes:
         fits &= (least < layers).any(axis=1)
-    return least, fits
+    return least, np.asarray(fits)
 
 
 def rank_layers(space: Space, frames: Ints, pp: int) -> Ints:
-    """Return how many layers the largest stage of each rank has, (frames, pp): stages are even, the first ones larger."""
+    """Return how many layers the largest stage of each rank has, (frames, pp): the first stages are larger."""
     small = np.arange(pp) >= space.large_stages(frames)[:, None]
     found: Ints = space.stage_layers(frames)[:, None] - small
     return found

@@ -1,7 +1,7 @@
 """The strategies that are best so far: k by time, and the front of time and memory.
 
-Ties are broken by memory, then by the place in the space (frame, leaf), so that a search finds the same whatever the order
-in which it goes.
+Ties are broken by memory, then by the place in the space (frame, leaf), so that a search finds the same whatever the
+order in which it goes.
 """
 
 from __future__ import annotations

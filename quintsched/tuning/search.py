@@ -1,4 +1,4 @@
-"""The search: boxes in the order of their bounds, leaves of those that may win, and then what is not worked out at once.
+"""The search: boxes in the order of their bounds, leaves of those that may win, and then what was put off.
 
     all frames ──bounds──▶ too much memory: pruned ──by rising time──▶ slower than the k-th best: pruned
                                                                    └─▶ every leaf evaluated ──▶ k best, front
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quintsched.tuning.bounds import SLACK, Bounds, frame_bounds
 from quintsched.descriptions.strategy import Strategy
+from quintsched.tuning.bounds import SLACK, Bounds, frame_bounds
 from quintsched.tuning.evaluator import Evaluator, Mask
 from quintsched.tuning.per_stage import solve
 from quintsched.tuning.ranking import Candidates, Ranking, nobody

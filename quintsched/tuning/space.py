@@ -4,10 +4,10 @@
     frame   … schedule chunks microbatch         ┘
     leaf    … dtype zero sequence_parallel recompute
 
-A box is a mesh with all its frames, or a frame with all its leaves. Frames stand in rising order of their columns, and so
-do the leaves of a frame: (frame, leaf) is the place of a strategy, by which ties are broken. A leaf whose recomputation
-is "per-stage" stands for a strategy of each tuple of numbers, one a pipeline rank (every stage of a rank recomputes the
-same number of layers), less those that are called "none" and "full" already.
+A box is a mesh with all its frames, or a frame with all its leaves. Frames stand in rising order of their columns, and
+the leaves of a frame in the order of their choices: (frame, leaf) is the place of a strategy, by which ties are broken.
+A leaf whose recomputation is "per-stage" stands for a strategy of each tuple of numbers, one for each pipeline rank
+(every stage of a rank recomputes the same number of layers), less those that are called "none" and "full" already.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Space:
     def leaves(self) -> Ints:
         """(frames,): how many leaves each frame has."""
         radix = self._radices(np.arange(len(self.frames)))
-        return np.prod(np.stack(radix), axis=0)
+        return np.asarray(np.prod(np.stack(radix), axis=0))
 
     @property
     def num_frames(self) -> int:
@@ -89,11 +89,11 @@ class Space:
     def _tuples(self, pp: int, layers: int, large: int) -> int:
         """How many tuples "per-stage" stands for, less those that other words name."""
         named = sum(code in self.recomputes for code in (NONE, FULL))
-        return (layers + 1) ** min(large, pp) * layers ** max(pp - large, 0) - named
+        return int((layers + 1) ** min(large, pp) * layers ** max(pp - large, 0)) - named
 
     def column(self, name: str, frames: Ints) -> Ints:
         """Return one of `FRAME`'s columns for these frames."""
-        return self.frames[frames, FRAME.index(name)]
+        return np.asarray(self.frames[frames, FRAME.index(name)])
 
     def stage_layers(self, frames: Ints) -> Ints:
         """Return how many layers the largest stage of each frame has."""
@@ -145,8 +145,8 @@ class Space:
         return np.array(words + sorted(numbers - set(words)), np.int64)
 
     def strategy(self, columns: Columns, row: int, numbers: tuple[int, ...] | None = None) -> Strategy:
-        """Return one row as a strategy; `numbers`: layers that each rank's stages recompute, where it says "per-stage"."""
-        at = {name: int(values[row]) for name, values in columns.items()}
+        """Return one row as a strategy; `numbers`: layers that each rank's stages recompute, if "per-stage"."""
+        at: dict[str, Any] = {name: int(values[row]) for name, values in columns.items()}
         schedule = self.choices.schedule[at["schedule"]]
         recompute = _WORDS.get(at["recompute"], at["recompute"])
         if numbers is not None:
@@ -219,9 +219,9 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
     space = Space(model, gpus, batch, seq, choices)
     if not space.num_frames:
         raise UsageError(
-            f"tune: no mesh of {gpus} GPUs can hold {model.name} ({model.layers} layers, {model.heads} heads) with a batch "
-            f"of {batch} and these choices: dp·tp·pp·cp·ep = gpus, tp divides the heads, pp is at most the layers, and "
-            f"dp·ep divides the batch; free an axis or change the number of GPUs"
+            f"tune: no mesh of {gpus} GPUs can hold {model.name} ({model.layers} layers, {model.heads} heads) with a "
+            f"batch of {batch} and these choices: dp·tp·pp·cp·ep = gpus, tp divides the heads, pp is at most the "
+            f"layers, and dp·ep divides the batch; free an axis or change the number of GPUs"
         )
     return space
 
