@@ -31,8 +31,9 @@ from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod
+from .job.choices import ContextMethod, Proofs
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
+from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
     require_blocks_to_recompute,
@@ -70,7 +71,10 @@ class Engine:
             the optimizer works on float32 masters, and gradients are added up in float32.
         context: how attention reaches over the slices of a sequence, where the mesh has cp.
         rules: which layers tensor parallelism cuts, and how, beyond its defaults: pattern on a name in the whole model
-            ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate" (see `parallel.tensor.rules`).
+            ("3.attention.q", "*.head") to "column", "row", "vocabulary" or "replicate", or {"cut": "column", "parts":
+            3} where outputs are fused blocks (see `parallel.tensor.rules`).
+        prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
+            slices: all that are not built in ("foreign"), "all", or "none" (see `parallel.proof`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
@@ -96,7 +100,8 @@ class Engine:
         bucket_mb: float = 25.0,
         dtype: torch.dtype | None = None,
         context: ContextMethod = "ring",
-        rules: Mapping[str, str] | None = None,
+        rules: Rules | None = None,
+        prove: Proofs = "foreign",
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
@@ -117,6 +122,7 @@ class Engine:
             dtype=dtype,
             context=context,
             rules=rules or {},
+            prove=prove,
             sequence_parallel=sequence_parallel,
             cut_logits=all(map(takes_vocabulary, (loss_fn, *metrics.values()))),
             tied=tied or {},

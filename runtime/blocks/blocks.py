@@ -154,6 +154,12 @@ def accepted_extras(block: nn.Module) -> Callable[[str], bool]:
     return lambda name: name in parameters or (takes_all and name != TARGETS)
 
 
+def required_parameters(block: nn.Module) -> int:
+    """Return how many arguments a block's `forward` must be given."""
+    parameters = inspect.signature(block.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
 def takes_targets(block: nn.Module) -> bool:
     """Whether a block finds a loss of its own from the targets."""
     return TARGETS in inspect.signature(block.forward).parameters

@@ -20,6 +20,7 @@ from ..blocks.shapes import agree, announce_spec, find_shapes
 from ..comm import Transport
 from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.proof.arrivals import FirstUnits
 from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
 from ..stage.losses import require_planned_losses
@@ -167,6 +168,9 @@ class PlanRunner:
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
         require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
+        count = plan.schedule.slices
+        units = FirstUnits(inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
+        model.prover.prove(units, model.outlines, shapes, self._groups.world)
         return inputs, model.tensor.travelling(shapes)
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:

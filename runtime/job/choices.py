@@ -31,6 +31,9 @@ Precision = Literal["float32", "float64", "bfloat16"]
 ContextMethod = Literal["ring", "gather", "ulysses"]
 """How attention reaches over the slices of a sequence that lie on the ranks of cp."""
 
+Proofs = Literal["foreign", "all", "none"]
+"""Which blocks are proved to give the same numbers cut as whole: all but the built-in ones, all, or none."""
+
 
 class TensorSplit(Enum):
     """What tensor parallelism does to a layer."""

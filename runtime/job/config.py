@@ -20,11 +20,20 @@ from pydantic import Field, PlainValidator, create_model, model_validator
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
 
-from .choices import ContextMethod, Precision, StrictRules, TensorSplit, TransportName
-from .settings import Settings, name_in
+from .choices import ContextMethod, Precision, StrictRules, TransportName
+from .settings import Settings
+from .tensor_rules import read_rule
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
-TensorSplitName = Annotated[str, PlainValidator(name_in(TensorSplit))]
+
+
+def _rule_data(value: Any) -> Any:
+    read_rule(value)
+    return value
+
+
+TensorRuleData = Annotated[str | dict[str, Any], PlainValidator(_rule_data)]
+"""A rule as people write it; see `tensor_rules`."""
 
 
 _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1}
@@ -96,9 +105,10 @@ class ParallelConfig(PlanSettings):
     """A plan file; it takes the place of the settings that a plan is compiled from."""
     context: ContextMethod = "ring"
     """How attention reaches over the slices of a sequence, where the mesh has cp."""
-    rules: dict[str, TensorSplitName] = Field(default_factory=dict)
+    rules: dict[str, TensorRuleData] = Field(default_factory=dict)
     """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
-    those in the whole model, which begin with the number of a block."""
+    those in the whole model, which begin with the number of a block. {cut: column, parts: 3} says of which fused blocks
+    the outputs consist."""
     sequence_parallel: bool = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     bucket_mb: float = Field(default=25.0, gt=0)

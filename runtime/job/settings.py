@@ -10,8 +10,7 @@ command line becomes one:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,18 +25,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-
-
-def name_in(enum: type[Enum]) -> Callable[[object], object]:
-    """Return a check that a value is one of an enum's names (its members' values); it is passed on as it is."""
-    names = [str(member.value) for member in enum]
-
-    def check(value: object) -> object:
-        if value not in names:
-            raise ValueError(f"there is no {value!r}" + (suggest(value, names) if isinstance(value, str) else ""))
-        return value
-
-    return check
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)

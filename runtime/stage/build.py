@@ -22,6 +22,7 @@ from ..comm import Group
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.proof.prover import Prover
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.shard import shard_of
 from .balance import partition
@@ -77,6 +78,7 @@ def build_stages(
     pp_rank: int,
     groups: MeshGroups,
     tensor: TensorCuts,
+    prover: Prover,
     *,
     seed: int,
     masks: Masks,
@@ -86,6 +88,7 @@ def build_stages(
     """Build the stages of `pp_rank`; at no time does it hold more than one full block.
 
     All ranks that hold a block start from the same weights: those of the first of them. Dropouts draw by `masks`.
+    `prover` takes note of blocks while they are whole.
     """
 
     def build(number: int, stage: int) -> nn.Module:
@@ -96,8 +99,9 @@ def build_stages(
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
+        layouts = prover.layouts(number, module)
         apply_expert_parallel(module, groups.experts, groups.context)
-        return tensor.apply(number, module)
+        return tensor.apply(number, module, layouts)
 
     def made(stage: int) -> Stage:
         built = {number: build(number, stage) for number in cuts[stage]}

@@ -22,13 +22,15 @@ from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, outlines
 from ..blocks.costs import estimate_costs
 from ..comm import Transport
-from ..job.choices import ContextMethod
+from ..job.choices import ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.proof.prover import Prover
 from ..parallel.tensor.model_cuts import TensorCuts
+from ..parallel.tensor.rules import Rules
 from .build import build_stages, cut, cut_as_planned, require_separate
 from .losses import target_stages
 from .microbatches import BatchCutter
@@ -42,7 +44,8 @@ class ModelOptions:
     block_costs: Sequence[float] | None = None
     dtype: torch.dtype | None = None
     context: ContextMethod = "ring"
-    rules: Mapping[str, str] = field(default_factory=dict)
+    rules: Rules = field(default_factory=dict)
+    prove: Proofs = "foreign"
     sequence_parallel: bool = False
     cut_logits: bool = False
     """Whether loss and metrics can do with logits that are cut over the vocabulary."""
@@ -66,6 +69,7 @@ class RankModel:
         outlines: all blocks, without weights (see `blocks.outlines`).
         target_stages: the stages whose blocks take targets.
         tensor: how blocks are cut over tp.
+        prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
         batches: cuts a batch into units.
         queues: where the weight gradients of split backwards wait, per stage that has such.
@@ -118,6 +122,14 @@ class RankModel:
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device
         self.masks = Masks(options.seed)
+        self.prover = Prover(
+            self.tensor,
+            (self._groups.tensor, self._groups.context),
+            self.sequences,
+            self.plan.schedule.slices,
+            options.prove,
+            options.dtype,
+        )
         self.stages = build_stages(
             blocks,
             self.cuts,
@@ -125,6 +137,7 @@ class RankModel:
             self.pp_rank,
             self._groups,
             self.tensor,
+            self.prover,
             seed=options.seed,
             masks=self.masks,
             dtype=options.dtype,

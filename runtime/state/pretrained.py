@@ -176,10 +176,8 @@ def _places(shape: Sequence[int], shard: Shard | None) -> list[Place]:
     whole = tuple(slice(0, size) for size in shape)
     if shard is None:
         return [whole]
-    fused = shape[shard.dim] // shard.parts
-    size = fused // shard.size
-    starts = [number * fused + shard.index * size for number in range(shard.parts)]
-    return [(*whole[: shard.dim], slice(start, start + size), *whole[shard.dim + 1 :]) for start in starts]
+    places = shard.places(shape[shard.dim])
+    return [(*whole[: shard.dim], place, *whole[shard.dim + 1 :]) for place in places]
 
 
 def _require_shape(

@@ -13,7 +13,7 @@ its first backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +29,7 @@ from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
 from .consistency import require_same, watch_gradient
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
-from .rules import HEAD_COUNTS, Cut, find_cuts, require_pairs
+from .rules import HEAD_COUNTS, Cut, Rules, find_cuts, require_pairs
 from .shard import Shard, gather_full, shard_of, take_shard
 
 __all__ = [
@@ -49,7 +49,7 @@ Way = tuple[Entry, Exit]
 def apply_tensor_parallel(
     module: nn.Module,
     group: Group | dist.ProcessGroup,
-    rules: Mapping[str, str] | None = None,
+    rules: Rules | None = None,
     *,
     path: str = "",
     sequence_parallel: bool = False,
@@ -64,8 +64,8 @@ def apply_tensor_parallel(
     Args:
         module: the full module, with the same parameters on all ranks; may be on the meta device.
         group: all its members must call this.
-        rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate"; the
-            first that matches wins over the defaults.
+        rules: fnmatch pattern on the dotted name of a submodule to "column", "row", "vocabulary" or "replicate", or
+            {"cut": "column", "parts": 3} for fused blocks; the first that matches wins over the defaults.
         path: the module's name in the model; rules see names below it.
         sequence_parallel: between its pairs, the module is given this rank's slice of the tokens (samples, tokens, …)
             and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
@@ -107,7 +107,7 @@ def apply_tensor_parallel(
 
 def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
     """Return the mixtures of which every weight of every expert is cut: they copy and sum for all of them at once."""
-    cut = {id(weight) for cut in cuts if cut.is_paired for weight in _cut_weights(cut)}
+    cut = {id(weight) for cut in cuts if cut.is_paired for weight in cut_weights(cut)}
     return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
 
 
@@ -135,7 +135,7 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
             raise MisfitError(f"rules cut experts 0 and {odd} of {where!r} differently over tp; cut all of them alike")
 
 
-def _cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
+def cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
     """Yield the parameters of which each rank has a shard."""
     return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
 

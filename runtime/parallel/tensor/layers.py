@@ -21,11 +21,12 @@ from quintsched.errors import MisfitError
 from ...autograd.deferred_weight_grads import embedding, linear
 from ...blocks.blocks import TOKENS
 from ...comm import Group
-from ...comm.autograd_collectives import gather_from_group, reduce_from_group, reduce_scatter, scatter_to_group
+from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
+from ...job.tensor_rules import Parts
 from ..column_row import ColumnRowPair
 from .column_linear import Entry, column_product
 from .consistency import require_same
-from .shard import Shard, mark_shard, take_shard
+from .shard import Shard, gather_blocks, mark_shard, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
 """How the output of a row layer leaves: summed over the ranks; summed, and each rank keeps its slice of the tokens; or
@@ -42,7 +43,7 @@ class ShardedModule(nn.Module):
         self.group = group
         self._shards: dict[str, Shard] = {}
 
-    def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: int = 1) -> None:
+    def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: Parts = 1) -> None:
         """Register `full` under `name`: this rank's slice along `dim`, or all of it where `dim` is None."""
         if full is None:
             self.register_parameter(name, None)
@@ -79,7 +80,8 @@ class ColumnParallelLinear(ShardedModule):
         out_features: full width of the output.
         group: the ranks over which it is cut.
         bias: whether there is one; it is cut like the output.
-        parts: the output is so many fused blocks (3 for a fused QKV), and each rank gets its shard of every one.
+        parts: the output is so many fused blocks (3 for a fused QKV), or blocks of these proportions, and each rank
+            gets its shard of every one (see `fused`).
         gather_output: give back the full output (…, out) on all ranks.
         entry: how the input comes from the ranks around (see `column_product`).
         device: of the parameters.
@@ -100,7 +102,7 @@ class ColumnParallelLinear(ShardedModule):
         group: Group,
         *,
         bias: bool = True,
-        parts: int = 1,
+        parts: Parts = 1,
         gather_output: bool = False,
         entry: Entry = "copy",
         device: torch.device | str | None = None,
@@ -117,7 +119,7 @@ class ColumnParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: Group, *, parts: int = 1, gather_output: bool = False, entry: Entry = "copy"
+        cls, linear: nn.Linear, group: Group, *, parts: Parts = 1, gather_output: bool = False, entry: Entry = "copy"
     ) -> ColumnParallelLinear:
         """Take this rank's slice of `linear`."""
         sizes = (linear.in_features, linear.out_features)
@@ -137,7 +139,7 @@ class ColumnParallelLinear(ShardedModule):
         y = column_product(x, self.weight, self.bias, self.group, self.entry, self.pair)
         if not self.gather_output:
             return y
-        return gather_from_group(y.view(*y.shape[:-1], self.parts, -1), self.group, -1).flatten(-2)
+        return gather_blocks(y, self.group, -1, self.parts)
 
     def extra_repr(self) -> str:
         """Describe the layer as nn.Linear does, with full sizes."""

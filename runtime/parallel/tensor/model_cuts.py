@@ -13,8 +13,8 @@ from ...blocks.blocks import Parcel, TensorSpec
 from ...blocks.dtensor import is_sharded
 from ...comm import Group
 from ...job.choices import TensorSplit
-from .apply import apply_tensor_parallel, require_like_experts
-from .rules import Cut, find_cuts
+from .apply import apply_tensor_parallel, cut_weights, require_like_experts
+from .rules import Cut, Rules, find_cuts, matches, require_rules_to_match
 from .sequence import SequenceParallel, partial_weights
 
 
@@ -27,21 +27,29 @@ class TensorCuts:
         rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
         sequence_parallel: whether tokens are sliced between pairs.
         cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
+
+    Attributes:
+        cuts: which layers of each block are cut.
+        report: in a line, what is cut and what stays whole; None without tp.
+
+    Raises `UsageError` for a rule that says nothing that there is, or matches no layer.
     """
 
     def __init__(
         self,
         outlines: Sequence[nn.Module],
         group: Group,
-        rules: Mapping[str, str],
+        rules: Rules,
         *,
         sequence_parallel: bool,
         cut_logits: bool,
     ) -> None:
-        self._group, self._rules = group, rules
-        cuts = [self._cuts_of(number, block) for number, block in enumerate(outlines)]
+        self._group, self.rules = group, rules
+        require_rules_to_match(rules, outlines)
+        self.cuts = cuts = [self._cuts_of(number, block) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
             require_like_experts(block, cuts[number], str(number))
+        self.report = _report(outlines, cuts, group.size) if group.size > 1 else None
         has_pairs = [any(cut.is_paired for cut in of_block) for of_block in cuts]
         self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
         heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
@@ -51,16 +59,20 @@ class TensorCuts:
     def _cuts_of(self, number: int, outline: nn.Module) -> list[Cut]:
         """Return which layers of a block are cut; what PyTorch has sharded already is left alone."""
         is_whole = self._group.size > 1 and not is_sharded(outline)
-        return find_cuts(outline, self._rules, self._group.size, str(number)) if is_whole else []
+        return find_cuts(outline, self.rules, self._group.size, str(number)) if is_whole else []
 
-    def apply(self, number: int, block: nn.Module) -> nn.Module:
-        """Cut block `number`, unless PyTorch has; every rank of tp calls this."""
+    def are_ruled(self, cuts: Sequence[Cut]) -> bool:
+        """Whether a rule says how some of these layers are cut."""
+        return any(matches(cut.path, self.rules) for cut in cuts)
+
+    def apply(self, number: int, block: nn.Module, first: Rules) -> nn.Module:
+        """Cut block `number`, unless PyTorch has; every rank of tp calls this. The rules in `first` come first."""
         if is_sharded(block):
             return block
         return apply_tensor_parallel(
             block,
             self._group,
-            self._rules,
+            {**first, **self.rules},
             path=str(number),
             sequence_parallel=self.tokens.inside(number),
             cut_logits=self._logits_are_cut and number == self._last,
@@ -82,3 +94,35 @@ class TensorCuts:
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a loss or a metric bound to the ranks over which the logits it gets are cut, if they are."""
         return partial(function, vocabulary=self._group) if self._logits_are_cut else function
+
+
+_MOST_NAMED = 8
+"""So many layers that stay whole are named."""
+
+
+def _report(outlines: Sequence[nn.Module], cuts: Sequence[Sequence[Cut]], size: int) -> str:
+    """Say how many weights are cut, and the layers of which matrices stay whole; alike ones of all blocks together."""
+    total, divided, whole = 0, 0, dict[str, list[int]]()
+    for number, (block, of_block) in enumerate(zip(outlines, cuts, strict=True)):
+        shards = {id(p): p for cut in of_block for p in cut_weights(cut)}
+        weights = dict(block.named_parameters())
+        total, divided = total + len(weights), divided + sum(id(p) in shards for p in weights.values())
+        for name in dict.fromkeys(
+            n.rpartition(".")[0] for n, p in weights.items() if p.dim() > 1 and id(p) not in shards
+        ):
+            whole.setdefault(name, []).append(number)
+    names = [f"{_numbers(numbers)}.{name}" if name else _numbers(numbers) for name, numbers in whole.items()]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    listed = ", ".join(names[:_MOST_NAMED]) + more or "only norms and biases"
+    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Write rising numbers in short: "1-4,6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)

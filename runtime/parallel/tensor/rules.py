@@ -28,12 +28,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import gcd
 
 from torch import nn
 
-from quintsched.errors import MisfitError, UsageError, suggest
+from quintsched.errors import MisfitError, UsageError, nearest
 
 from ...job.choices import TensorSplit
+from ...job.tensor_rules import Parts, TensorRule, read_rule
+from .fused import require_even
+
+RuleData = str | Mapping[str, object]
+"""A rule as people write it: "column", or {"cut": "column", "parts": 3} (see `job.tensor_rules`)."""
+
+Rules = Mapping[str, RuleData]
+"""Patterns on names to rules; the first that matches counts."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,10 @@ class Cut:
     path: str
     layer: nn.Module
     split: TensorSplit
-    parts: int = 1
+    parts: Parts = 1
     is_paired: bool = False
+    is_told: bool = False
+    """Whether a rule said what the parts are."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +87,22 @@ HEAD_COUNTS = (*_HEADS, *_KV_HEADS)
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def find_cuts(root: nn.Module, rules: Mapping[str, str], size: int, path: str = "") -> list[Cut]:
+def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "") -> list[Cut]:
     """List the layers of `root` to be cut over `size` ranks; rules see their names below `path`.
 
     Raises:
         UsageError: a rule that is none of "column", "row", "vocabulary", "replicate".
         MisfitError: `size` does not divide heads or features, or a rule for a layer that cannot be cut.
     """
-    splits = {pattern: _parse_rule(pattern, rule) for pattern, rule in rules.items()}
+    parsed = parse_rules(rules)
     declared = _declared(root, path)
     shared = _shared_layers(root)
-    cuts = _root_cut(root, splits, path)
-    for place, parent in _open_modules(path, root, splits, set()):
-        cuts += _parent_cuts(place, parent, {**splits, **declared}, shared, size)
+    cuts = _root_cut(root, parsed, path)
+    for place, parent in _open_modules(path, root, parsed, set()):
+        cuts += _parent_cuts(place, parent, {**parsed, **declared}, shared, size)
     kept = []
     for cut in cuts:
-        if cut.path in declared and _match(cut.path, splits) is None and cut_width(cut) % size:
+        if cut.path in declared and _match(cut.path, parsed) is None and cut_width(cut) % size:
             continue
         _require_cuttable(cut, shared)
         _require_divisible(cut, size)
@@ -125,7 +136,53 @@ def _attends(module: nn.Module) -> bool:
     return isinstance(module, _OPAQUE) or (has_layers and bool(_head_counts(module, 0, 0)))
 
 
-def _declared(root: nn.Module, path: str) -> dict[str, TensorSplit]:
+def matches(path: str, rules: Rules) -> bool:
+    """Whether a rule is for the layer of this name."""
+    return any(fnmatchcase(path, pattern) for pattern in rules)
+
+
+def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
+    """Raise `UsageError` for a rule that says nothing that there is, or is for no layer of the model."""
+    parse_rules(rules)
+    names = [
+        name
+        for number, block in enumerate(blocks if rules else ())
+        for name, module in block.named_modules(prefix=str(number))
+        if not any(True for _ in module.children())
+    ]
+    for pattern in rules:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            inside = any(fnmatchcase(name, f"{pattern}.*") for name in names)
+            hint = f"; did you mean {pattern + '.*'!r}?" if inside else nearest(pattern, names)
+            raise UsageError(f"tensor-parallel rule {pattern!r} is for no layer of the model{hint}")
+
+
+def layouts_of(pair: Sequence[Cut], *, all_of_them: bool = False) -> list[dict[str, RuleData]]:
+    """Return in which ways the fused outputs of a pair's column may be laid out, the assumed one first, as rules.
+
+    Layers side by side, and those of which a rule told the layout, have one way, unless `all_of_them` are wanted.
+    """
+    columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN and cut.is_paired]
+    row = next((cut for cut in pair if cut.split is TensorSplit.ROW), None)
+    fused = [c for c in columns if c.parts != 1 or all_of_them]
+    if len(fused) != 1 or row is None or (fused[0].is_told and not all_of_them):
+        return []
+    column, total, width = fused[0], cut_width(fused[0]), cut_width(row)
+    ways: list[Parts] = [column.parts, 1]
+    if total % width == 0 and total > width:
+        ways.append(total // width)
+    if width < total < 3 * width and (total - width) % 2 == 0:
+        rest = (total - width) // 2
+        unit = gcd(width, rest)
+        ways.append((width // unit, rest // unit, rest // unit))
+    told = {row.path: TensorSplit.ROW.value}
+    return [
+        {column.path: {"cut": TensorSplit.COLUMN.value, "parts": list(p) if isinstance(p, tuple) else p}, **told}
+        for p in dict.fromkeys(ways)
+    ]
+
+
+def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:
     """Return what modules say of their layers, by full names."""
     return {
         _join(place, name): _parse_rule(name, rule)
@@ -134,28 +191,20 @@ def _declared(root: nn.Module, path: str) -> dict[str, TensorSplit]:
     }
 
 
-def require_even(total: int, size: int, what: str, parts: int = 1) -> None:
-    """Check that each of `parts` equal blocks of `total` can be cut into `size`.
-
-    Raises:
-        MisfitError: it cannot; says which sizes can.
-    """
-    if total % (parts * size):
-        choices = ", ".join(str(n) for n in range(1, min(total, 1024) + 1) if total % (parts * n) == 0)
-        blocks = f" (in {parts} fused blocks)" if parts > 1 else ""
-        raise MisfitError(f"tp={size} does not divide the {total} {what}{blocks}; choose tp from {choices or 'none'}")
+def parse_rules(rules: Rules) -> dict[str, TensorRule]:
+    """Return what rules say; raises `UsageError` for one that says nothing that there is."""
+    return {pattern: _parse_rule(pattern, rule) for pattern, rule in rules.items()}
 
 
-def _parse_rule(pattern: str, rule: str) -> TensorSplit:
+def _parse_rule(pattern: str, rule: RuleData) -> TensorRule:
     try:
-        return TensorSplit(rule)
-    except ValueError:
-        hint = suggest(rule, [split.value for split in TensorSplit])
-        raise UsageError(f"tensor-parallel rule {pattern!r}: unknown split {rule!r}{hint}") from None
+        return read_rule(rule)
+    except ValueError as error:
+        raise UsageError(f"tensor-parallel rule {pattern!r}: {error}") from None
 
 
-def _match(path: str, splits: Mapping[str, TensorSplit]) -> TensorSplit | None:
-    return next((split for pattern, split in splits.items() if fnmatchcase(path, pattern)), None)
+def _match(path: str, rules: Mapping[str, TensorRule]) -> TensorRule | None:
+    return next((rule for pattern, rule in rules.items() if fnmatchcase(path, pattern)), None)
 
 
 def _join(path: str, name: str) -> str:
@@ -177,29 +226,32 @@ def _shared_layers(root: nn.Module) -> set[int]:
     }
 
 
-def _root_cut(root: nn.Module, splits: Mapping[str, TensorSplit], path: str) -> list[Cut]:
-    split = _match(path, splits) if _is_layer(root) else None
-    return [] if split in (None, TensorSplit.REPLICATE) else [Cut(None, "", path, root, split)]
+def _root_cut(root: nn.Module, rules: Mapping[str, TensorRule], path: str) -> list[Cut]:
+    rule = _match(path, rules) if _is_layer(root) else None
+    if rule is None or rule.split is TensorSplit.REPLICATE:
+        return []
+    return [Cut(None, "", path, root, rule.split, rule.parts or 1, is_told=True)]
 
 
 def _open_modules(
-    path: str, module: nn.Module, splits: Mapping[str, TensorSplit], seen: set[int]
+    path: str, module: nn.Module, rules: Mapping[str, TensorRule], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Walk the modules whose children may be replaced, each once; opaque ones call functions on their weights."""
     if id(module) in seen:
         return
     seen.add(id(module))
     if isinstance(module, _OPAQUE):
-        _refuse_rules_within(path, module, splits)
+        _refuse_rules_within(path, module, rules)
         return
     yield path, module
     for name, child in module.named_children():
-        yield from _open_modules(_join(path, name), child, splits, seen)
+        yield from _open_modules(_join(path, name), child, rules, seen)
 
 
-def _refuse_rules_within(path: str, opaque: nn.Module, splits: Mapping[str, TensorSplit]) -> None:
+def _refuse_rules_within(path: str, opaque: nn.Module, rules: Mapping[str, TensorRule]) -> None:
     for name, module in opaque.named_modules(prefix=path):
-        if _is_layer(module) and _match(name, splits) not in (None, TensorSplit.REPLICATE):
+        rule = _match(name, rules) if _is_layer(module) else None
+        if rule is not None and rule.split is not TensorSplit.REPLICATE:
             raise MisfitError(
                 f"a rule wants to cut {name!r}, but {type(opaque).__name__} {path!r} uses the weights of its layers "
                 "without calling them; leave it whole with a rule 'replicate' further up"
@@ -207,10 +259,10 @@ def _refuse_rules_within(path: str, opaque: nn.Module, splits: Mapping[str, Tens
 
 
 def _parent_cuts(
-    path: str, parent: nn.Module, splits: Mapping[str, TensorSplit], shared: set[int], size: int
+    path: str, parent: nn.Module, rules: Mapping[str, TensorRule], shared: set[int], size: int
 ) -> list[Cut]:
     layers = {name: child for name, child in parent.named_children() if _is_layer(child)}
-    ruled = {name: split for name in layers if (split := _match(_join(path, name), splits)) is not None}
+    ruled = {name: rule for name in layers if (rule := _match(_join(path, name), rules)) is not None}
     linears = {
         name: layer
         for name, layer in layers.items()
@@ -220,7 +272,7 @@ def _parent_cuts(
     for family in _FAMILIES:
         cuts += _family_cuts(path, parent, family, linears, ruled, size)
     done = {cut.name for cut in cuts}
-    rest = {name: split for name, split in ruled.items() if name not in done and split is not TensorSplit.REPLICATE}
+    rest = {name: rule for name, rule in ruled.items() if name not in done and rule.split is not TensorSplit.REPLICATE}
     return cuts + _ruled_cuts(path, parent, layers, rest, size)
 
 
@@ -229,7 +281,7 @@ def _family_cuts(
     parent: nn.Module,
     family: _Family,
     linears: Mapping[str, nn.Linear],
-    ruled: Mapping[str, TensorSplit],
+    ruled: Mapping[str, TensorRule],
     size: int,
 ) -> list[Cut]:
     """Return the cuts of a pair found by name, or none."""
@@ -239,9 +291,8 @@ def _family_cuts(
     complete = columns == list(family.columns) if family.is_attention else bool(columns)
     if row is None or not complete or not linears.keys() >= {row, *columns}:
         return []
-    if ruled.get(row, TensorSplit.ROW) is not TensorSplit.ROW or any(
-        ruled.get(c, TensorSplit.COLUMN) is not TensorSplit.COLUMN for c in columns
-    ):
+    wanted = {**dict.fromkeys(columns, TensorSplit.COLUMN), row: TensorSplit.ROW}
+    if any(name in ruled and ruled[name].split is not split for name, split in wanted.items()):
         return []
     width = linears[row].in_features
     if not _widths_match(family, [linears[name].out_features for name in columns], width):
@@ -251,8 +302,20 @@ def _family_cuts(
         if not heads:
             return []
         _require_heads(path, heads, size)
-    pairs = [(name, TensorSplit.COLUMN, family.parts) for name in columns] + [(row, TensorSplit.ROW, 1)]
-    return [Cut(parent, n, _join(path, n), linears[n], split, parts, is_paired=True) for n, split, parts in pairs]
+    told = {name: ruled[name].parts for name in columns if name in ruled}
+    return [
+        Cut(
+            parent,
+            name,
+            _join(path, name),
+            linears[name],
+            split,
+            told.get(name) or (family.parts if split is TensorSplit.COLUMN else 1),
+            is_paired=True,
+            is_told=told.get(name) is not None,
+        )
+        for name, split in wanted.items()
+    ]
 
 
 def _widths_match(family: _Family, outputs: list[int], width: int) -> bool:
@@ -264,26 +327,25 @@ def _widths_match(family: _Family, outputs: list[int], width: int) -> bool:
 
 
 def _ruled_cuts(
-    path: str, parent: nn.Module, layers: Mapping[str, nn.Module], rest: Mapping[str, TensorSplit], size: int
+    path: str, parent: nn.Module, layers: Mapping[str, nn.Module], rest: Mapping[str, TensorRule], size: int
 ) -> list[Cut]:
     """Return the cuts that rules ask for beyond the pairs found by name."""
+    splits = {name: rule.split for name, rule in rest.items()}
     widths = [
         layer.in_features
         for name, layer in layers.items()
-        if rest.get(name) is TensorSplit.ROW and isinstance(layer, nn.Linear)
+        if splits.get(name) is TensorSplit.ROW and isinstance(layer, nn.Linear)
     ]
-    is_paired = bool(widths) and TensorSplit.COLUMN in rest.values()
+    is_paired = bool(widths) and TensorSplit.COLUMN in splits.values()
     if is_paired:
         _require_heads(path, _head_counts(parent, 0, 0), size)
     cuts = []
-    for name, split in rest.items():
-        layer, full_path = layers[name], _join(path, name)
-        parts = 1
-        if is_paired and split is TensorSplit.COLUMN and isinstance(layer, nn.Linear):
+    for name, rule in rest.items():
+        layer, full_path, parts = layers[name], _join(path, name), rule.parts
+        pairs = is_paired and rule.split is not TensorSplit.VOCABULARY
+        if parts is None and pairs and rule.split is TensorSplit.COLUMN and isinstance(layer, nn.Linear):
             parts = _fused_parts(full_path, parent, layer.out_features, widths)
-        cuts.append(
-            Cut(parent, name, full_path, layer, split, parts, is_paired and split is not TensorSplit.VOCABULARY)
-        )
+        cuts.append(Cut(parent, name, full_path, layer, rule.split, parts or 1, pairs, rule.parts is not None))
     return cuts
 
 
@@ -296,7 +358,8 @@ def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -
         if output % width == 0:
             return output // width
     raise MisfitError(
-        f"{path!r} has {output} outputs, but the row layers beside it take {widths}; replicate one or both sides"
+        f"{path!r} has {output} outputs, but the row layers beside it take {widths}; replicate one or both sides, or "
+        f'write of which fused blocks they are: {{"cut": "column", "parts": …}}'
     )
 
 

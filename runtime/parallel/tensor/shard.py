@@ -11,17 +11,27 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group
-from .rules import require_even
+from ...job.tensor_rules import Parts
+from .fused import block_sizes, require_even
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Slice `index` of `size` along `dim`, taken from each of `parts` equal blocks and joined."""
+    """Slice `index` of `size` along `dim`, taken from each of the fused blocks (`parts`) and joined."""
 
     dim: int
-    parts: int
+    parts: Parts
     index: int
     size: int
+
+    def places(self, total: int) -> list[slice]:
+        """Return which places of a full dimension of `total` make up the slice: one in each of the fused blocks."""
+        places, start = [], 0
+        for block in block_sizes(total, self.parts):
+            here = block // self.size
+            places.append(slice(start + self.index * here, start + (self.index + 1) * here))
+            start += block
+        return places
 
 
 def shard_of(param: Tensor) -> Shard | None:
@@ -42,8 +52,8 @@ def take_shard(full: Tensor, shard: Shard) -> Tensor:
         MisfitError: the dimension does not divide.
     """
     require_even(full.shape[shard.dim], shard.size, f"features of {tuple(full.shape)}", shard.parts)
-    blocks = _split_dim(full.detach(), shard.dim, shard.parts, shard.size).select(shard.dim + 1, shard.index)
-    return blocks.flatten(shard.dim, shard.dim + 1).clone(memory_format=torch.contiguous_format)
+    pieces = [full.detach().narrow(shard.dim, p.start, p.stop - p.start) for p in shard.places(full.shape[shard.dim])]
+    return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def gather_full(param: Tensor, group: Group, shard: Shard | None = None) -> Tensor:
@@ -63,10 +73,14 @@ def gather_full(param: Tensor, group: Group, shard: Shard | None = None) -> Tens
         return mine.clone()
     if shard.size != group.size:
         raise MisfitError(f"a parameter cut into {shard.size} cannot be gathered over a group of {group.size}")
-    blocks = _split_dim(mine, shard.dim, shard.parts, 1)
-    return gather_from_group(blocks, group, shard.dim + 1).flatten(shard.dim, shard.dim + 2).clone()
+    return gather_blocks(mine, group, shard.dim, shard.parts).clone()
 
 
-def _split_dim(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
-    """Split dimension `dim` into dimensions of these sizes and one for the rest."""
-    return tensor.reshape(*tensor.shape[:dim], *sizes, -1, *tensor.shape[dim + 1 :])
+def gather_blocks(tensor: Tensor, group: Group, dim: int, parts: Parts) -> Tensor:
+    """Join the members' slices along `dim` (from 0, or -1), block by block; its backward takes this member's."""
+    if isinstance(parts, int):
+        at = dim % tensor.dim()
+        blocks = tensor.reshape(*tensor.shape[:at], parts, 1, -1, *tensor.shape[at + 1 :])
+        return gather_from_group(blocks, group, at + 1).flatten(at, at + 2)
+    pieces = tensor.split(block_sizes(tensor.shape[dim], parts), dim)
+    return torch.cat([gather_from_group(piece, group, dim) for piece in pieces], dim)

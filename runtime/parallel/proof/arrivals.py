@@ -1,0 +1,162 @@
+"""What blocks are given when they are proved: shapes as in the first step, of two samples, sequences whole.
+
+inputs of the model        ids and masks as they are in the batch, for they must be valid; all else is drawn
+what blocks leave          drawn, in the shapes that are found on the meta device
+extras                     as they are in the batch; under cp and slices joined to whole ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError
+
+from ...blocks.blocks import TARGETS, TOKENS, Parcel, TensorSpec, takes_targets
+from ...blocks.shapes import trace_shapes
+from ...comm import Group
+from ..context.context import SequenceShard
+from .twins import SEED, at_work
+
+SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a block is given, of whole sequences; along `tokens` it is cut where sequences are."""
+
+    tensor: Tensor
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """All that a block is given: the activation, what rode along, and extras, by name; `inputs` are the model's."""
+
+    activation: Given
+    riders: Mapping[str, Given] = field(default_factory=dict)
+    extras: Mapping[str, Given] = field(default_factory=dict)
+    inputs: TensorSpec | None = None
+
+
+@dataclass(frozen=True)
+class FirstUnits:
+    """The units of a first microbatch, as one rank has them; the specs are those of one unit, on all ranks.
+
+    `inputs` and `targets` are there where the rank needs them.
+    """
+
+    spec: TensorSpec
+    extra_specs: Mapping[str, TensorSpec]
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    extras: Sequence[Mapping[str, Tensor]]
+
+
+class Arrivals:
+    """What the blocks of a model are given.
+
+    Args:
+        units: the first microbatch.
+        outlines: the blocks, on the meta device.
+        parcels: what blocks leave for one unit.
+        group: the ranks that hold slices of the same sequences.
+        slices: into how many units a microbatch is cut.
+    """
+
+    def __init__(
+        self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], group: Group, slices: int
+    ) -> None:
+        self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
+        self._samples = min(SAMPLES, units.spec.shape[0])
+        self._whole = self._trace(outlines)
+        self._extras = {name: self._whole_of([unit[name] for unit in units.extras]) for name in units.extras[0]}
+        self._targets = self._whole_of(units.targets) if units.targets else None
+        self._inputs = self._whole_of(units.inputs) if units.inputs else None
+
+    def _trace(self, outlines: Sequence[nn.Module]) -> list[Parcel]:
+        """Return what blocks leave of whole sequences of few samples; of all, where they want as many."""
+        units = self._units
+        try:
+            return trace_shapes(
+                outlines, self._spec(units.spec), {name: self._spec(s) for name, s in units.extra_specs.items()}
+            )
+        except MisfitError:
+            self._samples = units.spec.shape[0]
+        return trace_shapes(
+            outlines, self._spec(units.spec), {name: self._spec(s) for name, s in units.extra_specs.items()}
+        )
+
+    def _spec(self, unit: TensorSpec) -> TensorSpec:
+        samples, *rest = unit.shape
+        samples = self._samples if samples == self._units.spec.shape[0] else samples
+        if rest and self._cuts > 1:
+            rest[0] *= self._cuts
+        return TensorSpec((samples, *rest), at_work(unit.dtype))
+
+    def _whole_of(self, units: Sequence[Tensor]) -> Given:
+        """Join a tensor's slices, of the first samples: those of the other ranks, or those of the other units."""
+        first = units[0]
+        is_cut = self._cuts > 1 and first.dim() > 1
+        whole = first
+        if is_cut and self._group.size > 1:
+            whole = _join_ranks(first, self._group)
+        elif is_cut:
+            whole = torch.cat(list(units[: self._cuts]), TOKENS)
+        samples = self._samples if first.shape[0] == self._units.spec.shape[0] else first.shape[0]
+        return Given(whole[:samples].to(at_work(first.dtype)), TOKENS if is_cut else None)
+
+    def at(self, number: int, block: nn.Module) -> Arrival:
+        """Return what block `number` is given."""
+        device, spec = self._group.device, self._spec(self._units.spec)
+        extras = {**self._extras, **({TARGETS: self._targets} if self._targets and takes_targets(block) else {})}
+        inputs = TensorSpec((self._samples, *self._units.spec.shape[1:]), self._units.spec.dtype)
+        if number == 0:
+            drawn = Given(draw(spec, 0, device), TOKENS if self._cuts > 1 else None)
+            real = self._inputs if self._inputs is not None and not spec.dtype.is_floating_point else None
+            return Arrival(real or drawn, {}, extras, inputs)
+        whole, unit = self._whole[number - 1], self._of_unit[number - 1]
+        specs = zip(whole.specs, unit.specs, strict=True)
+        first, *others = (Given(draw(w, k, device), self._tokens(w, u)) for k, (w, u) in enumerate(specs))
+        return Arrival(first, dict(zip(whole.names, others, strict=True)), extras, inputs)
+
+    def _tokens(self, whole: TensorSpec, unit: TensorSpec) -> int | None:
+        return cut_dimension(whole.shape, unit.shape, self._cuts)
+
+
+def cut_dimension(whole: Sequence[int], part: Sequence[int], cuts: int) -> int | None:
+    """Return the dimension along which a part is one of so many, beyond that of the samples; None: there is none."""
+    if cuts == 1 or len(whole) != len(part):
+        return None
+    return next((dim for dim in range(1, len(whole)) if part[dim] * cuts == whole[dim]), None)
+
+
+def draw(spec: TensorSpec, number: int, device: torch.device) -> Tensor:
+    """Return a random tensor of this spec, the same on all ranks."""
+    generator = torch.Generator().manual_seed(SEED + 1 + number)
+    dtype = at_work(spec.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(spec.shape, generator=generator, dtype=dtype).to(device)
+    return torch.randint(0, 2, spec.shape, generator=generator).to(device, dtype)
+
+
+def _join_ranks(mine: Tensor, group: Group) -> Tensor:
+    """Return the whole sequences of which each member has its chunks along the tokens."""
+    is_flag = mine.dtype is torch.bool
+    rows = mine.transpose(0, TOKENS).to(torch.uint8 if is_flag else mine.dtype).contiguous()
+    gathered = rows.new_empty((group.size * len(rows), *rows.shape[1:]))
+    group.all_gather(gathered, rows).wait()
+    order = torch.cat([SequenceShard(group.size, index).positions(len(gathered)) for index in range(group.size)])
+    whole = gathered[order.argsort().to(gathered.device)].transpose(0, TOKENS)
+    return whole.to(torch.bool) if is_flag else whole
+
+
+def guesses(block: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Arrival]:
+    """Return what a block may be given, before any batch is known: tokens as wide as its first weights take them."""
+    widths = dict.fromkeys(p.shape[-1] for p in block.parameters() if prod(p.shape) > 1)
+    specs = [TensorSpec((SAMPLES, 8, width), dtype) for width in list(widths)[:3]]
+    return [Arrival(Given(draw(spec, 0, device))) for spec in specs]

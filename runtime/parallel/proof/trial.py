@@ -1,0 +1,316 @@
+"""Running a twin, whole or cut, and comparing what comes of it: outputs, gradients of inputs and of weights.
+
+whole    x ─▶ block ─▶ y                                    on every rank alike
+cut      x ─▶ this rank's tokens ─▶ block, cut ─▶ y          with the context, or the past, of a real run
+         gradients of weights that are partial sums are added up over their ranks
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...autograd.kv_store import Past, Store
+from ...blocks.blocks import accepted_extras, split_result
+from ...comm import Group
+from ..context.context import ContextParallel
+from ..tensor.sequence import SequenceParallel, partial_weights
+from ..tensor.shard import shard_of, take_shard
+from .arrivals import Arrival, Given, cut_dimension
+from .twins import SEED
+
+SMALL = 0.1
+"""What is this many times smaller than the largest gradient is measured by that: it may be nothing but rounding."""
+
+LOSS = "auxiliary loss"
+"""The name of a loss among outputs; those of slices add up."""
+
+Tensors = dict[str, Tensor]
+Gradients = dict[str, Tensor | None]
+Slicer = Callable[[Tensor, int | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a block is run: over which ranks it is cut, and whether tokens are sliced there; over cp; slice by slice."""
+
+    tensor: Group | None = None
+    slices_tokens: bool = False
+    sequences: ContextParallel | None = None
+    context: Group | None = None
+    slices: int = 1
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups whose members run together."""
+        return [group for group in (self.tensor, self.context) if group is not None and group.size > 1]
+
+    @property
+    def cuts(self) -> int:
+        """Into how many a sequence is cut."""
+        return self.slices * (self.context.size if self.context is not None else 1)
+
+    def slicer(self, number: int | None) -> Slicer:
+        """Return what takes a tensor's tokens that a run is given: this rank's; of one slice, unless it is None."""
+
+        def take(tensor: Tensor, tokens: int | None) -> Tensor:
+            if tokens is None:
+                return tensor
+            if self.sequences is not None:
+                return self.sequences.shard.cut("tokens", tensor.transpose(1, tokens)).transpose(1, tokens)
+            return tensor if number is None else tensor.chunk(self.slices, tokens)[number]
+
+        return take
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run gives: outputs, and gradients of inputs and weights, by name; None where there is none."""
+
+    outputs: Tensors = field(default_factory=dict)
+    of_inputs: Gradients = field(default_factory=dict)
+    of_weights: Gradients = field(default_factory=dict)
+
+
+def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
+    """Run a block that is whole, on whole sequences."""
+    leaves, run = _run(block, block, arrival, Setting().slicer(None), {})
+    outputs = _detached(run)
+    _backward(run, _seeds(outputs), {}, Setting().slicer(None))
+    return Figures(outputs, {name: leaf.grad for name, leaf in leaves.items()}, _weight_gradients(block))
+
+
+def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:
+    """Run a block that is cut, as this rank does in a step: slice by slice, backwards against the order."""
+    inside = block
+    if setting.slices_tokens:
+        inside = nn.Sequential(*SequenceParallel([True], setting.tensor).around(0, block))
+    store, seeds, runs = Store(), _seeds(whole.outputs), []
+    for number in range(setting.slices):
+        take = setting.slicer(number)
+        runs.append((take, *_run(block, inside, arrival, take, _beside(arrival, setting, store, number))))
+    dims = {
+        name: cut_dimension(tensor.shape, runs[0][2][name].shape, setting.cuts)
+        for name, tensor in whole.outputs.items()
+        if name in runs[0][2]
+    }
+    for take, _, made in reversed(runs):
+        _backward(made, seeds, dims, take)
+    _add_up_partial(block, setting)
+    inputs = {"": arrival.activation, **arrival.riders}
+    outputs = {name: _join([_detached(made)[name] for _, _, made in runs], dim) for name, dim in dims.items()}
+    if LOSS in outputs:
+        outputs[LOSS] = _sum_of_losses([_detached(made)[LOSS] for _, _, made in runs], setting)
+    return Figures(
+        outputs,
+        {n: _join_gradients([leaves[n].grad for _, leaves, _ in runs], inputs[n].tokens) for n in runs[0][1]},
+        _weight_gradients(block),
+    )
+
+
+def differences(
+    whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: Setting
+) -> Iterator[tuple[str, float]]:
+    """Yield what is compared, in words, with how far it is off; `block` is the one that is cut."""
+    take, inputs = setting.slicer(None), {"": arrival.activation, **arrival.riders}
+    share = setting.context.size if setting.context is not None else 1
+    outputs: Gradients = {}
+    for name, tensor in whole.outputs.items():
+        found = cut.outputs.get(name)
+        dim = None if found is None else cut_dimension(tensor.shape, found.shape, share)
+        outputs[name] = take(tensor, dim)
+    yield from _compare("its output", outputs, cut.outputs)
+    yield from _compare(
+        "the gradient of its input",
+        {n: None if g is None else take(g, inputs[n].tokens) for n, g in whole.of_inputs.items()},
+        cut.of_inputs,
+    )
+    parameters, weights = dict(block.named_parameters()), dict(whole.of_weights)
+    for name, gradient in whole.of_weights.items():
+        shard = shard_of(parameters[name])
+        weights[name] = gradient if gradient is None or shard is None else take_shard(gradient, shard)
+    yield from _compare("the gradient of its weight", weights, cut.of_weights)
+
+
+def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
+    """Return an arrival, and change the weights of a block, by as little as an order of additions might."""
+    generator = torch.Generator(arrival.activation.tensor.device).manual_seed(SEED)
+
+    def shake(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        noise = torch.empty_like(tensor).uniform_(-1, 1, generator=generator)
+        return tensor * (1 + 2.0**-21 * noise)
+
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(shake(parameter))
+    given = arrival.activation
+    return replace(arrival, activation=Given(shake(given.tensor), given.tokens))
+
+
+_drawing = threading.Lock()
+_states: list[tuple[Tensor, Tensor | None]] = []
+_inside = 0
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """A context after which torch's generators are as they were; ranks that are threads share one."""
+    global _inside
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    with _drawing:
+        if not _inside:
+            _states[:] = [(torch.get_rng_state(), None if module is None else module.get_rng_state(device))]
+        _inside += 1
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        with _drawing:
+            _inside -= 1
+            if not _inside:
+                ours, devices = _states.pop()
+                torch.set_rng_state(ours)
+                if module is not None and devices is not None:
+                    module.set_rng_state(devices, device)
+
+
+def _run(
+    block: nn.Module, inside: nn.Module, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
+) -> tuple[Tensors, Tensors]:
+    """Run `inside`, which is `block` with what is around it; return its inputs, as leaves, and its outputs."""
+    leaves = {
+        name: take(given.tensor, given.tokens).detach().clone()
+        for name, given in {"": arrival.activation, **arrival.riders}.items()
+    }
+    for leaf in leaves.values():
+        if leaf.is_floating_point():
+            leaf.requires_grad_()
+    copies = {name: leaf.clone() for name, leaf in leaves.items()}  # a block may change what it is given in place
+    activation = copies.pop("")
+    extras = {name: take(given.tensor, given.tokens).clone() for name, given in arrival.extras.items()}
+    accepts = accepted_extras(block)
+    taken = {name: extra for name, extra in {**extras, **copies, **beside}.items() if accepts(name)}
+    torch.manual_seed(SEED)
+    output, riders, auxiliary = split_result(_through(inside, block, activation, taken))
+    return leaves, {"": output, **riders, **({} if auxiliary is None else {LOSS: auxiliary})}
+
+
+def _through(inside: nn.Module, block: nn.Module, activation: Tensor, extras: Mapping[str, Any]) -> Any:
+    if inside is block:
+        return block(activation, **extras)
+    assert isinstance(inside, nn.Sequential)
+    before, _, behind = inside
+    output, riders, auxiliary = split_result(block(before(activation), **extras))
+    assert not riders
+    return behind(output) if auxiliary is None else (behind(output), auxiliary)
+
+
+def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> dict[str, Any]:
+    """Return what a block is given of sequences that are cut."""
+    if setting.sequences is not None and arrival.inputs is not None:
+        return {"context": setting.sequences.context_of(arrival.inputs)}
+    if setting.slices == 1:
+        return {}
+    tokens = arrival.activation.tokens
+    length = arrival.activation.tensor.shape[1 if tokens is None else tokens]
+    return {"past": Past(store, number, setting.slices, length // setting.slices)}
+
+
+def _seeds(outputs: Tensors) -> Tensors:
+    """Return what the gradients of outputs are; of a loss it is 1."""
+    generator = torch.Generator().manual_seed(SEED)
+    return {
+        name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+        if tensor.dim()
+        else torch.ones_like(tensor)
+        for name, tensor in outputs.items()
+        if tensor.is_floating_point()
+    }
+
+
+def _backward(made: Tensors, seeds: Tensors, dims: Mapping[str, int | None], take: Slicer) -> None:
+    total: Tensor | None = None
+    for name, seed in seeds.items():
+        output = made.get(name)
+        if output is not None and output.requires_grad:
+            mine = take(seed, dims.get(name))
+            if mine.shape == output.shape:
+                part = (output.nan_to_num(0, 0, 0) * mine).sum()
+                total = part if total is None else total + part
+    if total is not None:
+        total.backward()  # type: ignore[no-untyped-call]
+
+
+def _add_up_partial(block: nn.Module, setting: Setting) -> None:
+    """Add up gradients over those ranks each of which has a partial sum."""
+    partial = partial_weights(block) if setting.slices_tokens else frozenset()
+    for parameter in block.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad = parameter.grad.contiguous()
+        if setting.tensor is not None and parameter in partial:
+            setting.tensor.all_reduce(gradient).wait()
+        if setting.context is not None:
+            setting.context.all_reduce(gradient).wait()
+
+
+def _weight_gradients(block: nn.Module) -> Gradients:
+    return {name: parameter.grad for name, parameter in block.named_parameters() if parameter.requires_grad}
+
+
+def _detached(made: Tensors) -> Tensors:
+    return {name: tensor.detach() for name, tensor in made.items()}
+
+
+def _join(parts: Sequence[Tensor], dim: int | None) -> Tensor:
+    return parts[0] if len(parts) == 1 or dim is None else torch.cat(list(parts), dim)
+
+
+def _sum_of_losses(losses: Sequence[Tensor], setting: Setting) -> Tensor:
+    total = torch.stack(list(losses)).sum(0)
+    if setting.context is not None:
+        setting.context.all_reduce(total).wait()
+    return total
+
+
+def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return _join(there, dim) if len(there) == len(parts) else None
+
+
+def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[tuple[str, float]]:
+    """Yield how far each is off, as a share of the largest number there."""
+    largest = max((float(tensor.nan_to_num(0, 0, 0).abs().max()) for tensor in _numbers(expected)), default=0.0)
+    for name, wanted in expected.items():
+        got = found.get(name)
+        if wanted is None or got is None:
+            there = wanted if got is None else got
+            off = 0.0 if there is None or not there.any() else 1.0
+        else:
+            off = _off(got, wanted, SMALL * largest)
+        yield f"{what} {name!r}" if name else what, off
+
+
+def _numbers(tensors: Gradients) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors.values() if tensor is not None and tensor.numel())
+
+
+def _off(found: Tensor, expected: Tensor, least: float) -> float:
+    """Return the largest difference, as a share of the largest number expected, but for `least`."""
+    if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    found, expected = found.double().nan_to_num(0, 0, 0), expected.double().nan_to_num(0, 0, 0)
+    scale = max(float(expected.abs().max()), least, torch.finfo(torch.float32).tiny)
+    return float((found - expected).abs().max()) / scale

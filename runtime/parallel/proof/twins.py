@@ -1,0 +1,58 @@
+"""Copies of a block with random weights: they can be run without touching what is trained.
+
+    block ──▶ blueprint: all but its weights ──▶ twin, drawn by a seed: the same on all ranks
+
+Weights are drawn, not taken: what starts at zero or nearly so (the last product of a block, a scale of 1e-5) would hide
+what is cut wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+SEED = 20_240_229
+
+
+def at_work(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a tensor is proved: short ones would drown a difference in their rounding."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+class Blueprint:
+    """A block as it was before anything was cut, without its weights; its buffers are copies."""
+
+    def __init__(self, block: nn.Module) -> None:
+        metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in block.parameters()}
+        self.bare = copy.deepcopy(block, dict[int, object](metas))
+
+    def draw(self, device: torch.device) -> nn.Module:
+        """Return a twin in evaluation mode: no dropout, and no statistics that it would change."""
+        twin = copy.deepcopy(self.bare)
+        generator = torch.Generator(device).manual_seed(SEED)
+        drawn: dict[int, nn.Parameter] = {}
+        for module in twin.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in drawn:
+                        weight = _draw(name, parameter, device, generator)
+                        drawn[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
+                    module._parameters[name] = drawn[id(parameter)]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device, at_work(buffer.dtype))
+        return twin.eval()
+
+
+def _draw(name: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Draw a weight whose products are about as large as what they are made of."""
+    drawn = torch.empty(like.shape, dtype=at_work(like.dtype), device=device)
+    if not drawn.is_floating_point():
+        return drawn.zero_()
+    if like.dim() < 2:
+        return drawn.uniform_(-0.5, 0.5, generator=generator).add_(0.0 if "bias" in name else 1.0)
+    fan = max(like.shape[1:]) if like.dim() == 3 else prod(like.shape[1:])
+    bound = (3 / max(fan, 1)) ** 0.5
+    return drawn.uniform_(-bound, bound, generator=generator)
