@@ -168,10 +168,10 @@ class PlanRunner:
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
         require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
-        count = plan.schedule.slices
+        travelling, count = model.tensor.travelling(shapes), plan.schedule.slices
         units = FirstUnits(inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
         model.prover.prove(units, model.outlines, shapes, self._groups.world)
-        return inputs, model.tensor.travelling(shapes)
+        return inputs, travelling
 
     def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options

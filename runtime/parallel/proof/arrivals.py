@@ -66,37 +66,40 @@ class Arrivals:
         parcels: what blocks leave for one unit.
         group: the ranks that hold slices of the same sequences.
         slices: into how many units a microbatch is cut.
+        dtype: of the weights; None: as they are built.
     """
 
     def __init__(
-        self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], group: Group, slices: int
+        self,
+        units: FirstUnits,
+        outlines: Sequence[nn.Module],
+        parcels: Sequence[Parcel],
+        group: Group,
+        slices: int,
+        dtype: torch.dtype | None,
     ) -> None:
         self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
         self._samples = min(SAMPLES, units.spec.shape[0])
-        self._whole = self._trace(outlines)
+        try:
+            self._whole = self._trace(outlines, dtype)
+        except MisfitError:  # blocks that want as many samples as there are
+            self._samples = units.spec.shape[0]
+            self._whole = self._trace(outlines, dtype)
         self._extras = {name: self._whole_of([unit[name] for unit in units.extras]) for name in units.extras[0]}
         self._targets = self._whole_of(units.targets) if units.targets else None
         self._inputs = self._whole_of(units.inputs) if units.inputs else None
 
-    def _trace(self, outlines: Sequence[nn.Module]) -> list[Parcel]:
-        """Return what blocks leave of whole sequences of few samples; of all, where they want as many."""
-        units = self._units
-        try:
-            return trace_shapes(
-                outlines, self._spec(units.spec), {name: self._spec(s) for name, s in units.extra_specs.items()}
-            )
-        except MisfitError:
-            self._samples = units.spec.shape[0]
-        return trace_shapes(
-            outlines, self._spec(units.spec), {name: self._spec(s) for name, s in units.extra_specs.items()}
-        )
+    def _trace(self, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> list[Parcel]:
+        """Return what blocks leave of whole sequences of few samples."""
+        extras = {name: self._spec(spec) for name, spec in self._units.extra_specs.items()}
+        return trace_shapes(outlines, self._spec(self._units.spec), extras, dtype)
 
     def _spec(self, unit: TensorSpec) -> TensorSpec:
         samples, *rest = unit.shape
         samples = self._samples if samples == self._units.spec.shape[0] else samples
         if rest and self._cuts > 1:
             rest[0] *= self._cuts
-        return TensorSpec((samples, *rest), at_work(unit.dtype))
+        return TensorSpec((samples, *rest), unit.dtype)
 
     def _whole_of(self, units: Sequence[Tensor]) -> Given:
         """Join a tensor's slices, of the first samples: those of the other ranks, or those of the other units."""

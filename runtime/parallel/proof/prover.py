@@ -11,7 +11,7 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +28,9 @@ from ..tensor.apply import apply_tensor_parallel
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.rules import Cut, RuleData, Rules, layouts_of
 from .arrivals import Arrival, Arrivals, FirstUnits, guesses
+from .draws import undisturbed
 from .kinds import is_built_in, kind_of
-from .trial import Figures, Setting, differences, run_cut, run_whole, shaken, undisturbed
+from .trial import Figures, Setting, differences, run_cut, run_whole, shaken
 from .twins import Blueprint
 
 TOLERANCE = 1e-4
@@ -150,7 +151,7 @@ class Prover:
         self._is_done = True
         refusal = ""
         if self._kinds:
-            arrivals = Arrivals(units, outlines, parcels, self._context, self._setting.slices)
+            arrivals = Arrivals(units, outlines, parcels, self._context, self._setting.slices, self._dtype)
             found = (
                 self._refusal(kind, arrivals.at(kind.number, outlines[kind.number])) for kind in self._kinds.values()
             )

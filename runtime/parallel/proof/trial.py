@@ -7,9 +7,7 @@ cut      x ─▶ this rank's tokens ─▶ block, cut ─▶ y          with th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,33 +153,6 @@ def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
     return replace(arrival, activation=Given(shake(given.tensor), given.tokens))
 
 
-_drawing = threading.Lock()
-_states: list[tuple[Tensor, Tensor | None]] = []
-_inside = 0
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """A context after which torch's generators are as they were; ranks that are threads share one."""
-    global _inside
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    with _drawing:
-        if not _inside:
-            _states[:] = [(torch.get_rng_state(), None if module is None else module.get_rng_state(device))]
-        _inside += 1
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        with _drawing:
-            _inside -= 1
-            if not _inside:
-                ours, devices = _states.pop()
-                torch.set_rng_state(ours)
-                if module is not None and devices is not None:
-                    module.set_rng_state(devices, device)
-
-
 def _run(
     block: nn.Module, inside: nn.Module, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
 ) -> tuple[Tensors, Tensors]:
@@ -198,7 +169,6 @@ def _run(
     extras = {name: take(given.tensor, given.tokens).clone() for name, given in arrival.extras.items()}
     accepts = accepted_extras(block)
     taken = {name: extra for name, extra in {**extras, **copies, **beside}.items() if accepts(name)}
-    torch.manual_seed(SEED)
     output, riders, auxiliary = split_result(_through(inside, block, activation, taken))
     return leaves, {"": output, **riders, **({} if auxiliary is None else {LOSS: auxiliary})}
 
