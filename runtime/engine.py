@@ -202,6 +202,11 @@ class Engine:
         return self._model.deferred_share
 
     @property
+    def tensor_cuts(self) -> str | None:
+        """What tensor parallelism cuts of the model and what stays whole, in a line; None without tp."""
+        return self._model.tensor.report
+
+    @property
     def needs_inputs(self) -> bool:
         """Whether this rank holds a first stage, and so has to be given inputs."""
         return self._model.needs_inputs

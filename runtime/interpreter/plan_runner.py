@@ -8,14 +8,17 @@ A training and its evaluation are two plans over the same stages, gradients and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from quintsched.errors import UsageError
+from torch import nn
+
+from quintsched.errors import UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..blocks.blocks import TARGETS, Parcel, TensorSpec, on_meta, takes_targets
+from ..blocks.blocks import TARGETS, Parcel, TensorSpec, accepted_extras, on_meta, takes_targets
 from ..blocks.shapes import agree, announce_spec, find_shapes
 from ..comm import Transport
 from ..comm.interleaving import Overlaps
@@ -160,6 +163,7 @@ class PlanRunner:
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
         extras = {name: TensorSpec.of(extra) for name, extra in batch.extras[0].items()}
+        _require_takers(extras, model.outlines)
         if any(map(takes_targets, model.outlines)):
             last = plan.layout.rank_of(plan.routes[0].stages[-1])
             mine = TensorSpec.of(batch.targets[0]) if model.pp_rank == last else None
@@ -241,3 +245,12 @@ class PlanRunner:
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
             device=self._transport.device,
         )
+
+
+def _require_takers(extras: Collection[str], blocks: Sequence[nn.Module]) -> None:
+    """Raise `UsageError` for an extra that no block takes: it would change nothing."""
+    takers = list(map(accepted_extras, blocks))
+    for name in extras:
+        if not any(takes(name) for takes in takers):
+            known = {p for block in blocks for p in inspect.signature(block.forward).parameters}
+            raise UsageError(f"no block takes {name!r}, which the step is given{nearest(name, sorted(known))}")

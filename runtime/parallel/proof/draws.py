@@ -1,4 +1,4 @@
-"""Draws of a block that is proved, from generators of their own: whole and cut alike, and the training's stay as they are.
+"""Draws of a block that is proved: whole and cut alike, and the training's generators stay as they are.
 
 Without dropout few blocks draw at all. Each function that does is run with torch's generators seeded by its number in
 the run, and these are restored behind it; ranks that are threads share them, so nobody else draws meanwhile.

@@ -34,7 +34,7 @@ from .trial import Figures, Setting, differences, run_cut, run_whole, shaken
 from .twins import Blueprint
 
 TOLERANCE = 1e-4
-"""Of the largest number: far more than what the order of additions changes in float32, far less than a wrong cut does."""
+"""Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
 
 _NOISE = 10.0
 """Where rounding alone changes numbers by more, a difference may be so many times that."""
