@@ -104,8 +104,9 @@ class Carry:
 @contextmanager
 def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed torch's global generator for block `number`, and leave it afterwards as it was; that of a device as well."""
-    is_cpu = device is None or device.type == "cpu"
-    others: dict[str, Any] = {"devices": []} if is_cpu else {"devices": [device], "device_type": device.type}
+    others: dict[str, Any] = {"devices": []}
+    if device is not None and device.type != "cpu":
+        others = {"devices": [device], "device_type": device.type}
     with _GLOBAL_GENERATOR, torch.random.fork_rng(**others):
         torch.manual_seed((seed * 1_000_003 + number) % 2**63)
         yield

@@ -20,7 +20,7 @@ from pydantic import Field, PlainValidator, create_model, model_validator
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
 
-from .choices import ContextMethod, Precision, StrictRules, TransportName
+from .choices import ContextMethod, Precision, Proofs, StrictRules, TransportName
 from .settings import Settings
 from .tensor_rules import read_rule
 
@@ -109,6 +109,8 @@ class ParallelConfig(PlanSettings):
     """Which layers tp cuts, and how, beyond the usual ones: {"*.attention.q": column, "4.head": replicate}; names are
     those in the whole model, which begin with the number of a block. {cut: column, parts: 3} says of which fused blocks
     the outputs consist."""
+    prove: Proofs = "foreign"
+    """Which blocks run once, cut beside whole, before the first step: all but the built-in ones, "all", or "none"."""
     sequence_parallel: bool = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     bucket_mb: float = Field(default=25.0, gt=0)

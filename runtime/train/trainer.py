@@ -102,6 +102,7 @@ class Trainer:
             dtype=DTYPES[job.runtime.precision],
             context=job.parallel.context,
             rules=job.parallel.rules,
+            prove=job.parallel.prove,
             sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
@@ -162,6 +163,8 @@ class Trainer:
         with self._reporter as reporter:
             if not (resume and self._resume()) and self.job.model.pretrained is not None:
                 self.engine.load_pretrained(self.job.model.pretrained)
+            if self.engine.tensor_cuts is not None:
+                reporter.say(self.engine.tensor_cuts)
             reporter.record(
                 {
                     "event": "start",

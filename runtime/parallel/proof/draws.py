@@ -16,9 +16,11 @@ from torch.overrides import TorchFunctionMode
 from ...blocks.blocks import seeded
 from .twins import SEED
 
-_DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
-_DRAWS += ("multinomial", "poisson", "binomial", "rrelu", "gumbel_softmax", "fractional_max_pool2d", "uniform_")
-_DRAWS += ("normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "rrelu_")
+_FACTORIES = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"}
+_SAMPLERS = {"normal", "bernoulli", "multinomial", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax"}
+_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+_DRAWS = frozenset(_FACTORIES | _SAMPLERS | _IN_PLACE)
+"""The names of what draws, besides those that end in "dropout"."""
 
 
 @contextmanager

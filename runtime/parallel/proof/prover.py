@@ -146,7 +146,8 @@ class Prover:
 
         Raises `MisfitError` on every rank where a block of some rank gives other numbers.
         """
-        if self._is_done or self._group.size * self._setting.cuts == 1:
+        is_other = len(units.extras) != self._setting.slices  # an evaluation, which does not slice
+        if self._is_done or is_other or self._group.size * self._setting.cuts == 1:
             return
         self._is_done = True
         refusal = ""
@@ -221,8 +222,9 @@ class Prover:
         """Run a kind's twin whole; None where it cannot be run, on some rank."""
         figures, problem = None, ""
         try:
+            twin = kind.blueprint.draw(self._group.device)
             with undisturbed(self._group.device):
-                figures = run_whole(kind.blueprint.draw(self._group.device), arrival)
+                figures = run_whole(twin, arrival)
         except StallError:
             raise
         except Exception as error:
@@ -243,10 +245,10 @@ class Prover:
 
     def _compare(self, kind: _Kind, arrival: Arrival, setting: Setting, whole: Figures, rules: Rules) -> Finding:
         try:
+            block = self._cut(kind, setting, rules)
             with undisturbed(self._group.device):
-                block = self._cut(kind, setting, rules)
                 cut = run_cut(block, arrival, setting, whole)
-                what, off = max(differences(whole, cut, block, arrival, setting), key=lambda one: one[1])
+            what, off = max(differences(whole, cut, block, arrival, setting), key=lambda one: one[1])
             return Finding(what, off)
         except StallError:
             raise
@@ -269,9 +271,10 @@ class Prover:
 
     def _noise(self, kind: _Kind, arrival: Arrival, whole: Figures) -> float:
         """Return how much numbers of a whole block change with its weights and inputs in their last bits."""
+        block = kind.blueprint.draw(self._group.device)
+        changed = shaken(arrival, block)
         with undisturbed(self._group.device):
-            block = kind.blueprint.draw(self._group.device)
-            again = run_whole(block, shaken(arrival, block))
+            again = run_whole(block, changed)
         return max(off for _, off in differences(whole, again, block, arrival, Setting()))
 
     def _most(self, number: float, setting: Setting) -> float:

@@ -216,7 +216,7 @@ def _backward(made: Tensors, seeds: Tensors, dims: Mapping[str, int | None], tak
                 part = (output.nan_to_num(0, 0, 0) * mine).sum()
                 total = part if total is None else total + part
     if total is not None:
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
 
 
 def _add_up_partial(block: nn.Module, setting: Setting) -> None:
