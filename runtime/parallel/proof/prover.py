@@ -26,10 +26,11 @@ from ...job.choices import Proofs, TensorSplit
 from ..context.context import ContextParallel
 from ..tensor.apply import apply_tensor_parallel
 from ..tensor.model_cuts import TensorCuts
-from ..tensor.rules import Cut, RuleData, Rules, layouts_of
+from ..tensor.rules import Cut, RuleData, Rules
 from .arrivals import Arrival, Arrivals, FirstUnits, guesses
 from .draws import undisturbed
 from .kinds import is_built_in, kind_of
+from .layouts import layouts_of
 from .trial import Figures, Setting, differences, run_cut, run_whole, shaken
 from .twins import Blueprint
 

@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import gcd
 
 from torch import nn
 
@@ -155,31 +154,6 @@ def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
             inside = any(fnmatchcase(name, f"{pattern}.*") for name in names)
             hint = f"; did you mean {pattern + '.*'!r}?" if inside else nearest(pattern, names)
             raise UsageError(f"tensor-parallel rule {pattern!r} is for no layer of the model{hint}")
-
-
-def layouts_of(pair: Sequence[Cut], *, all_of_them: bool = False) -> list[dict[str, RuleData]]:
-    """Return in which ways the fused outputs of a pair's column may be laid out, the assumed one first, as rules.
-
-    Layers side by side, and those of which a rule told the layout, have one way, unless `all_of_them` are wanted.
-    """
-    columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN and cut.is_paired]
-    row = next((cut for cut in pair if cut.split is TensorSplit.ROW), None)
-    fused = [c for c in columns if c.parts != 1 or all_of_them]
-    if len(fused) != 1 or row is None or (fused[0].is_told and not all_of_them):
-        return []
-    column, total, width = fused[0], cut_width(fused[0]), cut_width(row)
-    ways: list[Parts] = [column.parts, 1]
-    if total % width == 0 and total > width:
-        ways.append(total // width)
-    if width < total < 3 * width and (total - width) % 2 == 0:
-        rest = (total - width) // 2
-        unit = gcd(width, rest)
-        ways.append((width // unit, rest // unit, rest // unit))
-    told = {row.path: TensorSplit.ROW.value}
-    return [
-        {column.path: {"cut": TensorSplit.COLUMN.value, "parts": list(p) if isinstance(p, tuple) else p}, **told}
-        for p in dict.fromkeys(ways)
-    ]
 
 
 def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:

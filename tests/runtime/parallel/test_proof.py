@@ -17,12 +17,15 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
+from quintsched.runtime.models.gpt import GPTOptions, gpt
+from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.proof import prover
 from quintsched.runtime.parallel.tensor.shard import shard_of
 
-from ..toys import sgd
+from ..toys import ids_task, sgd, train_on
 
 WIDTH, HEADS, TOKENS, SAMPLES = 16, 4, 8, 4
 SIZE = WIDTH // HEADS
@@ -338,15 +341,45 @@ def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.Monke
     assert runs == []
 
 
-def test_only_blocks_that_are_not_built_in_run() -> None:
-    assert prover.is_built_in(build_model(_gpt(), 0)[1])
-    assert not prover.is_built_in(Mlp())
+def count_proofs(monkeypatch: pytest.MonkeyPatch, blocks: Blocks, mesh: str, schedule: str, **more: Any) -> int:
+    """Return how many kinds of blocks are run cut on all ranks; what differs would be refused."""
+    runs: list[object] = []
+    cut = prover.run_cut
+    monkeypatch.setattr(prover, "run_cut", lambda *args: runs.append(args) or cut(*args))
+    slices = more.pop("slices", None)
+    plan = qs.compile(schedule, mesh=mesh, microbatches=4, **({} if slices is None else {"slices": slices}))
+    task = ids_task(1, 8, 16)
+    train_on(plan, task, blocks, dtype=torch.float64, **more)
+    return len(runs)
 
 
-def _gpt() -> Blocks:
-    from ..toys import tiny_gpt
+LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "kv_heads": 2}
 
-    return tiny_gpt()
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "model", "more"),
+    [
+        ("tp=2", "1f1b", {}, {}),
+        ("tp=2", "1f1b", LLAMA, {"sequence_parallel": True}),
+        ("cp=2", "1f1b", LLAMA, {}),
+        ("cp=2,tp=2", "gpipe", {}, {"context": "gather", "sequence_parallel": True}),
+        ("tp=2,pp=2", "seq-1f1b", LLAMA, {"slices": 2}),
+        ("ep=2,tp=2", "1f1b", {"experts": 4, "top_k": 2}, {}),
+        ("tp=2,pp=2", "dualpipe", {}, {}),
+    ],
+)
+def test_built_in_blocks_prove_too_and_run_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, mesh: str, schedule: str, model: dict[str, Any], more: dict[str, Any]
+) -> None:
+    data = DataSpec(input_shape=(16,), num_classes=10)
+    blocks = (
+        moe_gpt(data, MoEGPTOptions(hidden=16, depth=2, heads=4, **model))
+        if "experts" in model
+        else gpt(data, GPTOptions(hidden=16, depth=2, heads=4, **model))
+    )
+    assert count_proofs(monkeypatch, blocks, mesh, schedule, prove="all", **more) > 0
+    if mesh == "tp=2":
+        assert count_proofs(monkeypatch, blocks, mesh, schedule, **more) == 0
 
 
 class Noisy(Mlp):
