@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from ..dropout import KeyedDropout
 from ..tensor.rules import Cut
 
 _OWN = "quintsched.runtime.models."
@@ -31,7 +32,10 @@ def kind_of(block: nn.Module, cuts: Sequence[Cut], path: str) -> str:
 
 def _modules(block: nn.Module) -> Iterator[str]:
     for name, module in block.named_modules():
-        settings = [f"{key}={value}" for key, value in vars(module).items() if _counts(key, value)]
+        own = (
+            KeyedDropout.__annotations__ if isinstance(module, KeyedDropout) else ()
+        )  # which dropout of the model it is
+        settings = [f"{key}={value}" for key, value in vars(module).items() if key not in own and _counts(key, value)]
         functions = [f"{key}={_name_of(value)}" for key, value in vars(module).items() if callable(value)]
         yield " ".join([name, _name_of(type(module)), *settings, *functions])
 

@@ -120,9 +120,10 @@ class Mlp(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.fc1, self.fc2 = nn.Linear(WIDTH, self.outputs), nn.Linear(32, WIDTH)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(self.between(self.fc1(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.fc2(self.dropout(self.between(self.fc1(self.norm(x)))))  # type: ignore[no-any-return]
 
     def between(self, y: Tensor) -> Tensor:
         return F.gelu(y)
