@@ -40,6 +40,9 @@ TOLERANCE = 1e-4
 _NOISE = 10.0
 """Where rounding alone changes numbers by more, a difference may be so many times that."""
 
+_LONGEST = 2000
+"""Bytes of a refusal."""
+
 _logger = logging.getLogger("quintsched.runtime")
 
 
@@ -159,12 +162,9 @@ class Prover:
             )
             refusal = next((text for text in found if text), "")
         self._kinds.clear()
-        failed = torch.tensor([float(bool(refusal))], device=self._group.device)
-        world.all_reduce(failed, ReduceOp.MAX).wait()
-        if refusal:
-            raise MisfitError(refusal)
-        if failed.item():
-            raise MisfitError("blocks of another rank give other numbers cut than whole; see what that rank says")
+        said = _first_said(refusal, world)
+        if said:
+            raise MisfitError(said)
 
     def _refusal(self, kind: _Kind, arrival: Arrival) -> str:
         """Return why a kind of block cannot be run as it is, in words; empty: it can."""
@@ -284,6 +284,18 @@ class Prover:
         for group in setting.groups:
             group.all_reduce(found, ReduceOp.MAX).wait()
         return float(found)
+
+
+def _first_said(mine: str, world: Group) -> str:
+    """Return, on all ranks, the words of the first rank that has some; empty: none has."""
+    first = torch.tensor([float(world.index if mine else world.size)], device=world.device)
+    world.all_reduce(first, ReduceOp.MIN).wait()
+    if first == world.size:
+        return ""
+    text = mine.encode()[:_LONGEST]
+    sent = torch.tensor([*text, *[0] * (_LONGEST - len(text))], dtype=torch.uint8, device=world.device)
+    world.broadcast(sent, int(first)).wait()
+    return bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _pairs(cuts: Sequence[Cut]) -> list[list[Cut]]:
