@@ -63,7 +63,7 @@ def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel
     switches = {"dtype": dtype, "zero": zero, "sequence_parallel": sequence_parallel, "recompute": recompute}
     for name, value in switches.items():
         columns[name] = np.full(len(frames), value, np.int64)
-    columns["sequence_parallel"] = columns["sequence_parallel"] * (columns["tp"] > 1)
+    columns["sequence_parallel"] *= space.tokens_divide(frames)
     return columns
 
 

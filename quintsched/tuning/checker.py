@@ -117,13 +117,13 @@ def _per_stage(
     for frame, leaf in place.tolist():
         if (frame, leaf) not in solved:
             _refuse(f"the leaf {[frame, leaf]} may be among the best, and nothing is said of its tuples")
-        by_ranks.setdefault(int(space.frames[frame, 0]), []).append((frame, leaf))
+        pp = int(space.frames[frame, 0])
+        if len(solved[frame, leaf]) != pp:
+            _refuse(f"the leaf {[frame, leaf]} has {pp} pipeline ranks, but numbers for {len(solved[frame, leaf])}")
+        by_ranks.setdefault(pp, []).append((frame, leaf))
     found: list[Key] = []
-    for pp, leaves in by_ranks.items():
-        least = np.array([solved[leaf] for leaf in leaves], np.int64).reshape(len(leaves), -1)
-        places = np.array(leaves, np.int64)
-        if least.shape[1] != pp:
-            _refuse(f"the leaf {list(leaves[0])} has {pp} pipeline ranks, but numbers for {least.shape[1]}")
+    for leaves in by_ranks.values():
+        least, places = np.array([solved[leaf] for leaf in leaves], np.int64), np.array(leaves, np.int64)
         _check_least(space, evaluator, places, least)
         rows = np.flatnonzero(is_new(space, places[:, 0], least))
         if not len(rows):

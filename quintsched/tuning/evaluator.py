@@ -17,10 +17,9 @@ from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.pipeline import has_closed_form
 from quintsched.prediction.table import Evaluated, Table, evaluate, held
-from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
+from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 
 Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 ENDS = ("dp", "optimizer")
 """Terms of a step's time that a pipeline without ZeRO has after its last backward."""
 RESIDENT = ("weights", "gradients", "optimizer", "activations", "reserved")
@@ -112,8 +111,9 @@ class Evaluator:
     @cached_property
     def _words(self) -> tuple[Any, ...]:
         """What a column of recomputation says, from PER_STAGE up."""
+        most = max(self.space.model.layers, int(self.space.recomputes.max()))
         words = {PER_STAGE: "none", FULL: "full", SELECTIVE: "selective", NONE: "none"}
-        return tuple(words.get(code, code) for code in range(PER_STAGE, self.space.model.layers + 1))
+        return tuple(words.get(code, code) for code in range(PER_STAGE, most + 1))
 
     def _evaluated(self, table: Table) -> Evaluated:
         return evaluate(self.space.model, self.hardware, table)

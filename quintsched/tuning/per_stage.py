@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.tuning.evaluator import Evaluator, Mask
+from quintsched.tuning.evaluator import Evaluator
 from quintsched.tuning.ranking import Candidates, nobody
-from quintsched.tuning.space import FULL, NONE, Ints, Space
+from quintsched.tuning.space import FULL, NONE, Ints, Mask, Space
 
 
 @dataclass(frozen=True, eq=False)

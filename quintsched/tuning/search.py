@@ -19,10 +19,10 @@ import numpy as np
 
 from quintsched.descriptions.strategy import Strategy
 from quintsched.tuning.bounds import SLACK, Bounds, frame_bounds
-from quintsched.tuning.evaluator import Evaluator, Mask
+from quintsched.tuning.evaluator import Evaluator
 from quintsched.tuning.per_stage import solve
 from quintsched.tuning.ranking import Candidates, Ranking, nobody
-from quintsched.tuning.space import PER_STAGE, Ints, Space
+from quintsched.tuning.space import PER_STAGE, Ints, Mask, Space
 
 ROWS_AT_ONCE = 1 << 16
 """So many leaves are evaluated before what is left is looked at again."""

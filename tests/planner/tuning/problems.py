@@ -76,7 +76,8 @@ def _meshes(given: Problem) -> Iterator[tuple[int, int, int, int, int]]:
     for dp, tp, pp, cp, ep in itertools.product(sizes, repeat=5):
         if dp * tp * pp * cp * ep != given.gpus or pp > model.layers or given.batch % (dp * ep):
             continue
-        if model.heads % tp or (keys % tp and tp % keys) or (cp > 1 and given.seq % (2 * cp)):
+        widths = [model.heads, *([model.experts.ffn] if model.experts else [4 * model.hidden])]
+        if any(width % tp for width in widths) or (keys % tp and tp % keys) or given.seq % cp:
             continue
         if ep > 1 and (model.experts is None or model.experts.count % ep):
             continue
@@ -104,6 +105,8 @@ def _of_mesh(given: Problem, dp: int, tp: int, pp: int, cp: int, ep: int) -> Ite
             }
             zeros = given.choices.zero if dp * cp * ep > 1 else given.choices.zero[:1]
             spread = given.choices.sequence_parallel if tp > 1 else given.choices.sequence_parallel[:1]
+            if given.seq // cp % tp:
+                spread = tuple(one for one in spread if not one)
             for zero, sequence_parallel in itertools.product(zeros, spread):
                 switches = {"zero": zero, "sequence_parallel": sequence_parallel}
                 for tuples, named in _recomputes(given, schedule, pp, chunks):
@@ -116,7 +119,7 @@ def _schedules(given: Problem, pp: int) -> Iterator[tuple[str, int]]:
         return
     for name in given.choices.schedule:
         found = find_schedule(name)
-        takes = [v for v in range(found.min_chunks, min(found.max_chunks, given.model.layers // pp) + 1)]
+        takes = list(range(found.min_chunks, min(found.max_chunks, given.model.layers // pp) + 1))
         even = [v for v in takes if given.model.layers % (pp * v) == 0]
         yield from ((name, v) for v in even or takes[:1])
 
