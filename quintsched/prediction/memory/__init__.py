@@ -1,4 +1,6 @@
 """What a rank holds: activations of a block by kind, microbatches in flight, and state under ZeRO, term by term.
 
-`terms` adds up what the others know. Imports `descriptions` and `schedules`, nothing of the rest of `prediction`.
+activations ─┐
+in_flight  ──┼──▶ terms of a rank ──▶ columns: of many strategies, kind of rank by kind of rank
+state      ──┘
 """
