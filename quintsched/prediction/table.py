@@ -22,9 +22,10 @@ from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.blocks import WIDTHS, Blocks, blocks
 from quintsched.prediction.efficiency import CONSTANTS, Constants
+from quintsched.prediction.memory.columns import held_terms
 from quintsched.prediction.operators import Array, Sizes
 from quintsched.prediction.stages import Kinds, Layout, kinds
-from quintsched.prediction.totals import held_terms, per_microbatch, step_terms
+from quintsched.prediction.totals import step_terms
 
 Ints = NDArray[np.int64]
 CODED = ("schedule", "recompute", "dtype", "stages")
@@ -147,14 +148,10 @@ def _evaluate(
     return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants)
 
 
-def held(
-    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, each_rank: bool = False
-) -> tuple[dict[str, Array], Kinds]:
+def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
     """Return the bytes that every kind of rank holds, (n, K) by kind of bytes; `each_rank`: every rank is a kind."""
     found = distinct_kinds(model, table, each_rank=each_rank)
-    blocks_of = distinct_blocks(model, hardware, table, constants)
-    each = per_microbatch(model, hardware, table, blocks_of, found, constants)
-    return held_terms(model, hardware, table, each, found), found
+    return held_terms(model, hardware, table, found), found
 
 
 def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:

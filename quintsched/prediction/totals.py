@@ -18,6 +18,7 @@ from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
 from quintsched.prediction.collectives import message_s, ring_s
 from quintsched.prediction.efficiency import Constants, memory_rate
+from quintsched.prediction.memory.columns import fullest, held_terms
 from quintsched.prediction.operators import Array
 from quintsched.prediction.stages import Kinds
 
@@ -99,7 +100,7 @@ def step_terms(
     ]
     seconds["dp"] = seconds["dp"] + ends[0]
     seconds["optimizer"] = ends[1]
-    return seconds, memory_terms(model, hardware, table, each, kinds)
+    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds)
 
 
 def per_microbatch(
@@ -222,43 +223,6 @@ def bubble_s(table: Table, each: PerMicrobatch, kinds: Kinds, busiest: Array) ->
     found = (table.pp - 1) / table.chunks * (forward + backward + weight)
     split = np.isin(table.schedule, _codes(table, "schedule", "zb-h1", "zb-1p", "zb-h2", "zbv", "interleaved-zb"))
     return np.where(split, (table.pp - 1) / table.chunks * (forward + backward - np.minimum(forward, weight)), found)
-
-
-def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of the fullest rank by kind."""
-    terms = held_terms(model, hardware, table, each, kinds)
-    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
-    rows = np.arange(len(fullest))
-    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
-
-
-def held_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of every kind of rank, (n, K), by kind of bytes."""
-    width, zero = _widths(table)[:, None], table.zero[:, None]
-    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
-
-    def shared(level: int) -> Array:
-        divided: Array = each.weights / np.where(zero >= level, replicas, 1)
-        return divided + each.expert_weights / np.where(zero >= level, outer, 1)
-
-    tokens = (table.microbatch * table.seq / table.cp)[:, None]
-    full = kinds.full_dense + kinds.full_mixture
-    layers = kinds.dense + kinds.mixture
-    selective = np.isin(table.recompute, _codes(table, "recompute", "selective"))[:, None]
-    tp = table.tp[:, None]
-    scores = 0.0 if model.attention != "unfused" else 5 * model.heads * table.seq[:, None] / (model.hidden * tp)
-    rest = np.where(table.sequence_parallel[:, None] > 0, 34 / tp, 10 + 24 / tp)
-    layer = tokens * model.hidden * (rest + np.where(selective, 0.0, scores)) * width / 2
-    small = tokens * model.hidden * width
-    in_flight = np.minimum(table.pp[:, None] - kinds.rank, table.microbatches[:, None])
-    activations = in_flight * ((layers - full) * layer + full * small) + np.where(full > 0, layer, 0.0)
-    return {
-        "weights": width * shared(3),
-        "gradients": GRADIENT * shared(2),
-        "optimizer": 12.0 * shared(1),
-        "activations": activations,
-        "reserved": np.full(activations.shape, hardware.reserved_gb * 1e9),
-    }
 
 
 def _widths(table: Table) -> Array:

@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
+from quintsched.prediction.blocks import WIDTHS
 from quintsched.prediction.memory.activations import Sizes
 from quintsched.prediction.memory.in_flight import in_flight, logits_in_flight
 from quintsched.prediction.memory.terms import Mesh, Ranks, memory_terms
 from quintsched.prediction.stages import Kinds
-
-WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of an element."""
 
 
 class Strategies(Protocol):

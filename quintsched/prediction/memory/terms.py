@@ -29,6 +29,9 @@ from quintsched.prediction.memory.state import Precision, state_bytes
 FRAGMENTATION = 0.03
 """Of all that comes and goes: what an allocator has reserved and cannot use. An assumption, fitted to nothing."""
 
+COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
+"""Terms that are no weights, gradients, optimizer state or activations."""
+
 MESSAGES = 4
 """Messages between stages that a rank has room for: two each of activations and of gradients."""
 
