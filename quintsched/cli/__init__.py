@@ -19,6 +19,7 @@ from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
+from quintsched.cli.strategies.predict import predict
 from quintsched.cli.timing import compare, simulate
 
 COMMANDS = (
@@ -33,6 +34,7 @@ COMMANDS = (
     export,
     import_,
     run,
+    predict,
     calibrate,
     new,
 )

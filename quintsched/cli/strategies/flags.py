@@ -30,7 +30,9 @@ class Flag:
 
 FLAGS: dict[str, Flag] = {
     "model": Flag("MODEL", "A preset, a file, or transformers' config.json.", is_number=False, has_choice=False),
-    "hardware": Flag("HARDWARE", "A preset, a file, or cpu: this machine, measured.", is_number=False, has_choice=False),
+    "hardware": Flag(
+        "HARDWARE", "A preset, a file, or cpu: this machine, measured.", is_number=False, has_choice=False
+    ),
     "gpus": Flag("N", "GPUs in all.", has_choice=False),
     "gpus_per_node": Flag("N", "GPUs of a node; default: the hardware's.", has_choice=False),
     "dp": Flag("N", "Data-parallel ranks."),
@@ -46,8 +48,12 @@ FLAGS: dict[str, Flag] = {
     "recompute": Flag("WHAT", "none, selective, full, or a number of layers of each stage.", is_number=False),
     "zero": Flag("0-3", "What is sharded over replicas: optimizer state, gradients, weights."),
     "dtype": Flag("TYPE", "bf16, fp16, fp32 or fp64.", is_number=False),
+    "stages": Flag("LAYERS", "Layers of each stage, 3,4,4,3; default: as even as can be.", is_number=False),
 }
 """All but `--sequence-parallel`, which is yes or no."""
+
+CHOSEN = tuple(name for name in FLAGS if name != "stages")
+"""Those of `tune`."""
 
 
 def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
