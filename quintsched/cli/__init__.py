@@ -20,6 +20,7 @@ from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
 from quintsched.cli.strategies.predict import predict
+from quintsched.cli.strategies.tune import tune
 from quintsched.cli.timing import compare, simulate
 
 COMMANDS = (
@@ -35,6 +36,7 @@ COMMANDS = (
     import_,
     run,
     predict,
+    tune,
     calibrate,
     new,
 )

@@ -16,7 +16,7 @@ import typer
 from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, refuse_input, say
 from quintsched.cli.strategies.flags import taking_flags
-from quintsched.cli.strategies.report import describe
+from quintsched.cli.strategies.report import as_data, describe
 from quintsched.errors import InputError, QuintschedError, UsageError
 
 if TYPE_CHECKING:
@@ -104,19 +104,3 @@ def _predict(given: Mapping[str, Any], profile: Path | None, simulate: bool) -> 
         calibrate_first(given["hardware"])
     row = read_row(given)
     return predict(row.model, row.hardware, row.strategy)
-
-
-def as_data(found: Prediction) -> dict[str, Any]:
-    """Return a prediction as plain data."""
-    return {
-        "model": found.model.name,
-        "hardware": found.hardware.name,
-        "strategy": found.strategy.model_dump(mode="json", exclude_none=True),
-        "step_s": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "mfu": found.mfu,
-        "fits": found.fits,
-        "memory_bytes": {"peak": found.memory_bytes, "per_pipeline_rank": list(found.memory_bytes_per_rank)},
-        "breakdown_s": found.breakdown_s,
-        "breakdown_bytes": found.breakdown_bytes,
-    }
