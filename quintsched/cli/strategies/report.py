@@ -30,7 +30,7 @@ TERMS = {
 def describe(found: Prediction) -> Iterator[str]:
     """Yield the lines of one prediction."""
     from quintsched.text.listing import table
-    from quintsched.text.quantities import duration, gigabytes, strategy_name
+    from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 
     yield f"{found.model.name} on {found.strategy.gpus} {found.hardware.name}: {strategy_name(found.strategy)}"
     capacity = found.hardware.memory_gb
@@ -70,7 +70,7 @@ def term_name(name: str) -> str:
 
 
 def _times(terms: Mapping[str, float], step_s: float) -> Iterator[tuple[str, ...]]:
-    from quintsched.text.quantities import duration
+    from quintsched.descriptions.wording import duration
 
     for name in dict.fromkeys(term.removesuffix(HIDDEN) for term in terms):
         waited, hidden = terms.get(name, 0.0), terms.get(f"{name}{HIDDEN}", 0.0)
@@ -84,7 +84,7 @@ def _times(terms: Mapping[str, float], step_s: float) -> Iterator[tuple[str, ...
 
 
 def _bytes(terms: Mapping[str, float], total: float) -> Iterator[tuple[str, ...]]:
-    from quintsched.text.quantities import gigabytes
+    from quintsched.descriptions.wording import gigabytes
 
     for name, held in terms.items():
         if held:

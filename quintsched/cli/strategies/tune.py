@@ -158,14 +158,14 @@ def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]
 
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
-    from quintsched.text.quantities import duration, gigabytes, strategy_name
+    from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 
     held = gigabytes(prediction.memory_bytes)
     return duration(prediction.step_s), percent(prediction.mfu), held, strategy_name(prediction.strategy)
 
 
 def _point(candidate: Candidate) -> tuple[str, ...]:
-    from quintsched.text.quantities import duration, gigabytes, strategy_name
+    from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 
     return duration(candidate.step_s), gigabytes(candidate.memory_bytes), strategy_name(candidate.strategy)
 
