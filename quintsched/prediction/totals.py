@@ -9,7 +9,6 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,20 +16,18 @@ from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
 from quintsched.prediction.collectives import message_s, overlap, ring_s
+from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, memory_rate
-from quintsched.prediction.memory.columns import fullest, held_terms
+from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
 from quintsched.prediction.stages import Kinds
-
-if TYPE_CHECKING:
-    from quintsched.prediction.table import Table
 
 GRADIENT = 4.0
 """Bytes of a gradient as it is summed over replicas."""
 STEP_BYTES = 66.0
-"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by the
-number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments and
-writes three of them (28); the master is rounded into the weight (6)."""
+"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
+the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
+and writes three of them (28); the master is rounded into the weight (6)."""
 
 
 @dataclass(frozen=True, eq=False)

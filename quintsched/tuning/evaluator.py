@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.terms import COMES_AND_GOES
 from quintsched.prediction.pipeline import has_closed_form
-from quintsched.prediction.table import Evaluated, Table, evaluate, held
+from quintsched.prediction.table import Evaluated, evaluate, held
 from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
 
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ their kinds of ranks (n, K) ┘
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,36 +16,14 @@ from numpy.typing import NDArray
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS
+from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.activations import Sizes
 from quintsched.prediction.memory.in_flight import in_flight, logits_in_flight
 from quintsched.prediction.memory.terms import Mesh, Ranks, memory_terms
 from quintsched.prediction.stages import Kinds
 
 
-class Strategies(Protocol):
-    """n strategies as columns named like the fields of `Strategy`; those of words hold indices into `values`."""
-
-    dp: Any
-    tp: Any
-    pp: Any
-    cp: Any
-    ep: Any
-    microbatch: Any
-    seq: Any
-    chunks: Any
-    sequence_parallel: Any
-    zero: Any
-    schedule: Any
-    recompute: Any
-    dtype: Any
-    values: dict[str, tuple[Any, ...]]
-
-    @property
-    def microbatches(self) -> Any:
-        """Of each replica."""
-
-
-def held_terms(model: Model, hardware: Hardware, table: Strategies, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
+def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
     """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
 
     def column(values: Any) -> Any:
@@ -80,7 +58,7 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
     return {name: bytes_[rows, most] for name, bytes_ in terms.items()}
 
 
-def _ranks(table: Strategies, kinds: Kinds) -> Ranks:
+def _ranks(table: Table, kinds: Kinds) -> Ranks:
     flight, logits = np.zeros(kinds.dense.shape), np.zeros((len(kinds.dense), 1))
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(np.asarray(table.schedule) == code)
