@@ -1,7 +1,7 @@
 """What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
 
 time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
-memory  ≥ the fullest of resident     the rest: buffers, fragmentation
+memory  ≥ the fullest of resident     the rest: what comes and goes
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
+from quintsched.prediction.memory.terms import COMES_AND_GOES
 from quintsched.prediction.pipeline import has_closed_form
-from quintsched.prediction.table import Evaluated, Table, evaluate, held
+from quintsched.prediction.table import Evaluated, evaluate, held
 from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")
 """Terms of a step's time that a pipeline without ZeRO has after its last backward."""
-RESIDENT = ("weights", "gradients", "optimizer", "activations", "reserved")
-"""Kinds of bytes that bounds count."""
+STATE = ("weights", "gradients", "optimizer")
+"""Terms of a rank's memory that ZeRO cuts; the others that stay do not depend on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +66,14 @@ class Evaluator:
         found = self._evaluated(self.table(columns))
         return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
 
-    def resident_bytes(self, columns: Columns) -> Floats:
-        """Return (rows, kinds): weights, gradients, optimizer state and activations of each kind of rank.
+    def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
+        """Return weights, gradients, optimizer state and activations of each kind of rank, (rows, kinds) by term.
 
         Rows that differ in `SWITCHES` alone have the same kinds; those that are missing hold 0.
         """
         terms, kinds = held(self.space.model, self.hardware, self.table(columns))
-        return np.where(kinds.ranks > 0, sum(terms[name] for name in RESIDENT), 0.0)
+        present = kinds.ranks > 0
+        return {name: held * present for name, held in terms.items() if name not in COMES_AND_GOES}
 
     def rank_bytes(self, columns: Columns) -> Floats:
         """Return (rows, pp), where all rows have that pp: all that each pipeline rank holds."""

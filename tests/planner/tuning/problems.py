@@ -39,7 +39,7 @@ def problem(seed: int) -> Problem:
     )
     hardware = Hardware(
         tflops={"bf16": draw.choice([100.0, 300.0])},
-        memory_gb=draw.choice([0.3, 0.6, 1.0, 2.0, 5.0]),
+        memory_gb=draw.choice([0.4, 0.8, 1.5, 3.0, 8.0]),
         memory_gbps=draw.choice([600.0, 2000.0]),
         gpus_per_node=draw.choice([1, 2, 4, 8]),
         link_gbps=draw.choice([16.0, 300.0]),
