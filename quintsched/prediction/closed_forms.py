@@ -72,14 +72,14 @@ class Pipelines(Passes):
 
     def of_last(self, each: Values) -> Values:
         """What the last rank has of something."""
-        found = each[0]
+        found: Values = each[0]
         for run in range(1, len(each)):
             found = np.where(self.ranks[run] > 0, each[run], found)
         return found
 
     def at(self, each: Values, rank: Values) -> Values:
         """What one rank has of something."""
-        found = each[0]
+        found: Values = each[0]
         for run in range(1, len(each)):
             found = np.where((self.begin[run] <= rank) & (self.ranks[run] > 0), each[run], found)
         return found
@@ -128,6 +128,7 @@ def _zigzag(s: Pipelines, both: Values, late: Values) -> Values:
     back, whole = both - s.f, s.before(both, s.p)
     ending = _ending(s, back, late)
     once = whole + 2 * s.c * down + r_last
+    apart = bool(s.c.any())  # without messages, no path gains by going from rank to rank
     deepest = np.maximum(s.p + 1 - s.m, 0.0)
     again = np.where(deepest <= down, once - s.before(both, deepest) - 2 * s.c * deepest, 0.0)
     found = once + ending + np.where(s.m > 1, again, 0.0)
@@ -136,8 +137,8 @@ def _zigzag(s: Pipelines, both: Values, late: Values) -> Values:
         # Down to the last rank and up to this one; to and fro from here to a later one; down and up again.
         room = s.m - 1 - s.p + top
         frame = 2 * once - above + ending
-        for last in range(run, len(s.ranks)):
-            bottoms = {id(one): one for one in ((top, s.end[last]) if last == run else (s.end[last],))}
+        for last in range(run, len(s.ranks) if apart else run + 1):
+            bottoms = {id(one): one for one in ((top, s.end[last])[: 1 + apart] if last == run else (s.end[last],))}
             for bottom in bottoms.values():
                 stay = _stay(s, both, late, (run, last), (top, bottom), room)
                 if late.any():  # first one sweep of all ranks, whose turn is no less than theirs

@@ -44,7 +44,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
     Raises UsageError where it cannot be placed.
     """
     table = Table.of([strategy])
-    found = evaluate(model, hardware, table, constants)
+    found = evaluate(model, hardware, table, constants, simulate=True)
     step_s, memory = float(found.step_s[0]), float(found.memory_bytes[0])
     tokens = strategy.batch * strategy.seq
     flops = model_flops(model, strategy.seq) * strategy.batch
