@@ -13,14 +13,19 @@ seconds, of one microbatch. Arguments are numbers or arrays that broadcast toget
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from quintsched.ir.mesh import Mesh
 from quintsched.prediction.closed_forms import CLOSED_FORMS, Passes, Pipelines, Values, chunked
 from quintsched.prediction.levels import KINDS, levels_of
 from quintsched.schedules import find_schedule
+from quintsched.schedules.kit.order import order_of_computation
+from quintsched.simulation import activation_memory
+from quintsched.simulation.costs import Costs
 
 Numbers: TypeAlias = float | npt.ArrayLike
 
@@ -267,3 +272,14 @@ def exposed_reductions(schedule: str, s: Pipelines, reduction: Values, first: Va
 def chunk(s: Pipelines, name: str) -> Values:
     """Return what one chunk of each run's ranks takes, (K, n), without what the first and the last stage do besides."""
     return chunked(s, getattr(s, name), getattr(s.first, name), getattr(s.last, name))
+
+
+@lru_cache(maxsize=1024)
+def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[float, ...]:
+    """Return the most that each rank holds from forwards to the ends of backwards, in microbatches of one stage.
+
+    `memory.in_flight` has it in closed form; here the schedule's own order is counted through.
+    """
+    found = find_schedule(schedule)
+    order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
+    return tuple(peak * order.schedule.parts for peak in activation_memory.peak_activations(order, Costs()))

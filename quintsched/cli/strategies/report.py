@@ -29,8 +29,8 @@ TERMS = {
 
 def describe(found: Prediction) -> Iterator[str]:
     """Yield the lines of one prediction."""
-    from quintsched.text.listing import table
     from quintsched.descriptions.wording import duration, gigabytes, strategy_name
+    from quintsched.text.listing import table
 
     yield f"{found.model.name} on {found.strategy.gpus} {found.hardware.name}: {strategy_name(found.strategy)}"
     capacity = found.hardware.memory_gb
