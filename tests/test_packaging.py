@@ -102,6 +102,7 @@ def test_the_wheel_owns_one_name(wheel: Path) -> None:
     assert {name: held[name] for name in package_files()} == package_files()
 
 
+@pytest.mark.slow
 def test_without_extras_one_can_plan_but_not_run_or_draw(clean: Path, tmp_path: Path) -> None:
     quintsched = clean / "quintsched"
     succeed(clean / "python", "-c", "import quintsched.runtime", cwd=tmp_path)

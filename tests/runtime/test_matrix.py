@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -12,11 +13,31 @@ import quintsched as qs
 from .matrix import CASES, LAST_FIRST, Case
 from .toys import Outcome, train_on, worst_difference
 
+
+def of_every_day(cases: Iterable[Case], every: int) -> list[Case]:
+    """Every k-th case, and the first of each schedule."""
+    firsts = {case.schedule: case for case in reversed(list(cases))}
+    return [case for number, case in enumerate(cases) if number % every == 0 or firsts[case.schedule] is case]
+
+
+DAILY = of_every_day(CASES, 3)
 BY_KIND = [
-    pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"matrix {case.in_step} {case.model}"))
+    pytest.param(
+        case,
+        id=str(case),
+        marks=[
+            pytest.mark.xdist_group(f"matrix {case.in_step} {case.model}"),
+            *([] if case in DAILY else [pytest.mark.slow]),
+        ],
+    )
     for case in CASES
 ]
 """Cases that may be alike run in the same process, where each of them is trained once."""
+
+IN_SINGLE = [
+    pytest.param(case, id=str(case), marks=[] if number % 3 == 0 else pytest.mark.slow)
+    for number, case in enumerate(CASES[::3])
+]
 
 TRAINING = {s.name for s in qs.all_schedules() if s.mode == "train"}
 """Those of the package, before other tests register theirs."""
@@ -50,7 +71,7 @@ def test_in_double_precision_by_the_rules_of_nccl(case: Case) -> None:
         require_same_bits(outcomes, trained(first_of_its_like()[case.sums]))
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+@pytest.mark.parametrize("case", IN_SINGLE)
 def test_in_single_precision_with_clipped_gradients_in_many_pieces(case: Case) -> None:
     task = case.task(torch.float32)
     outcomes = train_on(case.plan, task, case.blocks, clip=0.5, bucket_mb=0.004, dtype=torch.float32, tied=case.tied)

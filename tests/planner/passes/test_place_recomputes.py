@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
@@ -41,6 +41,7 @@ def takes(schedule: Schedule, shape: dict[str, int | str]) -> bool:
 
 
 @pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_every_schedule_is_sound_with_recomputation(schedule, data):
     shape = data.draw(st.sampled_from(shapes_of(schedule)))

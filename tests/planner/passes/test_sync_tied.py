@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
@@ -24,6 +24,7 @@ from tests.planner.verify.mutants import with_program
 @pytest.mark.parametrize(
     "schedule", [found for found in TRAINING if not found.bidirectional], ids=lambda schedule: schedule.name
 )
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_every_schedule_is_sound_with_tied_weights(schedule, data):
     shape = data.draw(st.sampled_from([shape for shape in shapes_of(schedule) if shape["mesh"] != "pp=1"]))

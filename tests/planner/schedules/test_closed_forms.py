@@ -1,7 +1,7 @@
 """Makespan, span and memory of the schedules: published tables, closed forms, and a second simulation."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -40,6 +40,7 @@ ELSEWHERE = {"zbv", "v-half", "v-min", "dualpipe-v", "dualpipe", "zb-auto"}
 """The V-shaped, bidirectional and searched schedules have tests of their own."""
 
 PP, CHUNKS, SLICES, MICROBATCHES = range(1, 9), range(1, 5), range(1, 4), range(1, 33)
+FEW = (*range(1, 10), 15, 16, 17, 32)
 
 
 @dataclass(frozen=True)
@@ -171,17 +172,18 @@ def test_the_closed_forms_know_every_schedule():
     assert ours - ELSEWHERE == set(FORMS)
 
 
-def shapes(name: str, pp: int) -> Iterator[Case]:
-    """Every shape with these many ranks, and one more slice than most schedules take."""
-    for chunks, slices, microbatches in product(CHUNKS, SLICES, MICROBATCHES):
+def shapes(name: str, pp: int, numbers: Sequence[int]) -> Iterator[Case]:
+    """Every shape with these many ranks and numbers of microbatches, and one more slice than most schedules take."""
+    for chunks, slices, microbatches in product(CHUNKS, SLICES, numbers):
         if slices <= 2 or name == "seq-1f1b":
             yield Case(name, pp, chunks, slices, microbatches)
 
 
+@pytest.mark.parametrize("numbers", [FEW, pytest.param(MICROBATCHES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("pp", PP)
 @pytest.mark.parametrize("name", FORMS)
-def test_sound_and_equal_to_the_closed_forms_in_every_shape(name, pp):
-    for case in shapes(name, pp):
+def test_sound_and_equal_to_the_closed_forms_in_every_shape(name, pp, numbers):
+    for case in shapes(name, pp, numbers):
         if case.taken:
             assert_closed_forms(case)
         else:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.processes
 RANKS = 4
 
 
+@pytest.mark.slow
 def test_they_train_to_the_numbers_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))

@@ -96,6 +96,7 @@ def launch(*arguments: str | Path) -> tuple[int, str, str]:
     return run(sys.executable, "-m", "quintsched.runtime.launch.local", *arguments)
 
 
+@pytest.mark.slow
 def test_eight_processes_equal_one(job_file: Path, tmp_path: Path) -> None:
     log, plan = tmp_path / "log.jsonl", tmp_path / "plan.json"
     qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=4).save(plan)
@@ -163,7 +164,9 @@ def test_a_killed_rank_ends_the_others_with_4(job_file: Path, tmp_path: Path) ->
     ("setting", "code", "message"),
     [
         ("train.optimizr={}", 2, "train.optimizr: unknown key; did you mean 'optimizer'?"),
-        ("data={name: mnist, path: /no/such/place}", 2, "/no/such/place: no such directory"),
+        pytest.param(
+            "data={name: mnist, path: /no/such/place}", 2, "/no/such/place: no such directory", marks=pytest.mark.slow
+        ),
         ("model.options.heads=1", 3, "tp=2 does not divide the 1 heads"),
         ("parallel.schedule=1f1c", 2, "unknown schedule '1f1c'; did you mean '1f1b'?"),
         ("parallel.microbatches=3", 3, "batch_size 16 does not divide into 3 equal microbatches"),

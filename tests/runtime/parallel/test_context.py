@@ -222,6 +222,7 @@ def test_a_job_trains_on_parts_of_its_sequences_to_the_same_losses(tmp_path: Pat
     assert losses[2] == pytest.approx(losses[0], abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])

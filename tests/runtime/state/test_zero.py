@@ -385,6 +385,7 @@ def test_a_pretrained_checkpoint_is_loaded_whole(tmp_path: Path, zero: int) -> N
     assert found == pytest.approx(expected * 4, abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_four_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])

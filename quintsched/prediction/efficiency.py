@@ -1,0 +1,140 @@
+"""How long one operator takes on one GPU: the one place that knows efficiencies.
+
+    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))    e = E / (1 + H · (1/m + 1/n + 1/k))
+    attention:  kernel + flops / (peak · literature's figure for the kernel)
+    pass:       kernel + bytes / (memory · e')
+
+The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` on one published table and then frozen. Where
+`Hardware.measured` has a curve, the curve is taken in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quintsched.descriptions.hardware import Curve, Hardware
+from quintsched.prediction.operators import Array, Attention, Operator, Product
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no datasheet says; six numbers, fitted."""
+
+    product: float
+    """Share of the peak that a large matrix product reaches."""
+    half: float
+    """How far an edge of a product wastes work: one edge of this length alone halves the efficiency."""
+    memory: float
+    """Share of the memory's rate that a large pass reaches."""
+    link: float
+    """Share of the links' rate inside a node that a large collective reaches."""
+    network: float
+    """Share of the network's rate between nodes."""
+    kernel_s: float
+    """What a kernel takes however small it is."""
+
+
+CONSTANTS = Constants(product=0.85, half=64.0, memory=0.8, link=0.75, network=0.45, kernel_s=5e-6)
+
+FUSED = {"flash": (0.52, 0.48), "triton": (0.36, 0.28)}
+"""Shares of the peak of fused attention, forward and backward, heads of 128: FlashAttention-2 (arXiv:2307.08691,
+Figures 4 to 6) measures its own kernels and the first version in Triton on an A100, causal masks counted as half."""
+BACKWARD_FLOPS = 2.5
+"""Of fused attention's backward for each of the forward's: five products for two."""
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds of one operator, or a sum of several: forward, the two halves of the backward, and what selective
+    recomputation runs again."""
+
+    forward: Array
+    backward_input: Array
+    backward_weight: Array
+    selective: Array
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.selective + other.selective,
+        )
+
+    @property
+    def backward(self) -> Array:
+        """Both halves."""
+        return self.backward_input + self.backward_weight
+
+
+def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
+    """Return the seconds of an operator; curves of `hardware.measured` come before the fitted model."""
+    if isinstance(operator, Product):
+        forward = product_s(operator, hardware, dtype, constants)
+        zero = np.zeros_like(forward)
+        halves = (forward, forward) if operator.weighted else (2 * forward, zero)
+        return Times(forward, *halves, forward if operator.selective else zero)
+    if isinstance(operator, Attention):
+        return _attention_times(operator, hardware, dtype, constants)
+    forward = memory_s(operator.forward, hardware, constants)
+    backward = memory_s(operator.backward, hardware, constants)
+    zero = np.zeros_like(forward)
+    return Times(forward, backward, zero, forward if operator.selective else zero)
+
+
+def product_s(product: Product, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Array:
+    """Return the seconds of a matrix product."""
+    flops = 2.0 * product.batch * product.m * product.n * product.k
+    measured = hardware.measured
+    if measured is not None and dtype in measured.matmul:
+        return kernel_s(hardware, constants) + flops / curve_rate(measured.matmul[dtype], flops)
+    edges = constants.half * (1 / product.m + 1 / product.n + 1 / product.k)
+    rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
+    moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * product.width
+    return kernel_s(hardware, constants) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+
+
+def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+    """Return the seconds of a pass that reads and writes so many bytes."""
+    return np.where(moved > 0, kernel_s(hardware, constants) + moved / memory_rate(moved, hardware, constants), 0.0)
+
+
+def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
+    """Return the bytes per second of a pass over so many bytes."""
+    if hardware.measured is not None and hardware.measured.memory is not None:
+        return curve_rate(hardware.measured.memory, moved)
+    return hardware.memory_gbps * 1e9 * constants.memory
+
+
+def kernel_s(hardware: Hardware, constants: Constants = CONSTANTS) -> float:
+    """Return what an operator takes however small it is."""
+    if hardware.measured is not None and hardware.measured.kernel_s is not None:
+        return hardware.measured.kernel_s
+    return constants.kernel_s
+
+
+def peak(hardware: Hardware, dtype: str) -> float:
+    """Return the operations per second of matrix products, by the datasheet; fp16 and bf16 stand in for each other."""
+    known = hardware.tflops
+    for name in {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16"), "fp32": ("fp32",)}.get(dtype, (dtype,)):
+        if name in known:
+            return known[name] * 1e12
+    return min(known.values()) * 1e12
+
+
+def curve_rate(curve: Curve, size: Array) -> Array:
+    """Return the rate at a size: linear in the size's logarithm, constant beyond both ends."""
+    found: Array = np.interp(np.log(np.maximum(size, 1e-9)), np.log(np.array(curve.sizes)), np.array(curve.rates))
+    return found
+
+
+def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+    forward_share, backward_share = FUSED[attention.kernel]
+    rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 128)
+    kernel = kernel_s(hardware, constants)
+    forward = kernel + attention.flops / (rate * forward_share)
+    backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
+    zero = np.zeros_like(forward)
+    return Times(forward, backward, zero, forward if attention.selective else zero)

@@ -1,0 +1,85 @@
+"""One strategy: how long its step takes and what it holds; the table with one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.model import Model
+from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.efficiency import CONSTANTS, Constants, peak
+from quintsched.prediction.operators import gated, head_size, model_ffn
+from quintsched.prediction.stages import has_experts
+from quintsched.prediction.table import Table, evaluate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of one strategy takes and holds."""
+
+    model: Model
+    hardware: Hardware
+    strategy: Strategy
+    """With its schedule and chunks filled in."""
+    step_s: float
+    tokens_per_s: float
+    """Over all GPUs."""
+    mfu: float
+    """Share of the datasheet's peak that the model's own operations make, recomputation left out, attention counted
+    without its causal mask."""
+    fits: bool
+    memory_bytes: float
+    """Of the fullest rank."""
+    memory_bytes_per_rank: tuple[float, ...]
+    """By pipeline rank."""
+    breakdown_s: dict[str, float]
+    """Terms that do not end in `_hidden` add up to `step_s`."""
+    breakdown_bytes: dict[str, float]
+    """Of the fullest rank; adds up to `memory_bytes`."""
+
+
+def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Prediction:
+    """Return the time and memory of a strategy.
+
+    Raises UsageError where it cannot be placed.
+    """
+    table = Table.of([strategy])
+    found = evaluate(model, hardware, table, constants)
+    step_s, memory = float(found.step_s[0]), float(found.memory_bytes[0])
+    tokens = strategy.batch * strategy.seq
+    flops = model_flops(model, strategy.seq) * strategy.batch
+    return Prediction(
+        model=model,
+        hardware=hardware,
+        strategy=table.strategy(0),
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        mfu=flops / step_s / strategy.gpus / peak(hardware, strategy.dtype),
+        fits=bool(found.fits[0]),
+        memory_bytes=memory,
+        memory_bytes_per_rank=(memory,) * strategy.pp,
+        breakdown_s={name: float(values[0]) for name, values in found.seconds.items()},
+        breakdown_bytes={name: float(values[0]) for name, values in found.bytes.items()},
+    )
+
+
+def model_flops(model: Model, seq: int) -> float:
+    """Return the operations of matrix products of one sample, forward and backward, attention without its mask."""
+    head = head_size(model)
+    heads, key_heads = model.heads, model.kv_heads or model.heads
+    matrices = 3.0 if gated(model) else 2.0
+    if model.latent:
+        latent, values = model.latent, model.latent.value_size
+        queries = latent.q_rank * (model.hidden + heads * head) if latent.q_rank else model.hidden * heads * head
+        keys = model.hidden * (latent.kv_rank + latent.rope_size)
+        projections = queries + keys + latent.kv_rank * heads * (head - latent.rope_size + values)
+    else:
+        values = head
+        projections = model.hidden * head * (heads + 2 * key_heads)
+    attention = projections + heads * values * model.hidden + seq * heads * (head + values)
+    dense = matrices * model.hidden * model_ffn(model)
+    experts = model.experts
+    mixture = matrices * model.hidden * experts.ffn * (experts.top_k + experts.shared) if experts else 0.0
+    mixed = sum(has_experts(model, layer) for layer in range(model.layers))
+    layers = model.layers * attention + (model.layers - mixed) * dense + mixed * mixture
+    return 6.0 * seq * (layers + model.hidden * model.vocab)

@@ -1,0 +1,269 @@
+"""From blocks to a step: what each pipeline rank does for a microbatch, the pipeline, and what ends the step.
+
+    rank:  ▕ layers · (forward + backward + recompute + waits) ▏ × microbatches
+    step = the busiest rank's microbatches + the bubble around them + gradients + optimizer
+
+Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.model import Model
+from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
+from quintsched.prediction.collectives import message_s, ring_s
+from quintsched.prediction.efficiency import Constants, memory_rate
+from quintsched.prediction.operators import Array
+from quintsched.prediction.stages import Kinds
+
+if TYPE_CHECKING:
+    from quintsched.prediction.table import Table
+
+GRADIENT = 4.0
+"""Bytes of a gradient as it is summed over replicas."""
+STEP_BYTES = 42.0
+"""Bytes that the optimizer's step reads and writes for each parameter of its own: weight, master, two moments, gradient
+(norm, clip, step, clear)."""
+
+
+@dataclass(frozen=True, eq=False)
+class PerMicrobatch:
+    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
+
+    compute_forward: Array
+    compute_input: Array
+    compute_weight: Array
+    recompute: Array
+    tp_forward: Array
+    tp_backward: Array
+    cp: Array
+    cp_hidden: Array
+    ep: Array
+    pp: Array
+    dp: Array
+    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
+    dp_hidden: Array
+    weights: Array
+    expert_weights: Array
+
+    @property
+    def forward(self) -> Array:
+        """Half of what is waited for counts here."""
+        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
+
+    @property
+    def backward_input(self) -> Array:
+        """With what is run again before it."""
+        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
+        return self.compute_input + self.recompute + waits
+
+    @property
+    def total(self) -> Array:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.compute_weight
+
+
+def step_terms(
+    model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the terms of a step's time, and of the fullest rank's memory."""
+    each = per_microbatch(model, hardware, table, blocks, kinds, constants)
+    microbatches = table.microbatches.astype(np.float64)
+    held = kinds.ranks > 0
+    total = np.where(held, each.total, -1.0)
+    busiest = total.argmax(axis=1)
+    rows = np.arange(len(busiest))
+    seconds = {
+        name: microbatches * values[rows, busiest]
+        for name, values in (
+            ("compute", each.compute_forward + each.compute_input + each.compute_weight),
+            ("recompute", each.recompute),
+            ("tp", each.tp_forward + each.tp_backward),
+            ("cp", each.cp),
+            ("ep", each.ep),
+            ("pp", each.pp),
+            ("dp", each.dp),
+            ("cp_hidden", each.cp_hidden),
+            ("dp_hidden", each.dp_hidden),
+        )
+    }
+    seconds["bubble"] = bubble_s(table, each, kinds, busiest)
+    ends = [
+        end.max(axis=1)
+        for end in (reduce_s(hardware, table, each, constants), optimizer_s(hardware, table, each, constants))
+    ]
+    seconds["dp"] = seconds["dp"] + ends[0]
+    seconds["optimizer"] = ends[1]
+    return seconds, memory_terms(model, hardware, table, each, kinds)
+
+
+def per_microbatch(
+    model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+) -> PerMicrobatch:
+    """Return what a rank of each kind does for one microbatch."""
+    selective = np.isin(table.recompute, _codes(table, "recompute", "selective")).astype(float)
+
+    def over(name: str) -> Array:
+        dense, mixture = getattr(blocks.dense, name)[:, None], getattr(blocks.mixture, name)[:, None]
+        first, last = getattr(blocks.first, name)[:, None], getattr(blocks.last, name)[:, None]
+        found: Array = kinds.dense * dense + kinds.mixture * mixture + kinds.first * first + kinds.last * last
+        return found
+
+    def again(name: str) -> Array:
+        dense, mixture = getattr(blocks.dense, name)[:, None], getattr(blocks.mixture, name)[:, None]
+        found: Array = kinds.full_dense * dense + kinds.full_mixture * mixture
+        return found
+
+    forward = over("forward")
+    exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
+    pp = messages_s(model, hardware, table, constants)[:, None] * np.ones_like(forward)
+    return PerMicrobatch(
+        compute_forward=forward,
+        compute_input=over("backward_input"),
+        compute_weight=over("backward_weight"),
+        recompute=again("forward") + selective[:, None] * over("selective"),
+        tp_forward=over("tp_forward"),
+        tp_backward=over("tp_backward") + again("tp_forward"),
+        cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
+        cp_hidden=over("cp_hidden"),
+        ep=over("ep_forward") + over("ep_backward") + again("ep_forward"),
+        pp=pp,
+        dp=exposed,
+        dp_hidden=hidden,
+        weights=over("weights"),
+        expert_weights=over("expert_weights"),
+    )
+
+
+def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
+    """Return what a rank waits for its neighbours' messages: one in and one out for each chunk, both ways.
+
+    The ranks of tp hold the same activation and send a slice each.
+    """
+    width = _widths(table)
+    moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp
+    stride = table.gpus // table.pp
+    return np.where(table.pp > 1, 2.0 * table.chunks * message_s(moved, stride, hardware, constants), 0.0)
+
+
+def sharded_s(
+    hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+) -> tuple[Array, Array]:
+    """Return the gathers and reduce-scatters of ZeRO-2 and 3 in each microbatch: exposed and hidden.
+
+    The next layer is gathered while one computes, and a layer's gradients are scattered while the next backward runs.
+    """
+    width = _widths(table)
+    gathers = (table.zero == 3) * 1.0
+    scatters = (table.zero >= 2) * 1.0
+    exposed, hidden = np.zeros(kinds.dense.shape), np.zeros(kinds.dense.shape)
+    layers = (
+        (blocks.dense, kinds.dense, True),
+        (blocks.mixture, kinds.mixture, True),
+        (blocks.first, kinds.first, False),
+        (blocks.last, kinds.last, False),
+    )
+    for layer, count, overlaps in layers:
+        gather = _over_replicas(hardware, table, layer, width, constants)
+        scatter = _over_replicas(hardware, table, layer, width, constants)
+        beside_forward = layer.forward if overlaps else 0.0
+        beside_backward = layer.backward_input + layer.backward_weight if overlaps else 0.0
+        forward = np.maximum(gathers * gather - beside_forward, 0.0)
+        backward = np.maximum(gathers * gather + scatters * scatter - beside_backward, 0.0)
+        whole = gathers * 2 * gather + scatters * scatter
+        exposed = exposed + count * (forward + backward)[:, None]
+        hidden = hidden + count * (whole - forward - backward)[:, None]
+    return exposed, hidden
+
+
+def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array, constants: Constants) -> Array:
+    """One pass over the ring of replicas with the weights of a layer."""
+    stride = table.tp
+    replicas = table.dp * table.cp * table.ep
+    dense = ring_s(layer.weights * width, replicas, stride, hardware, constants)
+    expert = ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
+    return dense + expert
+
+
+def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
+    """Return the reduction of gradients after the last backward, nothing beside it; ZeRO-1 and 2 gather weights too."""
+    stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
+    outer = (table.dp * table.cp)[:, None]
+    width, zero = _widths(table)[:, None], table.zero[:, None]
+    expert_stride = stride * table.ep[:, None]
+    halves = np.where(zero == 0, 2 * GRADIENT, np.where(zero == 1, GRADIENT + width, np.where(zero == 2, width, 0.0)))
+    dense = ring_s(each.weights * halves, replicas, stride, hardware, constants)
+    expert = ring_s(each.expert_weights * halves, outer, expert_stride, hardware, constants)
+    return dense + expert
+
+
+def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
+    """Return the optimizer's step, bound by memory; ZeRO shares it out over the replicas."""
+    shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
+    expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
+    moved = STEP_BYTES * (each.weights / shards + each.expert_weights / expert_shards)
+    return moved / memory_rate(moved, hardware, constants)
+
+
+def bubble_s(table: Table, each: PerMicrobatch, kinds: Kinds, busiest: Array) -> Array:
+    """Return the time beyond the busiest rank's own work: the other ranks' share of filling and draining."""
+    rows = np.arange(len(busiest))
+
+    def others(values: Array) -> Array:
+        total = (kinds.ranks * values).sum(axis=1) - values[rows, busiest]
+        return total / np.maximum(table.pp - 1, 1)
+
+    forward, backward, weight = others(each.forward), others(each.backward_input), others(each.compute_weight)
+    found = (table.pp - 1) / table.chunks * (forward + backward + weight)
+    split = np.isin(table.schedule, _codes(table, "schedule", "zb-h1", "zb-1p", "zb-h2", "zbv", "interleaved-zb"))
+    return np.where(split, (table.pp - 1) / table.chunks * (forward + backward - np.minimum(forward, weight)), found)
+
+
+def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
+    """Return the bytes of the fullest rank by kind."""
+    terms = held_terms(model, hardware, table, each, kinds)
+    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
+    rows = np.arange(len(fullest))
+    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
+
+
+def held_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
+    """Return the bytes of every kind of rank, (n, K), by kind of bytes."""
+    width, zero = _widths(table)[:, None], table.zero[:, None]
+    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
+
+    def shared(level: int) -> Array:
+        divided: Array = each.weights / np.where(zero >= level, replicas, 1)
+        return divided + each.expert_weights / np.where(zero >= level, outer, 1)
+
+    tokens = (table.microbatch * table.seq / table.cp)[:, None]
+    full = kinds.full_dense + kinds.full_mixture
+    layers = kinds.dense + kinds.mixture
+    selective = np.isin(table.recompute, _codes(table, "recompute", "selective"))[:, None]
+    tp = table.tp[:, None]
+    scores = 0.0 if model.attention != "unfused" else 5 * model.heads * table.seq[:, None] / (model.hidden * tp)
+    rest = np.where(table.sequence_parallel[:, None] > 0, 34 / tp, 10 + 24 / tp)
+    layer = tokens * model.hidden * (rest + np.where(selective, 0.0, scores)) * width / 2
+    small = tokens * model.hidden * width
+    in_flight = np.minimum(table.pp[:, None] - kinds.rank, table.microbatches[:, None])
+    activations = in_flight * ((layers - full) * layer + full * small) + np.where(full > 0, layer, 0.0)
+    return {
+        "weights": width * shared(3),
+        "gradients": GRADIENT * shared(2),
+        "optimizer": 12.0 * shared(1),
+        "activations": activations,
+        "reserved": np.full(activations.shape, hardware.reserved_gb * 1e9),
+    }
+
+
+def _widths(table: Table) -> Array:
+    return np.array([WIDTHS[name] for name in table.values["dtype"]])[table.dtype]
+
+
+def _codes(table: Table, name: str, *wanted: str) -> list[int]:
+    return [code for code, value in enumerate(table.values[name]) if value in wanted]
