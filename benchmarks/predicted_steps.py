@@ -225,7 +225,9 @@ def main() -> int:
         for name in sorted(measured, key=measured.__getitem__):
             work = statistics.median(work for _, work in samples[name])
             ratio = predicted[name] / measured[name]
-            print(f"  {name:<20}{1e3 * predicted[name]:14.1f}{1e3 * measured[name]:14.1f}{ratio:9.3f}{1e3 * work:12.1f}")
+            print(
+                f"  {name:<20}{1e3 * predicted[name]:14.1f}{1e3 * measured[name]:14.1f}{ratio:9.3f}{1e3 * work:12.1f}"
+            )
         print(f"  A/A: {twice}")
         targets = judge(predicted, measured, twice)
         print(*targets, sep="\n")
