@@ -16,7 +16,7 @@ import numpy as np
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
-from quintsched.prediction.collectives import message_s, ring_s
+from quintsched.prediction.collectives import message_s, overlap, ring_s
 from quintsched.prediction.efficiency import Constants, memory_rate
 from quintsched.prediction.operators import Array
 from quintsched.prediction.stages import Kinds
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 GRADIENT = 4.0
 """Bytes of a gradient as it is summed over replicas."""
-STEP_BYTES = 42.0
-"""Bytes that the optimizer's step reads and writes for each parameter of its own: weight, master, two moments, gradient
-(norm, clip, step, clear)."""
+STEP_BYTES = 66.0
+"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by the
+number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments and
+writes three of them (28); the master is rounded into the weight (6)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class PerMicrobatch:
     recompute: Array
     tp_forward: Array
     tp_backward: Array
+    tp_hidden: Array
     cp: Array
     cp_hidden: Array
     ep: Array
@@ -88,6 +90,7 @@ def step_terms(
             ("ep", each.ep),
             ("pp", each.pp),
             ("dp", each.dp),
+            ("tp_hidden", each.tp_hidden),
             ("cp_hidden", each.cp_hidden),
             ("dp_hidden", each.dp_hidden),
         )
@@ -129,6 +132,7 @@ def per_microbatch(
         recompute=again("forward") + selective[:, None] * over("selective"),
         tp_forward=over("tp_forward"),
         tp_backward=over("tp_backward") + again("tp_forward"),
+        tp_hidden=over("tp_hidden"),
         cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
         cp_hidden=over("cp_hidden"),
         ep=over("ep_forward") + over("ep_backward") + again("ep_forward"),
@@ -171,13 +175,12 @@ def sharded_s(
     for layer, count, overlaps in layers:
         gather = _over_replicas(hardware, table, layer, width, constants)
         scatter = _over_replicas(hardware, table, layer, width, constants)
-        beside_forward = layer.forward if overlaps else 0.0
-        beside_backward = layer.backward_input + layer.backward_weight if overlaps else 0.0
-        forward = np.maximum(gathers * gather - beside_forward, 0.0)
-        backward = np.maximum(gathers * gather + scatters * scatter - beside_backward, 0.0)
-        whole = gathers * 2 * gather + scatters * scatter
-        exposed = exposed + count * (forward + backward)[:, None]
-        hidden = hidden + count * (whole - forward - backward)[:, None]
+        beside_forward = layer.forward * overlaps
+        beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
+        forward = overlap(gathers * gather, beside_forward, constants)
+        backward = overlap(gathers * gather + scatters * scatter, beside_backward, constants)
+        exposed = exposed + count * (forward[0] + backward[0])[:, None]
+        hidden = hidden + count * (forward[1] + backward[1])[:, None]
     return exposed, hidden
 
 
