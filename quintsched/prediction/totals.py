@@ -19,6 +19,7 @@ from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
 from quintsched.prediction.collectives import message_s, overlap, ring_s
 from quintsched.prediction.efficiency import Constants, memory_rate
 from quintsched.prediction.operators import Array
+from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
 from quintsched.prediction.stages import Kinds
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ def step_terms(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return the terms of a step's time, and of the fullest rank's memory."""
     each = per_microbatch(model, hardware, table, blocks, kinds, constants)
+    shares = shares_cores(hardware)
+    if shares:
+        each = in_step(each, table, hardware, constants)
     microbatches = table.microbatches.astype(np.float64)
     held = kinds.ranks > 0
     total = np.where(held, each.total, -1.0)
@@ -100,6 +104,10 @@ def step_terms(
         end.max(axis=1)
         for end in (reduce_s(hardware, table, each, constants), optimizer_s(hardware, table, each, constants))
     ]
+    if shares:
+        alone = sum(values for name, values in seconds.items() if not name.endswith("_hidden"))
+        seconds["cores"] = np.maximum(cores_s(each, table, kinds, hardware) - alone, 0.0)
+        ends = [reduced_s(ends[0], table, hardware), stepped_s(ends[1], table, hardware)]
     seconds["dp"] = seconds["dp"] + ends[0]
     seconds["optimizer"] = ends[1]
     return seconds, memory_terms(model, hardware, table, each, kinds)
