@@ -129,7 +129,8 @@ def serve(name: str, rank: int, folder: str, pipe: Connection) -> None:
 @contextmanager
 def ranks_of(name: str) -> Iterator[list[Connection]]:
     """Start the ranks of a strategy, and end them whatever happens."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["quintsched.runtime.engine"])  # or each process takes seconds to import it
     pipes, processes = [], []
     with TemporaryDirectory() as folder:
         try:
