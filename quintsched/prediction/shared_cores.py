@@ -1,6 +1,6 @@
 """Ranks that share the cores of one machine, as processes on a CPU do: two ranks on one core take twice as long.
 
-    4 ranks, 2 cores     rank 0 ▓▓ ▓▓ ▓▓          a step takes at least   what one rank waits for, one thing after another
+    4 ranks, 2 cores     rank 0 ▓▓ ▓▓ ▓▓          a step takes at least   what one rank waits for
                          rank 1  ▓▓ ▓▓ ▓▓                          and   what all cores have to do, over their number
                          rank 2   ▓▓ ▓▓ ▓▓
                          rank 3    ▓▓ ▓▓ ▓▓       a bubble is no loss where other ranks compute meanwhile
@@ -23,7 +23,7 @@ from quintsched.prediction.operators import Array
 from quintsched.prediction.stages import Kinds
 
 if TYPE_CHECKING:
-    from quintsched.prediction.table import Table
+    from quintsched.prediction.columns import Table
     from quintsched.prediction.totals import PerMicrobatch
 
 ACCUMULATED = 12.0
@@ -74,7 +74,7 @@ def cores_s(each: PerMicrobatch, table: Table, kinds: Kinds, hardware: Hardware)
 def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     """Return the seconds of reductions that all groups of replicas do at a time, each of which takes `alone`."""
     measured, cores = _measured(hardware)
-    busy = table.gpus * _share(measured, table.dp * table.cp * table.ep)[:, 0]
+    busy = table.gpus[:, None] * _share(measured, table.dp * table.cp * table.ep)
     found: Array = alone * np.maximum(1.0, busy / cores)
     return found
 
@@ -82,7 +82,7 @@ def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
 def stepped_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     """Return the seconds of computations that all ranks do at a time, each of which takes `alone`."""
     measured, cores = _measured(hardware)
-    found: Array = alone * np.maximum(1.0, table.gpus / cores) / _speed(measured, table.gpus)
+    found: Array = alone * (np.maximum(1.0, table.gpus / cores) / _speed(measured, table.gpus))[:, None]
     return found
 
 
