@@ -22,8 +22,8 @@ from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, memory_rate
 from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
-from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
 from quintsched.prediction.pipeline import bound_of, exposed_reductions, has_closed_form, of_pipelines, rank_pipelines
+from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
 from quintsched.prediction.stages import Kinds
 
 GRADIENT = 4.0
