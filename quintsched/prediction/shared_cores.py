@@ -13,18 +13,15 @@ stages of a pipeline do not, so that what keeps one waiting leaves its core to o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from quintsched.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, curve_rate, memory_s
 from quintsched.prediction.operators import Array
-from quintsched.prediction.stages import Kinds
-
-if TYPE_CHECKING:
-    from quintsched.prediction.columns import Table
-    from quintsched.prediction.totals import PerMicrobatch
+from quintsched.prediction.stages import Kinds, PerMicrobatch
 
 ACCUMULATED = 12.0
 """Bytes that adding a microbatch's gradient of a number to the sum reads and writes, in 32 bits."""
@@ -74,7 +71,7 @@ def cores_s(each: PerMicrobatch, table: Table, kinds: Kinds, hardware: Hardware)
 def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     """Return the seconds of reductions that all groups of replicas do at a time, each of which takes `alone`."""
     measured, cores = _measured(hardware)
-    busy = table.gpus[:, None] * _share(measured, table.dp * table.cp * table.ep)
+    busy: Array = table.gpus[:, None] * _share(measured, table.dp * table.cp * table.ep)
     found: Array = alone * np.maximum(1.0, busy / cores)
     return found
 
@@ -92,7 +89,7 @@ def _measured(hardware: Hardware) -> tuple[Measured, int]:
     return hardware.measured, hardware.measured.cores
 
 
-def _speed(measured: Measured, ranks: Array) -> Array:
+def _speed(measured: Measured, ranks: Any) -> Array:
     """Return how fast a rank computes while it has a core, relative to one that is alone."""
     if not measured.sharing:
         return np.ones(len(ranks))
@@ -101,7 +98,7 @@ def _speed(measured: Measured, ranks: Array) -> Array:
     return found
 
 
-def _share(measured: Measured, ranks: Array) -> Array:
+def _share(measured: Measured, ranks: Any) -> Array:
     """Return how many cores one rank's part of a sum over so many ranks keeps busy, of shape (n, 1)."""
     numbers = sorted(set(measured.all_reduce) & set(measured.all_reduce_work))
     if not numbers:

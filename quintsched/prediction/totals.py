@@ -8,8 +8,6 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +22,7 @@ from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
 from quintsched.prediction.pipeline import bound_of, exposed_reductions, has_closed_form, of_pipelines, rank_pipelines
 from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
-from quintsched.prediction.stages import Kinds
+from quintsched.prediction.stages import Kinds, PerMicrobatch
 
 GRADIENT = 4.0
 """Bytes of a gradient as it is summed over replicas."""
@@ -32,44 +30,6 @@ STEP_BYTES = 66.0
 """Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
 the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
 and writes three of them (28); the master is rounded into the weight (6)."""
-
-
-@dataclass(frozen=True, eq=False)
-class PerMicrobatch:
-    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
-
-    compute_forward: Array
-    compute_input: Array
-    compute_weight: Array
-    recompute: Array
-    tp_forward: Array
-    tp_backward: Array
-    tp_hidden: Array
-    cp: Array
-    cp_hidden: Array
-    ep: Array
-    pp: Array
-    dp: Array
-    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
-    dp_hidden: Array
-    weights: Array
-    expert_weights: Array
-
-    @property
-    def forward(self) -> Array:
-        """Half of what is waited for counts here."""
-        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
-
-    @property
-    def backward_input(self) -> Array:
-        """With what is run again before it."""
-        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
-        return self.compute_input + self.recompute + waits
-
-    @property
-    def total(self) -> Array:
-        """Forward and backward."""
-        return self.forward + self.backward_input + self.compute_weight
 
 
 def step_terms(
