@@ -24,7 +24,7 @@ from quintsched.prediction.blocks import WIDTHS, Blocks, blocks
 from quintsched.prediction.efficiency import CONSTANTS, Constants
 from quintsched.prediction.operators import Array, Sizes
 from quintsched.prediction.stages import Kinds, Layout, kinds
-from quintsched.prediction.totals import step_terms
+from quintsched.prediction.totals import held_terms, per_microbatch, step_terms
 
 Ints = NDArray[np.int64]
 CODED = ("schedule", "recompute", "dtype", "stages")
@@ -147,6 +147,16 @@ def _evaluate(
     return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants)
 
 
+def held(
+    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, each_rank: bool = False
+) -> tuple[dict[str, Array], Kinds]:
+    """Return the bytes that every kind of rank holds, (n, K) by kind of bytes; `each_rank`: every rank is a kind."""
+    found = distinct_kinds(model, table, each_rank=each_rank)
+    blocks_of = distinct_blocks(model, hardware, table, constants)
+    each = per_microbatch(model, hardware, table, blocks_of, found, constants)
+    return held_terms(model, hardware, table, each, found), found
+
+
 def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
     """Return the block times of every row, worked out once for each distinct key."""
     names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype")
@@ -162,7 +172,7 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
     return reduce(Blocks.joined, made).take(np.argsort(np.concatenate(order))[inverse])
 
 
-def distinct_kinds(model: Model, table: Table) -> Kinds:
+def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of every row, worked out once for each distinct layout."""
     names = ("pp", "chunks", "schedule", "stages", "recompute")
     first, inverse = distinct([getattr(table, name) for name in names])
@@ -176,7 +186,7 @@ def distinct_kinds(model: Model, table: Table) -> Kinds:
         )
         for row in first
     ]
-    return kinds(model, layouts).take(inverse)
+    return kinds(model, layouts, each_rank=each_rank).take(inverse)
 
 
 def sizes_of(table: Table, dtype: str) -> Sizes:

@@ -226,6 +226,14 @@ def bubble_s(table: Table, each: PerMicrobatch, kinds: Kinds, busiest: Array) ->
 
 def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
     """Return the bytes of the fullest rank by kind."""
+    terms = held_terms(model, hardware, table, each, kinds)
+    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
+    rows = np.arange(len(fullest))
+    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
+
+
+def held_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
+    """Return the bytes of every kind of rank, (n, K), by kind of bytes."""
     width, zero = _widths(table)[:, None], table.zero[:, None]
     replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
 
@@ -244,16 +252,13 @@ def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrob
     small = tokens * model.hidden * width
     in_flight = np.minimum(table.pp[:, None] - kinds.rank, table.microbatches[:, None])
     activations = in_flight * ((layers - full) * layer + full * small) + np.where(full > 0, layer, 0.0)
-    terms = {
+    return {
         "weights": width * shared(3),
         "gradients": GRADIENT * shared(2),
         "optimizer": 12.0 * shared(1),
         "activations": activations,
         "reserved": np.full(activations.shape, hardware.reserved_gb * 1e9),
     }
-    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
-    rows = np.arange(len(fullest))
-    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
 
 
 def _widths(table: Table) -> Array:
