@@ -39,6 +39,8 @@ OPERATORS = re.compile(r"gpt_(?P<size>\w+?)_mbs(?P<microbatch>\d+)_tp(?P<tp>\d+)
 COLLECTIVE = re.compile(
     r"prim_gpt_(?P<size>\w+?)_(?P<kind>all_gather|all_reduce|reduce_scatter|all_to_all)_(?P<n>\d+)gpus"
 )
+MESSAGES = "p2p_"
+"""Files whose head is data too."""
 
 Table = list[list[Any]]
 """Rows of cells, the head left out."""
@@ -134,6 +136,20 @@ def assemble(tables: Mapping[str, Table], size: str | None, source: str) -> Prof
         message=_messages(tables, "p2p_intra_node"),
         network_message=_messages(tables, "p2p_inter_node"),
     )
+
+
+def tables(named: Mapping[str, Any], source: str) -> dict[str, Table]:
+    """Return tables that were published as JSON, {"columns": […], "rows": […]} by the names of Aceso's files.
+
+    Raises `InputError` for what is none.
+    """
+    made: dict[str, Table] = {}
+    for name, table in named.items():
+        if not isinstance(table, dict) or not {"columns", "rows"} <= set(table):
+            raise InputError(f"{source}: /profiles/{name}: columns and rows are needed")
+        head = [table["columns"]] if name.startswith(MESSAGES) else []
+        made[name] = [*head, *table["rows"]]
+    return made
 
 
 def read_layout(config: Mapping[str, Any], gpus_per_node: int = 8) -> Layout:
@@ -300,4 +316,4 @@ def _read_csv(path: Path) -> Table:
         rows: Table = [row for row in csv.reader(path.read_text(encoding="utf-8").splitlines()) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
-    return rows if path.stem.startswith("p2p_") else rows[1:]
+    return rows if path.stem.startswith(MESSAGES) else rows[1:]
