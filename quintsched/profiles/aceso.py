@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from quintsched.descriptions.hardware import Curve
 from quintsched.errors import InputError, UsageError, suggest
@@ -39,9 +40,11 @@ OPERATORS = re.compile(r"gpt_(?P<size>\w+?)_mbs(?P<microbatch>\d+)_tp(?P<tp>\d+)
 COLLECTIVE = re.compile(
     r"prim_gpt_(?P<size>\w+?)_(?P<kind>all_gather|all_reduce|reduce_scatter|all_to_all)_(?P<n>\d+)gpus"
 )
+WITHIN, ACROSS = "p2p_intra_node", "p2p_inter_node"
 MESSAGES = "p2p_"
 """Files whose head is data too."""
 
+T = TypeVar("T")
 Table = list[list[Any]]
 """Rows of cells, the head left out."""
 
@@ -112,13 +115,13 @@ def read_folder(folder: Path, size: str | None = None) -> Profile:
 
 def assemble(tables: Mapping[str, Table], size: str | None, source: str) -> Profile:
     """Return the profile of one size from tables by the names of Aceso's files; raises as `read_folder` does."""
-    named = [(match, table) for name, table in tables.items() if (match := OPERATORS.fullmatch(name))]
-    chosen = _size(sorted({match["size"] for match, _ in named}), size, source)
+    named = [match for name in tables if (match := OPERATORS.fullmatch(name))]
+    chosen = _size(sorted({match["size"] for match in named}), size, source)
     operators = [
         operator
-        for match, table in named
+        for match in named
         if match["size"] == chosen
-        for operator in _operators(table, int(match["tp"]), int(match["microbatch"]), int(match["cut"]))
+        for operator in _read(match[0], tables, partial(_operators, match))
     ]
     embedding = next((o for o in operators if o.name == EMBEDDING and o.tp == 1), None)
     return Profile(
@@ -133,8 +136,8 @@ def assemble(tables: Mapping[str, Table], size: str | None, source: str) -> Prof
         accumulation_bytes=ACCUMULATION,
         memory_rate=EMBEDDING_PASSES * embedding.weights / embedding.backward_s if embedding else None,
         collectives=_collectives(tables, chosen),
-        message=_messages(tables, "p2p_intra_node"),
-        network_message=_messages(tables, "p2p_inter_node"),
+        message=_read(WITHIN, tables, _messages) if WITHIN in tables else None,
+        network_message=_read(ACROSS, tables, _messages) if ACROSS in tables else None,
     )
 
 
@@ -205,8 +208,18 @@ def _size(known: list[str], size: str | None, source: str) -> str:
     return plain[size.lower().replace("_", ".")]
 
 
-def _operators(table: Table, tp: int, microbatch: int, cut: int) -> list[Operator]:
-    rows = {str(row[0]): _row(row) for row in table if _ran(row)}
+def _read(name: str, tables: Mapping[str, Table], read: Callable[[Table], T]) -> T:
+    """Return what a table says; raises `InputError` with its name where it is none."""
+    try:
+        return read(tables[name])
+    except (ValueError, TypeError, IndexError) as error:
+        raise InputError(f"{name}: not a table of Aceso's: {error}") from None
+
+
+def _operators(match: re.Match[str], table: Table) -> list[Operator]:
+    tp, microbatch, cut = (int(match[name]) for name in ("tp", "microbatch", "cut"))
+    measured = {str(row[0]): _row(row) for row in table}
+    rows = {name: row for name, row in measured.items() if row is not None}
     if EMBEDDING not in rows or DENSE not in rows:
         return []
     hidden = rows[EMBEDDING].output
@@ -276,38 +289,34 @@ def _cuts(form: Form, by_columns: bool, hidden: float) -> tuple[State, State, tu
     return "cut", "whole", (form.wide * hidden, 0.0)
 
 
-def _row(row: list[Any]) -> Row:
-    try:
-        forward, backward, *sizes = (float(cell) for cell in row[1:7])
-        given, output, weights, activations = (size * MIB for size in sizes)
-    except ValueError as error:
-        raise InputError(f"the line of {row[0]!r}: six numbers are needed: {error}") from error
+def _row(row: list[Any]) -> Row | None:
+    """Return a line's measurements; None for an operator that ran out of memory."""
+    forward, backward, *sizes = (float(cell) for cell in row[1:7])
+    given, output, weights, activations = (size * MIB for size in sizes)
+    if forward >= FAILED:
+        return None
     return Row(forward * 1e-6, backward * 1e-6, given, output, weights, activations)
-
-
-def _ran(row: list[Any]) -> bool:
-    return len(row) >= 7 and float(row[1]) < FAILED
 
 
 def _collectives(tables: Mapping[str, Table], size: str) -> dict[str, dict[int, Curve]]:
     made: dict[str, dict[int, Curve]] = {}
-    for name, table in tables.items():
-        match = COLLECTIVE.fullmatch(name)
-        if match is None or match["size"] != size:
-            continue
-        points = sorted({float(mib): float(ms) for mib, ms in table if 0 < float(ms) < FAILED_COLLECTIVE}.items())
-        if points:
-            sizes = tuple(mib * MIB for mib, _ in points)
-            rates = tuple(mib * MIB / (ms * 1e-3) for mib, ms in points)
-            made.setdefault(match["kind"], {})[int(match["n"])] = Curve(sizes=sizes, rates=rates)
+    for match in filter(None, map(COLLECTIVE.fullmatch, tables)):
+        curve = _read(match[0], tables, _times) if match["size"] == size else None
+        if curve:
+            made.setdefault(match["kind"], {})[int(match["n"])] = curve
     return made
 
 
-def _messages(tables: Mapping[str, Table], name: str) -> Curve | None:
+def _times(table: Table) -> Curve | None:
+    """Return the curve of times by size."""
+    points = sorted({float(mib): float(ms) for mib, ms in table if 0 < float(ms) < FAILED_COLLECTIVE}.items())
+    sizes, rates = (mib * MIB for mib, _ in points), (mib * MIB / (ms * 1e-3) for mib, ms in points)
+    return Curve(sizes=tuple(sizes), rates=tuple(rates)) if points else None
+
+
+def _messages(table: Table) -> Curve:
     """Return the curve of a file of messages, whose head is its sizes."""
-    if name not in tables:
-        return None
-    sizes, rates = ([float(cell) for cell in row] for row in tables[name][:2])
+    sizes, rates = ([float(cell) for cell in row] for row in table[:2])
     return Curve(sizes=tuple(mib * MIB for mib in sizes), rates=tuple(rate * 2**30 for rate in rates))
 
 

@@ -18,8 +18,8 @@ from quintsched.simulation.cost_forms import Wires
 from quintsched.simulation.costs import Costs
 from quintsched.trace.measured import Trace
 
-COMPUTED = ("forward", "backward_input", "backward_weight", "recompute")
-"""The costs that are computation."""
+COMPUTED = ("forward", "backward_input", "backward_weight")
+"""The costs that are computation, in each run."""
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -35,7 +35,8 @@ def read_trace(directory: Path, plan: PlanData, model: Model, strategy: Strategy
 def from_costs(costs: Costs, plan: PlanData, model: Model, strategy: Strategy, source: str) -> Profile:
     """Return the profile of a run whose stages took `costs`, in seconds."""
     schedule, stages = plan.schedule, range(len(plan.stage_to_pp))
-    whole = sum(costs.of_stage(name, stage, schedule.chunks, schedule.slices) for name in COMPUTED for stage in stages)
+    names = (*COMPUTED, "recompute") if costs.recompute is not None else COMPUTED
+    whole = sum(costs.of_stage(name, stage, schedule.chunks, schedule.slices) for name in names for stage in stages)
     seconds: dict[Kind, float] = {"block": whole / schedule.chunks * schedule.microbatches / strategy.pp}
     return Profile(
         name=model.name,
