@@ -13,8 +13,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from quintsched.errors import UsageError
 from quintsched.descriptions.wording import duration, gigabytes, strategy_name
+from quintsched.errors import UsageError
 from quintsched.tuning.tune import Candidate, Tuning
 
 from .sheet import Sheet, check_suffix
