@@ -114,8 +114,9 @@ class Model(Description):
     dropout: bool = True
     """Whether masks of dropout are kept for the backward."""
     causal: bool = True
-    attention: Literal["unfused", "flash"] = "flash"
-    """"unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135)."""
+    attention: Literal["unfused", "flash", "flash2"] = "flash"
+    """"unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135); "flash2" neither, in
+    kernels that are faster (arXiv:2307.08691)."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
     images: Images | None = None

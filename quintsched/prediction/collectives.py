@@ -66,6 +66,16 @@ def message_s(moved: Array, stride: Numbers, hardware: Hardware, constants: Cons
     return np.where(near, LINK_LATENCY_S, NETWORK_LATENCY_S) + moved / rate
 
 
+def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> tuple[Array, Array]:
+    """Return what a step waits for communication that runs beside so many seconds of computation, and what is hidden.
+
+    Collectives take some of the GPU's processors and memory from the computation beside them.
+    """
+    covered = np.minimum(seconds, beside)
+    exposed = seconds - covered * (1 - constants.contention)
+    return exposed, seconds - exposed
+
+
 def _in_node(ranks: Numbers, stride: Numbers, hardware: Hardware) -> NDArray[np.int64]:
     """How many members of a group share a node."""
     return np.clip(hardware.gpus_per_node // stride, 1, ranks)

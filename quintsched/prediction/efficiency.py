@@ -32,15 +32,18 @@ class Constants:
     """Share of the links' rate inside a node that a large collective reaches."""
     network: float
     """Share of the network's rate between nodes."""
-    kernel_s: float
-    """What a kernel takes however small it is."""
+    contention: float
+    """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.85, half=64.0, memory=0.8, link=0.75, network=0.45, kernel_s=5e-6)
+CONSTANTS = Constants(product=0.9153, half=303.7, memory=0.8674, link=0.7844, network=0.3750, contention=0.2117)
 
-FUSED = {"flash": (0.52, 0.48), "triton": (0.36, 0.28)}
-"""Shares of the peak of fused attention, forward and backward, heads of 128: FlashAttention-2 (arXiv:2307.08691,
-Figures 4 to 6) measures its own kernels and the first version in Triton on an A100, causal masks counted as half."""
+FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
+"""Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
+what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
+35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
+KERNEL_S = 5e-6
+"""What a kernel takes however small it is: launched back to back, not measured here."""
 BACKWARD_FLOPS = 2.5
 """Of fused attention's backward for each of the forward's: five products for two."""
 
@@ -89,16 +92,16 @@ def product_s(product: Product, hardware: Hardware, dtype: str, constants: Const
     flops = 2.0 * product.batch * product.m * product.n * product.k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
-        return kernel_s(hardware, constants) + flops / curve_rate(measured.matmul[dtype], flops)
+        return kernel_s(hardware) + flops / curve_rate(measured.matmul[dtype], flops)
     edges = constants.half * (1 / product.m + 1 / product.n + 1 / product.k)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
     moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * product.width
-    return kernel_s(hardware, constants) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+    return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
 
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of a pass that reads and writes so many bytes."""
-    return np.where(moved > 0, kernel_s(hardware, constants) + moved / memory_rate(moved, hardware, constants), 0.0)
+    return np.where(moved > 0, kernel_s(hardware) + moved / memory_rate(moved, hardware, constants), 0.0)
 
 
 def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
@@ -108,11 +111,11 @@ def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTAN
     return hardware.memory_gbps * 1e9 * constants.memory
 
 
-def kernel_s(hardware: Hardware, constants: Constants = CONSTANTS) -> float:
+def kernel_s(hardware: Hardware) -> float:
     """Return what an operator takes however small it is."""
     if hardware.measured is not None and hardware.measured.kernel_s is not None:
         return hardware.measured.kernel_s
-    return constants.kernel_s
+    return KERNEL_S
 
 
 def peak(hardware: Hardware, dtype: str) -> float:
@@ -132,8 +135,8 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 
 def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
     forward_share, backward_share = FUSED[attention.kernel]
-    rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 128)
-    kernel = kernel_s(hardware, constants)
+    rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 64)
+    kernel = kernel_s(hardware)
     forward = kernel + attention.flops / (rate * forward_share)
     backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
     zero = np.zeros_like(forward)

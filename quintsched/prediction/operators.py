@@ -9,7 +9,7 @@ here knows how fast anything is; `efficiency` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -61,6 +61,8 @@ class Product:
     """Whether one factor is a weight: its product of the backward is then the weight's half."""
     selective: bool = False
     """Whether selective recomputation runs it again."""
+    column: bool = False
+    """Whether tp cuts its columns: the gradient of its input is then summed over tp."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ class Attention:
     head: int
     """Size of a head."""
     kernel: str
-    """Which kernel: "flash", or "triton" for its first version in Triton."""
+    """As `Model.attention` names it."""
     selective: bool = True
 
 
@@ -129,8 +131,8 @@ def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     logits = rows * vocab
     return (
         _norm("final norm", sizes.between * model.hidden, width),
-        Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width),
-        Pass("cross-entropy", logits * (2 * width + FP32), logits * (width + FP32)),
+        Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width, column=True),
+        Pass("cross-entropy", logits * (width + 5 * FP32), logits * (3 * FP32 + width)),
     )
 
 
@@ -164,19 +166,19 @@ def _projections(model: Model, sizes: Sizes, heads: Array, key_heads: Array, hea
     tokens, width = sizes.tokens, sizes.width
     hidden = np.full_like(tokens, model.hidden)
     if model.latent is None:
-        return (Product("qkv", tokens, (heads + 2 * key_heads) * head, hidden, width),)
+        return (Product("qkv", tokens, (heads + 2 * key_heads) * head, hidden, width, column=True),)
     latent = model.latent
     rank = np.full_like(tokens, latent.kv_rank)
     narrow = np.full_like(tokens, latent.kv_rank + latent.rope_size)
     unroped = head - latent.rope_size
-    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width)
+    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width, column=True)
     compress = Product("kv down", tokens, narrow, hidden, width)
     if not latent.q_rank:
-        return (Product("q", tokens, heads * head, hidden, width), compress, expand)
+        return (Product("q", tokens, heads * head, hidden, width, column=True), compress, expand)
     queries = np.full_like(tokens, latent.q_rank)
     return (
         Product("q down", tokens, queries, hidden, width),
-        Product("q up", tokens, heads * head, queries, width),
+        Product("q up", tokens, heads * head, queries, width, column=True),
         compress,
         expand,
     )
@@ -215,7 +217,7 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
     inputs = 2 if gated(model) else 1
     touched = tokens * wide * sizes.width
     return (
-        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width),
+        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
         Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched),
         Product(f"{name} down", tokens, hidden, wide, sizes.width),
     )
@@ -247,7 +249,7 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
 
     def repeat(operator: Operator) -> Operator:
         if isinstance(operator, Product):
-            return Product(operator.name, operator.m, operator.n, operator.k, operator.width, groups)
+            return replace(operator, batch=groups)
         if isinstance(operator, Pass):
             return Pass(operator.name, operator.forward * groups, operator.backward * groups)
         return operator

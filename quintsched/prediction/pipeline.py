@@ -1,12 +1,14 @@
 """How long a step's computation takes under a schedule, and how many activations it holds: many strategies at once.
 
-    makespan          in closed form where there is one (`closed_forms`), elsewhere by simulation (`levels`)
-    lower_bound       never more than that, for searches: the busiest rank's work, before it the way down to that rank,
+    makespan          of pipelines whose stages are alike but for what the first and the last do besides
+    rank_makespan     of pipelines of runs of equal ranks, as an uneven number of layers makes them
+    stage_makespan    of one pipeline with stages as they come
+    lower_bound       never more than these, for searches: the busiest rank's work, before it the way down to that rank,
                       after it the way up
     in_flight         microbatches of each stage whose activations stand where its rank holds most
 
-Times are in seconds, of one microbatch on one of the pp x chunks stages; those of the first and the last stage may be
-larger by what is said of them. All arguments but the schedule's name are numbers or arrays that broadcast together.
+The first two are closed forms where there is one (`closed_forms`); all else is simulated (`levels`). Times are in
+seconds, of one microbatch. Arguments are numbers or arrays that broadcast together; n is the number of pipelines.
 """
 
 from __future__ import annotations
@@ -32,9 +34,16 @@ ROUNDS = 3
 """A simulation runs so many times a pipeline's depth in microbatches; more of them repeat what it then has found."""
 FEWEST = 8
 """Of how many microbatches a repetition consists at least."""
+V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
+"""Schedules under which the first rank has the first and the last stage."""
+WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
+"""Those under which each rank ends with a whole backward of its first stage, which goes on to the ranks above."""
+HOLD_ALL = frozenset({"gpipe", "bfs"})
+"""Those under which the activations of all microbatches stand."""
 
 
 def pipelines(
+    schedule: str,
     *,
     pp: Numbers,
     microbatches: Numbers,
@@ -51,9 +60,10 @@ def pipelines(
     last_backward_input: Numbers = 0.0,
     last_backward_weight: Numbers = 0.0,
 ) -> Pipelines:
-    """Return pipelines with these times, (n,) each.
+    """Return pipelines of equal stages, (n,) each.
 
     Args:
+        schedule: its name.
         pp: pipeline ranks.
         microbatches: of a replica.
         chunks: stages of a rank.
@@ -65,11 +75,20 @@ def pipelines(
         first_forward: what the first stage (the embedding) takes besides; and so on.
         last_forward: what the last stage (the head, the loss) takes besides; and so on.
     """
-    given = [pp, microbatches, chunks, forward, backward_input, backward_weight, recompute, message]
-    given += [first_forward, first_backward_input, first_backward_weight]
-    given += [last_forward, last_backward_input, last_backward_weight]
-    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.float64)) for one in given))
-    return Pipelines(*columns[:8], Passes(*columns[8:11]), Passes(*columns[11:]))
+    first = (first_forward, first_backward_input, first_backward_weight)
+    last = (last_forward, last_backward_input, last_backward_weight)
+    given = (pp, microbatches, chunks, message, recompute, forward, backward_input, backward_weight, *first, *last)
+    p, m, v, c, r, *passes = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.float64)) for one in given))
+    ends_above = (p == 1) | (find_schedule(schedule).name in V_SHAPED)
+    ranks = np.stack([np.ones_like(p), np.where(ends_above, p - 1, p - 2), np.where(ends_above, 0.0, 1.0)])
+    stages, x, y = passes[:3], passes[3:6], passes[6:]
+    each = [
+        np.stack([v * one + more + np.where(ends_above, most, 0.0), v * one, v * one + most])
+        for one, more, most in zip(stages, x, y, strict=True)
+    ]
+    again = np.stack([v * r] * 3)
+    c = np.where(p > 1, c, 0.0)
+    return Pipelines(each[0], each[1], each[2], again, ranks, c, p, m, v, Passes(*x), Passes(*y))
 
 
 def has_closed_form(schedule: str) -> bool:
@@ -80,40 +99,89 @@ def has_closed_form(schedule: str) -> bool:
 def makespan(schedule: str, **times: Numbers) -> Values:
     """Return when the last computation ends, (n,), in seconds; the arguments are those of `pipelines`.
 
-    Raises `UsageError` for a schedule that there is not, or that does not take these sizes.
+    Raises `UsageError` for a schedule that there is not, or, where it is simulated, that does not take these sizes.
     """
-    found = pipelines(**times)
+    return of_pipelines(schedule, pipelines(schedule, **times))
+
+
+def of_pipelines(schedule: str, found: Pipelines) -> Values:
+    """Return when the last computation of each pipeline ends, (n,): by the closed form, if there is one."""
     formula = CLOSED_FORMS.get(find_schedule(schedule).name)
-    return formula(found) if formula else _simulated(schedule, found)
+    return formula(found) if formula else simulated(schedule, found)
 
 
-def simulated_makespan(schedule: str, **times: Numbers) -> Values:
-    """Return the same as `makespan`, by simulation under any schedule."""
-    return _simulated(schedule, pipelines(**times))
+def rank_makespan(
+    schedule: str,
+    *,
+    ranks: npt.ArrayLike,
+    microbatches: npt.ArrayLike,
+    chunks: Numbers = 1,
+    forward: npt.ArrayLike,
+    backward_input: npt.ArrayLike,
+    backward_weight: npt.ArrayLike,
+    recompute: npt.ArrayLike = 0.0,
+    message: Numbers = 0.0,
+    first: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
+    last: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
+) -> Values:
+    """Return the same for pipelines of runs of equal ranks.
+
+    Args:
+        schedule: its name.
+        ranks: how many each run has, (K, n), in the order of the ranks; a run may be of none.
+        microbatches: (n,).
+        chunks: stages of a rank.
+        forward: what all stages of a rank of each run take, (K, n), embedding and head included; and so on.
+        backward_input: likewise.
+        backward_weight: likewise.
+        recompute: likewise.
+        message: the time of a message, either way.
+        first: how much of the forward and the backward's halves belongs to the first stage alone, (n,) each.
+        last: to the last stage alone, likewise.
+    """
+    counts = np.asarray(ranks, np.float64)
+    p, m = counts.sum(axis=0), np.asarray(microbatches, np.float64)
+    f, i, w, r = (
+        np.broadcast_to(np.asarray(one, np.float64), counts.shape)
+        for one in (forward, backward_input, backward_weight, recompute)
+    )
+    v, c, *ends = (np.broadcast_to(np.asarray(one, np.float64), p.shape) for one in (chunks, message, *first, *last))
+    c = np.where(p > 1, c, 0.0)
+    return of_pipelines(schedule, Pipelines(f, i, w, r, counts, c, p, m, v, Passes(*ends[:3]), Passes(*ends[3:])))
 
 
-def _simulated(schedule: str, s: Pipelines) -> Values:
-    """Simulate all pipelines of one shape at once."""
+def simulated(schedule: str, s: Pipelines) -> Values:
+    """Return when the last computation of each pipeline ends, (n,), by simulation: all of one shape at once."""
     found = np.zeros(len(s.p))
-    recomputes = s.r > 0
+    recomputes = (s.r > 0).any(axis=0)
     shapes, which = np.unique(np.stack([s.p, s.m, s.v, recomputes]), axis=1, return_inverse=True)
-    for number, shape in enumerate(shapes.T.astype(int).tolist()):
+    for number, (pp, microbatches, chunks, recompute) in enumerate(shapes.T.astype(int).tolist()):
         members = np.flatnonzero(which.reshape(-1) == number)
-        pp, microbatches, chunks, recompute = shape
-        stages = len(find_schedule(schedule).placed(pp, chunks))
-        again = (bool(recompute),) * stages
-        found[members] = repeated_makespan(schedule, pp, microbatches, chunks, again, table(s, members, stages))
+        placed = find_schedule(schedule).placed(pp, chunks)
+        again = (bool(recompute),) * len(placed)
+        durations = _stage_durations(s, placed)[:, :, members]
+        found[members] = repeated_makespan(schedule, pp, microbatches, chunks, again, durations)
     return found
 
 
-def table(s: Pipelines, members: Ints, stages: int) -> Values:
-    """Return durations (kinds, stages, n) of some of the pipelines."""
-    f, i, w, r, c = (column[members] for column in (s.f, s.i, s.w, s.r, s.c))
-    found = np.stack([np.broadcast_to(one, (stages, len(members))).copy() for one in (f, i, w, i + w, r, c)])
-    for stage, more in ((0, s.first), (-1, s.last)):
-        for kind, one in enumerate((more.f, more.i, more.w, more.b)):
-            found[kind, stage] += one[members]
-    return found
+def _stage_durations(s: Pipelines, placed: tuple[int, ...]) -> Values:
+    """Return what each stage takes, (kinds, stages, n), where a rank's stages are alike but for the first and last."""
+    ends = {0: s.first, len(placed) - 1: s.last}
+    columns: list[Values] = []
+    for name in ("f", "i", "w"):
+        of_ranks = [s.at(getattr(s, name), np.full_like(s.p, rank)) for rank in placed]
+        for stage, more in ends.items():
+            of_ranks[stage] = of_ranks[stage] + 0.0
+            for other, rank in enumerate(placed):
+                if rank == placed[stage]:
+                    of_ranks[other] = of_ranks[other] - getattr(more, name)
+        stages = [each / s.v for each in of_ranks]
+        for stage, more in ends.items():
+            stages[stage] = stages[stage] + getattr(more, name)
+        columns.append(np.stack(stages))
+    again = np.stack([s.at(s.r, np.full_like(s.p, rank)) / s.v for rank in placed])
+    f, i, w = columns
+    return np.stack([f, i, w, i + w, again, np.broadcast_to(s.c, f.shape)])
 
 
 def repeated_makespan(
@@ -126,11 +194,11 @@ def repeated_makespan(
     step = pp * -(-FEWEST // pp)
     short = ROUNDS * step + microbatches % step
     if microbatches <= short + step:
-        return levels_of(schedule, pp, microbatches, chunks, recompute).ends(durations).max(axis=0)
+        return np.asarray(levels_of(schedule, pp, microbatches, chunks, recompute).ends(durations).max(axis=0))
     longer, shorter = (
         levels_of(schedule, pp, some, chunks, recompute).ends(durations).max(axis=0) for some in (short + step, short)
     )
-    return longer + (longer - shorter) * ((microbatches - short) // step - 1)
+    return np.asarray(longer + (longer - shorter) * ((microbatches - short) // step - 1))
 
 
 def stage_makespan(
@@ -159,33 +227,21 @@ def stage_makespan(
     return float(repeated_makespan(schedule, pp, microbatches, chunks, again if any(again) else (), given)[0])
 
 
-UP_AGAIN = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
-"""Schedules under which each rank ends with a whole backward of its first stage, which goes on to the ranks above."""
-V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
-"""Those under which the first rank has the first and the last stage."""
-
-
 def lower_bound(schedule: str, **times: Numbers) -> Values:
     """Return what no step takes less than, (n,), in seconds; the arguments are those of `pipelines`."""
-    s, name = pipelines(**times), find_schedule(schedule).name
-    x, y, alone = s.first, s.last, s.p == 1
-    bent = name in V_SHAPED
-    up = (s.i if name not in UP_AGAIN else s.b) + s.c
-    ends = 1.0 if name in UP_AGAIN else 0.0
-
-    def busy(rank: Values, more: Values | float) -> Values:
-        way = np.where(rank > 0, rank * (s.f + s.c) + x.f + ends * (rank * up + x.b), 0.0)
-        return way + s.m * (s.v * s.stage + more)
-
-    stages = s.p * s.v
-    through = stages * (s.f + s.i) + s.r + 2 * s.c * (s.p - 1) + x.f + x.i + y.f + y.i
-    ranks = [
-        busy(np.zeros_like(s.p), x.total + np.where(alone | bent, y.total, 0.0)),
-        np.where(alone, 0.0, busy(s.p - 1, 0.0 if bent else y.total)),
-        np.where(s.p > 2, busy(s.p - 2, 0.0), 0.0),
-        through,
-    ]
-    return np.maximum.reduce(ranks)
+    s, name = pipelines(schedule, **times), find_schedule(schedule).name
+    up = (s.b if name in WHOLE_BACKWARDS else np.zeros_like(s.f)) / s.v
+    back = 1.0 if name in WHOLE_BACKWARDS else 0.0
+    below = s.ranks[0] + s.ranks[1] - 1
+    found = np.zeros_like(s.c)
+    for run, rank in ((0, np.zeros_like(s.p)), (1, below), (2, s.p - 1)):
+        down = np.where(rank > 0, rank * (s.f[1] / s.v + s.c) + s.first.f, 0.0)
+        home = np.where(rank > 0, back * (rank * (up[1] + s.c) + s.first.b), 0.0)
+        busy = down + s.m * (s.f + s.b + s.r)[run] + home
+        found = np.where(s.ranks[run] > 0, np.maximum(found, busy), found)
+    through = s.p * (s.f + s.i)[1] + s.r[1] / s.v + 2 * s.c * (s.p - 1)
+    ends = s.first.f + s.first.i + s.last.f + s.last.i
+    return np.asarray(np.maximum(found, through + ends))
 
 
 def in_flight(schedule: str, pp: int, microbatches: int, chunks: int | None = None) -> tuple[int, ...]:
@@ -206,10 +262,6 @@ def peak_activations(
     stages = sum(one.shape[1] for one, _ in counts)
     sizes = np.broadcast_to(np.asarray(activation, np.float64), stages)
     return tuple(float((one @ sizes[list(held)]).max()) for one, held in counts)
-
-
-HOLD_ALL = frozenset({"gpipe", "bfs"})
-"""Schedules under which the activations of all microbatches stand."""
 
 
 def _enough(schedule: str, pp: int, microbatches: int) -> int:

@@ -9,26 +9,25 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
-from quintsched.prediction.collectives import message_s, ring_s
+from quintsched.prediction.collectives import message_s, overlap, ring_s
+from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, memory_rate
+from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
 from quintsched.prediction.stages import Kinds
 
-if TYPE_CHECKING:
-    from quintsched.prediction.table import Table
-
 GRADIENT = 4.0
 """Bytes of a gradient as it is summed over replicas."""
-STEP_BYTES = 42.0
-"""Bytes that the optimizer's step reads and writes for each parameter of its own: weight, master, two moments, gradient
-(norm, clip, step, clear)."""
+STEP_BYTES = 66.0
+"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
+the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
+and writes three of them (28); the master is rounded into the weight (6)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +40,7 @@ class PerMicrobatch:
     recompute: Array
     tp_forward: Array
     tp_backward: Array
+    tp_hidden: Array
     cp: Array
     cp_hidden: Array
     ep: Array
@@ -88,6 +88,7 @@ def step_terms(
             ("ep", each.ep),
             ("pp", each.pp),
             ("dp", each.dp),
+            ("tp_hidden", each.tp_hidden),
             ("cp_hidden", each.cp_hidden),
             ("dp_hidden", each.dp_hidden),
         )
@@ -99,7 +100,7 @@ def step_terms(
     ]
     seconds["dp"] = seconds["dp"] + ends[0]
     seconds["optimizer"] = ends[1]
-    return seconds, memory_terms(model, hardware, table, each, kinds)
+    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds)
 
 
 def per_microbatch(
@@ -129,6 +130,7 @@ def per_microbatch(
         recompute=again("forward") + selective[:, None] * over("selective"),
         tp_forward=over("tp_forward"),
         tp_backward=over("tp_backward") + again("tp_forward"),
+        tp_hidden=over("tp_hidden"),
         cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
         cp_hidden=over("cp_hidden"),
         ep=over("ep_forward") + over("ep_backward") + again("ep_forward"),
@@ -171,13 +173,12 @@ def sharded_s(
     for layer, count, overlaps in layers:
         gather = _over_replicas(hardware, table, layer, width, constants)
         scatter = _over_replicas(hardware, table, layer, width, constants)
-        beside_forward = layer.forward if overlaps else 0.0
-        beside_backward = layer.backward_input + layer.backward_weight if overlaps else 0.0
-        forward = np.maximum(gathers * gather - beside_forward, 0.0)
-        backward = np.maximum(gathers * gather + scatters * scatter - beside_backward, 0.0)
-        whole = gathers * 2 * gather + scatters * scatter
-        exposed = exposed + count * (forward + backward)[:, None]
-        hidden = hidden + count * (whole - forward - backward)[:, None]
+        beside_forward = layer.forward * overlaps
+        beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
+        forward = overlap(gathers * gather, beside_forward, constants)
+        backward = overlap(gathers * gather + scatters * scatter, beside_backward, constants)
+        exposed = exposed + count * (forward[0] + backward[0])[:, None]
+        hidden = hidden + count * (forward[1] + backward[1])[:, None]
     return exposed, hidden
 
 
@@ -222,43 +223,6 @@ def bubble_s(table: Table, each: PerMicrobatch, kinds: Kinds, busiest: Array) ->
     found = (table.pp - 1) / table.chunks * (forward + backward + weight)
     split = np.isin(table.schedule, _codes(table, "schedule", "zb-h1", "zb-1p", "zb-h2", "zbv", "interleaved-zb"))
     return np.where(split, (table.pp - 1) / table.chunks * (forward + backward - np.minimum(forward, weight)), found)
-
-
-def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of the fullest rank by kind."""
-    terms = held_terms(model, hardware, table, each, kinds)
-    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
-    rows = np.arange(len(fullest))
-    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
-
-
-def held_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of every kind of rank, (n, K), by kind of bytes."""
-    width, zero = _widths(table)[:, None], table.zero[:, None]
-    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
-
-    def shared(level: int) -> Array:
-        divided: Array = each.weights / np.where(zero >= level, replicas, 1)
-        return divided + each.expert_weights / np.where(zero >= level, outer, 1)
-
-    tokens = (table.microbatch * table.seq / table.cp)[:, None]
-    full = kinds.full_dense + kinds.full_mixture
-    layers = kinds.dense + kinds.mixture
-    selective = np.isin(table.recompute, _codes(table, "recompute", "selective"))[:, None]
-    tp = table.tp[:, None]
-    scores = 0.0 if model.attention != "unfused" else 5 * model.heads * table.seq[:, None] / (model.hidden * tp)
-    rest = np.where(table.sequence_parallel[:, None] > 0, 34 / tp, 10 + 24 / tp)
-    layer = tokens * model.hidden * (rest + np.where(selective, 0.0, scores)) * width / 2
-    small = tokens * model.hidden * width
-    in_flight = np.minimum(table.pp[:, None] - kinds.rank, table.microbatches[:, None])
-    activations = in_flight * ((layers - full) * layer + full * small) + np.where(full > 0, layer, 0.0)
-    return {
-        "weights": width * shared(3),
-        "gradients": GRADIENT * shared(2),
-        "optimizer": 12.0 * shared(1),
-        "activations": activations,
-        "reserved": np.full(activations.shape, hardware.reserved_gb * 1e9),
-    }
 
 
 def _widths(table: Table) -> Array:

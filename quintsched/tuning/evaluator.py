@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
+from quintsched.prediction.memory.terms import COMES_AND_GOES
 from quintsched.prediction.pipeline import has_closed_form
-from quintsched.prediction.table import Evaluated, Table, evaluate, held
+from quintsched.prediction.table import Evaluated, evaluate, held
 from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 ENDS = ("dp", "optimizer")
 """Terms of a step's time that a pipeline without ZeRO has after its last backward."""
-RESIDENT = ("weights", "gradients", "optimizer", "activations", "reserved")
-"""Kinds of bytes that bounds count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Evaluator:
         Rows that differ in `SWITCHES` alone have the same kinds; those that are missing hold 0.
         """
         terms, kinds = held(self.space.model, self.hardware, self.table(columns))
-        return np.where(kinds.ranks > 0, sum(terms[name] for name in RESIDENT), 0.0)
+        return np.where(kinds.ranks > 0, sum(terms[name] for name in terms if name not in COMES_AND_GOES), 0.0)
 
     def rank_bytes(self, columns: Columns) -> Floats:
         """Return (rows, pp), where all rows have that pp: all that each pipeline rank holds."""

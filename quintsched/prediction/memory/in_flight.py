@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError
+from quintsched.prediction.pipeline import peak_activations
 from quintsched.schedules import find_schedule
 
 Form = Callable[[Any, Any, Any, Any], Any]
@@ -90,12 +91,26 @@ KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 
 
 def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
-    """Return the microbatches of a whole rank that `rank` holds at most; raises `UsageError` for other schedules."""
-    name = find_schedule(schedule).name
-    if name not in _FORMS:
-        raise UsageError(f"schedule {schedule!r}: what it holds is not known in closed form{suggest(name, _FORMS)}")
-    per_rank = 1 if name == "dualpipe" else chunks
-    return _FORMS[name](pp, microbatches, chunks, rank) / per_rank
+    """Return the microbatches of a whole rank that `rank` holds at most.
+
+    A schedule that is not built in has no closed form: its order is made, once for each distinct shape. Where a rank
+    holds twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
+    """
+    found = find_schedule(schedule)
+    if found.mode != "train":
+        raise UsageError(f"schedule {schedule!r} does not train: it holds no activations")
+    held = _FORMS[found.name](pp, microbatches, chunks, rank) if found.name in _FORMS else None
+    if held is None:
+        return _of_orders(found.name, pp, microbatches, chunks, rank)
+    return held / (2 if found.bidirectional else chunks)
+
+
+def _of_orders(schedule: str, *shape: Any) -> Any:
+    """Return what the schedule's own order holds."""
+    pp, microbatches, chunks, rank = (np.asarray(size) for size in np.broadcast_arrays(*shape))
+    rows = np.stack([pp.ravel(), microbatches.ravel(), chunks.ravel(), rank.ravel()], axis=1).tolist()
+    held = [peak_activations(schedule, p, m, v)[r] / v for p, m, v, r in rows]
+    return np.reshape(held, pp.shape)
 
 
 def logits_in_flight(schedule: str, *, microbatches: Any) -> Any:

@@ -24,12 +24,13 @@ from quintsched.descriptions.parameters import (
     on_rank,
 )
 from quintsched.prediction.memory.activations import FP32, Sizes, block_input, block_kept, embedding_kept, head_kept
-from quintsched.prediction.memory.in_flight import in_flight, logits_in_flight
 from quintsched.prediction.memory.state import Precision, state_bytes
-from quintsched.schedules import find_schedule
 
 FRAGMENTATION = 0.03
 """Of all that comes and goes: what an allocator has reserved and cannot use. An assumption, fitted to nothing."""
+
+COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
+"""Terms that are no weights, gradients, optimizer state or activations."""
 
 MESSAGES = 4
 """Messages between stages that a rank has room for: two each of activations and of gradients."""
@@ -48,8 +49,10 @@ class Ranks:
     """1 with the embedding."""
     last: Any
     """1 with the head."""
-    rank: Any
-    """Which of the pipeline's."""
+    in_flight: Any
+    """Microbatches whose activations they hold; see `in_flight`."""
+    logits_in_flight: Any
+    """Microbatches whose logits the last one holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,18 +64,14 @@ class Mesh:
     ep: Any
     zero: Any
     chunks: Any
-    microbatches: Any
     selective: Any = 0
     """1 where scores are recomputed."""
 
 
-def memory_terms(model: Model, schedule: str, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves.
-
-    Raises `UsageError` for a schedule whose activations in flight are not known in closed form.
-    """
+def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves."""
     state = _state(model, sizes, mesh, ranks)
-    kept = _activations(model, schedule, sizes, mesh, ranks)
+    kept = _activations(model, sizes, mesh, ranks)
     input_bytes = block_input(model, sizes)
     buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGES * input_bytes, 0.0)
     temporary = _temporary(model, sizes, mesh, ranks)
@@ -119,15 +118,12 @@ def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, An
     )
 
 
-def _activations(model: Model, schedule: str, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return what is in flight, by kind; through a rank with twins of stages a microbatch passes half of its layers."""
-    flight = in_flight(schedule, pp=mesh.pp, microbatches=mesh.microbatches, chunks=mesh.chunks, rank=ranks.rank)
-    passed = 0.5 if find_schedule(schedule).bidirectional else 1.0
-    found = {
-        f"activations_{kind}": bytes_ * flight * passed for kind, bytes_ in _kept(model, sizes, mesh, ranks).items()
-    }
-    found["activations_embedding"] = ranks.first * flight * embedding_kept(model, sizes)
-    behind, logits = head_kept(model, sizes), logits_in_flight(schedule, microbatches=mesh.microbatches)
+def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what is in flight, by kind."""
+    kept = _kept(model, sizes, mesh, ranks)
+    found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
+    found["activations_embedding"] = ranks.first * ranks.in_flight * embedding_kept(model, sizes)
+    behind, logits = head_kept(model, sizes), ranks.logits_in_flight
     found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
     return found | {"logits": ranks.last * logits * behind["logits"]}
 
