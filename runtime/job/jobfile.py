@@ -22,10 +22,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     Raises UsageError that names the file and lists every fault.
     """
     values = _without_empty_sections(_read_mapping(Path(path)))
-    if "parallel" in values:
-        values["parallel"] = spell_out_auto(values["parallel"])
-    for override in overrides:
-        _put(values, override)
+    for override in (None, *overrides):
+        if override is not None:
+            _put(values, override)
+        if "parallel" in values:
+            values["parallel"] = spell_out_auto(values["parallel"])
     return read_settings(JobConfig, values, _source(path, overrides))
 
 
