@@ -45,8 +45,9 @@ class Pipelines(Passes):
     """n pipelines, each of K runs of equal ranks, in the order of the ranks; a run may be of no ranks.
 
     `f`, `i`, `w`, `r` (recomputation), (K, n), are what all stages of a rank take for a microbatch; `first` and `last`,
-    (n,), say how much of it belongs to the first and to the last stage alone. `c` is a message, `p` the ranks, `m` the
-    microbatches, `v` the chunks.
+    (n,), say how much of it belongs to the first and to the last stage alone; where that is not 0, their ranks are runs
+    of their own. `c` is a message, `p` the ranks, `m` the microbatches, `v` the chunks; `bent` says that the stages go
+    down the ranks and up again, so that the first rank has the last stage.
     """
 
     r: Values
@@ -57,27 +58,28 @@ class Pipelines(Passes):
     v: Values
     first: Passes
     last: Passes
+    bent: bool = False
 
     @cached_property
     def begin(self) -> Values:
         """The first rank of each run."""
-        return np.subtract(np.cumsum(self.ranks, axis=0), self.ranks)
+        return np.asarray(np.cumsum(self.ranks, axis=0) - self.ranks)
 
     @cached_property
     def end(self) -> Values:
         """The last rank of each run."""
-        return np.add(self.begin, self.ranks - 1)
+        return np.asarray(self.begin + self.ranks - 1)
 
     def of_last(self, each: Values) -> Values:
         """What the last rank has of something."""
-        found = each[0]
+        found: Values = each[0]
         for run in range(1, len(each)):
             found = np.where(self.ranks[run] > 0, each[run], found)
         return found
 
     def at(self, each: Values, rank: Values) -> Values:
         """What one rank has of something."""
-        found = each[0]
+        found: Values = each[0]
         for run in range(1, len(each)):
             found = np.where((self.begin[run] <= rank) & (self.ranks[run] > 0), each[run], found)
         return found
@@ -126,6 +128,7 @@ def _zigzag(s: Pipelines, both: Values, late: Values) -> Values:
     back, whole = both - s.f, s.before(both, s.p)
     ending = _ending(s, back, late)
     once = whole + 2 * s.c * down + r_last
+    apart = bool(s.c.any())  # without messages, no path gains by going from rank to rank
     deepest = np.maximum(s.p + 1 - s.m, 0.0)
     again = np.where(deepest <= down, once - s.before(both, deepest) - 2 * s.c * deepest, 0.0)
     found = once + ending + np.where(s.m > 1, again, 0.0)
@@ -134,8 +137,8 @@ def _zigzag(s: Pipelines, both: Values, late: Values) -> Values:
         # Down to the last rank and up to this one; to and fro from here to a later one; down and up again.
         room = s.m - 1 - s.p + top
         frame = 2 * once - above + ending
-        for last in range(run, len(s.ranks)):
-            bottoms = {id(one): one for one in ((top, s.end[last]) if last == run else (s.end[last],))}
+        for last in range(run, len(s.ranks) if apart else run + 1):
+            bottoms = {id(one): one for one in ((top, s.end[last])[: 1 + apart] if last == run else (s.end[last],))}
             for bottom in bottoms.values():
                 stay = _stay(s, both, late, (run, last), (top, bottom), room)
                 if late.any():  # first one sweep of all ranks, whose turn is no less than theirs
@@ -224,7 +227,7 @@ class _Ring:
     @classmethod
     def of(cls, s: Pipelines) -> _Ring:
         """Take a rank's passes apart."""
-        f, b = _of_chunk(s, s.f, s.first.f, s.last.f), _of_chunk(s, s.b, s.first.b, s.last.b)
+        f, b = chunked(s, s.f, s.first.f, s.last.f), chunked(s, s.b, s.first.b, s.last.b)
         return cls(s, f, b, s.r / s.v, s.v - 1)
 
     def begins(self, run: int, rank: Values) -> Values:
@@ -261,12 +264,14 @@ class _Ring:
         return np.where(ahead > 0, np.maximum(np.maximum(back, round_), 0.0), 0.0)
 
 
-def _of_chunk(s: Pipelines, each: Values, first: Values, last: Values) -> Values:
-    """What one chunk of a rank takes, without what belongs to the first and the last stage alone."""
-    rest = each.copy()
-    rest[0] -= first / np.maximum(s.ranks[0], 1)
-    rest[-1] -= last / np.maximum(s.ranks[-1], 1)
-    return rest / s.v
+def chunked(s: Pipelines, each: Values, first: Values, last: Values) -> Values:
+    """Return what one chunk takes of each, (K, n), without what belongs to the first and to the last stage alone."""
+    rest = np.array(each)
+    rest[0] -= first
+    for run, end in enumerate(s.end):
+        has_last = (run == 0) if s.bent else (s.ranks[run] > 0) & (end == s.p - 1)
+        rest[run] -= has_last * last
+    return np.asarray(rest / s.v)
 
 
 CLOSED_FORMS: dict[str, Callable[[Pipelines], Values]] = {

@@ -1,11 +1,11 @@
 """How long a step's computation takes under a schedule, and how many activations it holds: many strategies at once.
 
     makespan          of pipelines whose stages are alike but for what the first and the last do besides
-    rank_makespan     of pipelines of runs of equal ranks, as an uneven number of layers makes them
+    of_pipelines      of pipelines of runs of equal ranks, as an uneven number of layers makes them
     stage_makespan    of one pipeline with stages as they come
     lower_bound       never more than these, for searches: the busiest rank's work, before it the way down to that rank,
                       after it the way up
-    in_flight         microbatches of each stage whose activations stand where its rank holds most
+    exposed_reductions  what is left of adding up gradients when all computation is done
 
 The first two are closed forms where there is one (`closed_forms`); all else is simulated (`levels`). Times are in
 seconds, of one microbatch. Arguments are numbers or arrays that broadcast together; n is the number of pipelines.
@@ -19,14 +19,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quintsched.errors import UsageError
-from quintsched.ir.columns import Ints
-from quintsched.ir.instructions import ENDS_BACKWARD, Fwd
 from quintsched.ir.mesh import Mesh
-from quintsched.prediction.closed_forms import CLOSED_FORMS, Passes, Pipelines, Values
+from quintsched.prediction.closed_forms import CLOSED_FORMS, Passes, Pipelines, Values, chunked
 from quintsched.prediction.levels import KINDS, levels_of
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.order import order_of_computation
+from quintsched.simulation import activation_memory
+from quintsched.simulation.costs import Costs
 
 Numbers: TypeAlias = float | npt.ArrayLike
 
@@ -38,8 +37,6 @@ V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
 """Schedules under which the first rank has the first and the last stage."""
 WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
 """Those under which each rank ends with a whole backward of its first stage, which goes on to the ranks above."""
-HOLD_ALL = frozenset({"gpipe", "bfs"})
-"""Those under which the activations of all microbatches stand."""
 
 
 def pipelines(
@@ -79,7 +76,8 @@ def pipelines(
     last = (last_forward, last_backward_input, last_backward_weight)
     given = (pp, microbatches, chunks, message, recompute, forward, backward_input, backward_weight, *first, *last)
     p, m, v, c, r, *passes = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.float64)) for one in given))
-    ends_above = (p == 1) | (find_schedule(schedule).name in V_SHAPED)
+    bent = find_schedule(schedule).name in V_SHAPED
+    ends_above = (p == 1) | bent
     ranks = np.stack([np.ones_like(p), np.where(ends_above, p - 1, p - 2), np.where(ends_above, 0.0, 1.0)])
     stages, x, y = passes[:3], passes[3:6], passes[6:]
     each = [
@@ -88,7 +86,7 @@ def pipelines(
     ]
     again = np.stack([v * r] * 3)
     c = np.where(p > 1, c, 0.0)
-    return Pipelines(each[0], each[1], each[2], again, ranks, c, p, m, v, Passes(*x), Passes(*y))
+    return Pipelines(each[0], each[1], each[2], again, ranks, c, p, m, v, Passes(*x), Passes(*y), bent)
 
 
 def has_closed_form(schedule: str) -> bool:
@@ -110,7 +108,7 @@ def of_pipelines(schedule: str, found: Pipelines) -> Values:
     return formula(found) if formula else simulated(schedule, found)
 
 
-def rank_makespan(
+def rank_pipelines(
     schedule: str,
     *,
     ranks: npt.ArrayLike,
@@ -123,8 +121,8 @@ def rank_makespan(
     message: Numbers = 0.0,
     first: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
     last: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
-) -> Values:
-    """Return the same for pipelines of runs of equal ranks.
+) -> Pipelines:
+    """Return pipelines of runs of equal ranks, for `of_pipelines`, `bound_of` and `exposed_reductions`.
 
     Args:
         schedule: its name.
@@ -146,8 +144,8 @@ def rank_makespan(
         for one in (forward, backward_input, backward_weight, recompute)
     )
     v, c, *ends = (np.broadcast_to(np.asarray(one, np.float64), p.shape) for one in (chunks, message, *first, *last))
-    c = np.where(p > 1, c, 0.0)
-    return of_pipelines(schedule, Pipelines(f, i, w, r, counts, c, p, m, v, Passes(*ends[:3]), Passes(*ends[3:])))
+    c, bent = np.where(p > 1, c, 0.0), find_schedule(schedule).name in V_SHAPED
+    return Pipelines(f, i, w, r, counts, c, p, m, v, Passes(*ends[:3]), Passes(*ends[3:]), bent)
 
 
 def simulated(schedule: str, s: Pipelines) -> Values:
@@ -165,21 +163,16 @@ def simulated(schedule: str, s: Pipelines) -> Values:
 
 
 def _stage_durations(s: Pipelines, placed: tuple[int, ...]) -> Values:
-    """Return what each stage takes, (kinds, stages, n), where a rank's stages are alike but for the first and last."""
-    ends = {0: s.first, len(placed) - 1: s.last}
-    columns: list[Values] = []
+    """Return what each stage takes, (kinds, stages, n), where the chunks of a rank are alike."""
+    ranks = [np.full_like(s.p, rank) for rank in placed]
+    columns = []
     for name in ("f", "i", "w"):
-        of_ranks = [s.at(getattr(s, name), np.full_like(s.p, rank)) for rank in placed]
-        for stage, more in ends.items():
-            of_ranks[stage] = of_ranks[stage] + 0.0
-            for other, rank in enumerate(placed):
-                if rank == placed[stage]:
-                    of_ranks[other] = of_ranks[other] - getattr(more, name)
-        stages = [each / s.v for each in of_ranks]
-        for stage, more in ends.items():
-            stages[stage] = stages[stage] + getattr(more, name)
-        columns.append(np.stack(stages))
-    again = np.stack([s.at(s.r, np.full_like(s.p, rank)) / s.v for rank in placed])
+        each = chunk(s, name)
+        stages = np.stack([s.at(each, rank) for rank in ranks])
+        stages[0] += getattr(s.first, name)
+        stages[-1] += getattr(s.last, name)
+        columns.append(stages)
+    again = np.stack([s.at(s.r / s.v, rank) for rank in ranks])
     f, i, w = columns
     return np.stack([f, i, w, i + w, again, np.broadcast_to(s.c, f.shape)])
 
@@ -229,75 +222,64 @@ def stage_makespan(
 
 def lower_bound(schedule: str, **times: Numbers) -> Values:
     """Return what no step takes less than, (n,), in seconds; the arguments are those of `pipelines`."""
-    s, name = pipelines(schedule, **times), find_schedule(schedule).name
-    up = (s.b if name in WHOLE_BACKWARDS else np.zeros_like(s.f)) / s.v
-    back = 1.0 if name in WHOLE_BACKWARDS else 0.0
-    below = s.ranks[0] + s.ranks[1] - 1
-    found = np.zeros_like(s.c)
-    for run, rank in ((0, np.zeros_like(s.p)), (1, below), (2, s.p - 1)):
-        down = np.where(rank > 0, rank * (s.f[1] / s.v + s.c) + s.first.f, 0.0)
-        home = np.where(rank > 0, back * (rank * (up[1] + s.c) + s.first.b), 0.0)
-        busy = down + s.m * (s.f + s.b + s.r)[run] + home
-        found = np.where(s.ranks[run] > 0, np.maximum(found, busy), found)
-    through = s.p * (s.f + s.i)[1] + s.r[1] / s.v + 2 * s.c * (s.p - 1)
+    return bound_of(schedule, pipelines(schedule, **times))
+
+
+def bound_of(schedule: str, s: Pipelines) -> Values:
+    """Return what no step of these pipelines takes less than, (n,)."""
+    whole = find_schedule(schedule).name in WHOLE_BACKWARDS
+    f, b = chunk(s, "f"), chunk(s, "b")
     ends = s.first.f + s.first.i + s.last.f + s.last.i
-    return np.asarray(np.maximum(found, through + ends))
+    found = s.v * (s.before(f, s.p) + s.before(chunk(s, "i"), s.p)) + 2 * s.c * (s.p - 1) + ends
+    for run, rank, there in s.places():
+        down = np.where(rank > 0, s.before(f, rank) + rank * s.c + s.first.f, 0.0)
+        home = np.where(rank > 0, s.before(b, rank) + rank * s.c + s.first.b, 0.0) if whole else 0.0
+        busy = down + s.m * (s.f + s.b + s.r)[run] + home
+        found = np.where(there, np.maximum(found, busy), found)
+    return found
 
 
-def in_flight(schedule: str, pp: int, microbatches: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Return how many microbatches of each stage stand where its rank holds most of equal stages, a number per stage.
+def exposed_reductions(schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values) -> Values:
+    """Return how long replicas add up gradients after the last computation of all, (n,).
 
-    Held from the forward to the end of the backward, as `simulation.activation_memory` counts.
+    A stage's begins after its last backward, beside other computations, and after those of the rank's later stages.
+
+        rank 0   B of chunk 1 ... ▶ B of chunk 0 ... ▶
+                                  ▶ reduction of 1 ▶ of 0 ▶      the rest of it is exposed
+        rank 1   B ... ▶ its reductions have begun earlier
+
+    Args:
+        schedule: its name.
+        s: the pipelines.
+        reduction: of all stages of a rank of each run, (K, n), in seconds.
+        first: how much of it is the first stage's alone, (n,).
+        last: the last stage's.
     """
-    name = find_schedule(schedule).name
-    return _in_flight(name, pp, _enough(name, pp, microbatches), chunks)
+    late = find_schedule(schedule).name not in WHOLE_BACKWARDS
+    b, up = chunk(s, "b"), chunk(s, "i" if late else "b")
+    own = chunked(s, reduction, first, last)
+    found = np.zeros_like(s.c)
+    for run, rank, there in s.places():
+        top = rank == 0
+        sooner = s.before(up, rank) + s.c * rank + np.where(top, 0.0, s.first.i if late else s.first.b)
+        sooner = np.maximum(sooner - late * rank * chunk(s, "w")[run], 0.0)
+        of_first = own[run] + top * first
+        exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
+        found = np.where(there, np.maximum(found, exposed), found)
+    return found
 
 
-def peak_activations(
-    schedule: str, pp: int, microbatches: int, chunks: int | None, activation: npt.ArrayLike = 1.0
-) -> tuple[float, ...]:
-    """Return the most that each rank holds; a microbatch holds `activation` on a stage (a number, or one per stage)."""
-    name = find_schedule(schedule).name
-    counts = _counts(name, pp, _enough(name, pp, microbatches), chunks)
-    stages = sum(one.shape[1] for one, _ in counts)
-    sizes = np.broadcast_to(np.asarray(activation, np.float64), stages)
-    return tuple(float((one @ sizes[list(held)]).max()) for one, held in counts)
-
-
-def _enough(schedule: str, pp: int, microbatches: int) -> int:
-    """After how many microbatches no rank holds more than before."""
-    return microbatches if schedule in HOLD_ALL else min(microbatches, 4 * pp + microbatches % (2 * pp))
+def chunk(s: Pipelines, name: str) -> Values:
+    """Return what one chunk of each run's ranks takes, (K, n), without what the first and the last stage do besides."""
+    return chunked(s, getattr(s, name), getattr(s.first, name), getattr(s.last, name))
 
 
 @lru_cache(maxsize=1024)
-def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[int, ...]:
-    counts = _counts(schedule, pp, microbatches, chunks)
-    found = [0] * sum(one.shape[1] for one, _ in counts)
-    for one, held in counts:
-        fullest = one[one.sum(axis=1).argmax()]
-        for stage, number in zip(held, fullest.tolist(), strict=True):
-            found[stage] = number
-    return tuple(found)
+def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[float, ...]:
+    """Return the most that each rank holds from forwards to the ends of backwards, in microbatches of one stage.
 
-
-@lru_cache(maxsize=256)
-def _counts(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[tuple[Ints, tuple[int, ...]], ...]:
-    """Return for each rank (how many microbatches of its stages stand after each computation, those stages)."""
+    `memory.in_flight` has it in closed form; here the schedule's own order is counted through.
+    """
     found = find_schedule(schedule)
-    plan = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
-    columns, counts = plan.columns, []
-    change = columns.are(Fwd).astype(np.int64) - columns.are(*ENDS_BACKWARD)
-    for rank in range(pp):
-        rows, held = columns.rows_of(rank), plan.layout.stages_of(rank)
-        mine = columns.stage[rows.start : rows.stop, None] == np.array(held)
-        standing = np.cumsum(mine * change[rows.start : rows.stop, None], axis=0)
-        counts.append((np.unique(standing, axis=0), tuple(held)))
-    return tuple(counts)
-
-
-def require_pipeline(schedule: str, pp: int, microbatches: int, chunks: int | None) -> None:
-    """Raise `UsageError` where a schedule does not take these sizes."""
-    found = find_schedule(schedule)
-    if found.mode != "train":
-        raise UsageError(f"{schedule}: it runs forward only; choose a schedule that trains")
-    found.shape(pp, microbatches, chunks)
+    order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
+    return tuple(peak * order.schedule.parts for peak in activation_memory.peak_activations(order, Costs()))

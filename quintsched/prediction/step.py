@@ -49,7 +49,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
     """
     check(model, hardware, strategy)
     table = Table.of([strategy])
-    found = evaluate(model, hardware, table, constants)
+    found = evaluate(model, hardware, table, constants, simulate=True)
     of_ranks, _ = held(model, hardware, table, each_rank=True)
     step_s, memory = float(found.step_s[0]), float(found.memory_bytes[0])
     tokens = strategy.batch * strategy.seq

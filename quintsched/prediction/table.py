@@ -47,10 +47,15 @@ class Evaluated:
     """Terms of the fullest rank by name; they add up to `memory_bytes`."""
 
 
-def evaluate(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Evaluated:
-    """Return time and memory of every row of a table."""
+def evaluate(
+    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, simulate: bool = False
+) -> Evaluated:
+    """Return time and memory of every row of a table.
+
+    Under schedules without a closed form, the time is a lower bound, or, with `simulate`, that of a simulation.
+    """
     parts = [
-        _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants)
+        _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
         for start in range(0, len(table), ROWS_AT_ONCE)
     ]
     seconds = {name: np.concatenate([part[0][name] for part in parts]) for name in parts[0][0]}
@@ -61,10 +66,10 @@ def evaluate(model: Model, hardware: Hardware, table: Table, constants: Constant
 
 
 def _evaluate(
-    model: Model, hardware: Hardware, table: Table, constants: Constants
+    model: Model, hardware: Hardware, table: Table, constants: Constants, simulate: bool
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     found = distinct_blocks(model, hardware, table, constants)
-    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants)
+    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants, simulate=simulate)
 
 
 def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
