@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ def test_the_best_come_first(cli) -> None:
     assert {"memory_bytes", "mfu", "tokens_per_s", "breakdown_s", "breakdown_bytes"} <= set(found["strategies"][0])
     front = [(point["step_s"], point["memory_bytes"]) for point in found["front"]]
     assert front[0][0] == pytest.approx(steps[0])
-    assert all(a[0] < b[0] and a[1] > b[1] for a, b in zip(front, front[1:], strict=False))
+    assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(front))
     assert found["considered"] > found["evaluated"] > 0
     assert found["reason"][0].startswith("why: ")
 
