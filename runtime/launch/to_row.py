@@ -33,7 +33,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the row of a job; returns the exit code."""
     try:
-        job, plan = prepare(parse(sys.argv[1:] if argv is None else argv), alone=True)
+        job, plan, _ = prepare(parse(sys.argv[1:] if argv is None else argv), alone=True)
         row = row_of(job, plan)
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")

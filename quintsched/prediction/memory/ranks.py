@@ -27,7 +27,7 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
     """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
 
     def column(values: Any) -> Any:
-        return np.asarray(values)[:, None]
+        return np.asarray(values, np.float64)[:, None]
 
     sizes = Sizes(
         microbatch=column(table.microbatch),
