@@ -19,7 +19,9 @@ TERMS = {
     "pp": "pp communication",
     "dp": "dp communication",
     "bubble": "pipeline bubble",
+    "accumulate": "adding up gradients",
     "optimizer": "optimizer step",
+    "end": "end of the step",
 }
 """Terms of time in words; others are shown by their names."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, suggest
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,30 @@ def read_flag(name: str, text: Any, several: bool = False) -> Any:
     if several and flag.has_choice:
         return [_number(name, part) if _looks_whole(part) or flag.is_number else part for part in _parts(name, text)]
     return _number(name, text) if flag.is_number else text
+
+
+def read_settings(option: str, text: str) -> dict[str, Any]:
+    """Return what "dp=8,tp=4,recompute=full" says, as a row; several numbers of one key follow each other: 1+0+0."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = name.replace("-", "_")
+        if name not in FLAGS and name != "sequence_parallel":
+            raise UsageError(f"{option}: unknown key {name!r}{suggest(name, (*FLAGS, 'sequence_parallel'))}")
+        if name == "sequence_parallel":
+            found[name] = _truth(option, value or "true")
+        elif not equals or not value:
+            raise UsageError(f"{option}: cannot read {part!r} in {text!r}; write it like dp=8,tp=4,recompute=full")
+        else:
+            found[name] = read_flag(name, value.replace("+", ","))
+    return found
+
+
+def _truth(option: str, value: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if value.lower() not in words:
+        raise UsageError(f"{option}: sequence_parallel is {value!r}; give true or false")
+    return words[value.lower()]
 
 
 def _parts(name: str, text: str) -> list[str]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quintsched.cli.calibrate import calibrate_first
-from quintsched.cli.output import AsJson, emit, refuse_input, say
+from quintsched.cli.output import AsJson, emit, say
 from quintsched.cli.strategies.flags import taking_flags
+from quintsched.cli.strategies.profiled import Profiled, ProfiledUnder, ProfileFile
 from quintsched.cli.strategies.report import as_data, describe
 from quintsched.errors import InputError, QuintschedError, UsageError
 
@@ -28,15 +29,9 @@ MOST_BYTES = 2**26
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="[[PLAN] JOB]", help="A job file, and before it a plan file if wanted.")
 ]
-ProfileFile = Annotated[
-    Path | None, typer.Option("--profile", metavar="FILE", help="Measured times of operators or blocks to start from.")
-]
 RowsFile = Annotated[
     Path | None,
     typer.Option("--rows", metavar="FILE.json", help="Many strategies: a list of objects whose keys are the flags."),
-]
-Simulated = Annotated[
-    bool, typer.Option("--simulate", help="Time the real plan in the event simulator, with the same costs.")
 ]
 
 
@@ -46,7 +41,7 @@ def predict(
     files: Files = None,
     rows: RowsFile = None,
     profile: ProfileFile = None,
-    simulate: Simulated = False,
+    profiled: ProfiledUnder = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a strategy's step time and memory, term by term.
@@ -54,17 +49,17 @@ def predict(
     By flags, from a job file (and its plan), or many at once from a file of rows, for which flags are what a row
     leaves out.
     """
-    refuse_input(None, rows, profile)
-    if rows is not None:
-        if files:
-            raise UsageError("--rows takes the place of a job file; leave out one of them")
-        emit([_answer(row, flags, profile, simulate) for row in read_rows(rows)])
-        return
+    if rows is not None and files:
+        raise UsageError("--rows takes the place of a job file; leave out one of them")
     if files:
         from quintsched.cli.strategies.jobs import row_of_job
 
         flags = row_of_job(files) | flags
-    found = _predict(flags, profile, simulate)
+    under = Profiled.of(profile, profiled, files[0] if files and len(files) == 2 else None)
+    if rows is not None:
+        emit([_answer(row, flags, under) for row in read_rows(rows)])
+        return
+    found = _predict(flags, under)
     if as_json:
         emit(as_data(found))
     else:
@@ -86,21 +81,24 @@ def read_rows(file: Path) -> list[Any]:
     return found
 
 
-def _answer(row: Any, flags: Mapping[str, Any], profile: Path | None, simulate: bool) -> dict[str, Any]:
+def _answer(row: Any, flags: Mapping[str, Any], under: Profiled | None) -> dict[str, Any]:
     """Return what is predicted of a row, or why it cannot be."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        return as_data(_predict({**flags, **row}, profile, simulate))
+        return as_data(_predict({**flags, **row}, under))
     except QuintschedError as error:
         return {"error": str(error)}
 
 
-def _predict(given: Mapping[str, Any], profile: Path | None, simulate: bool) -> Prediction:
+def _predict(given: Mapping[str, Any], under: Profiled | None) -> Prediction:
     from quintsched.descriptions.rows import read_row
+    from quintsched.prediction.from_profile import predict_from_profile
     from quintsched.prediction.step import predict
 
     if isinstance(given.get("hardware"), str):
         calibrate_first(given["hardware"])
     row = read_row(given)
-    return predict(row.model, row.hardware, row.strategy)
+    if under is None:
+        return predict(row.model, row.hardware, row.strategy)
+    return predict_from_profile(row.model, row.hardware, row.strategy, under.read(row.model, row.strategy))

@@ -19,6 +19,7 @@ from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, draw_tuning, picture_path
 from quintsched.cli.strategies.flags import CHOSEN, taking_flags
+from quintsched.cli.strategies.profiled import Profiled, ProfiledUnder, ProfileFile
 from quintsched.cli.strategies.report import as_data
 from quintsched.errors import MisfitError, UsageError
 
@@ -36,6 +37,10 @@ Picture = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg, .html.")
 ]
 Top = Annotated[int, typer.Option("--top", metavar="K", min=1, max=1000, help="How many are ranked.")]
+CertificateFile = Annotated[
+    Path | None,
+    typer.Option("--certificate", metavar="FILE", help="Write what was left out and why, checked without searching."),
+]
 Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Evaluate everything; the result is the same.")]
 
 
@@ -44,6 +49,9 @@ def tune(
     flags: dict[str, Any],
     top: Top = 10,
     output: Picture = None,
+    profile: ProfileFile = None,
+    profiled: ProfiledUnder = None,
+    certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
     as_json: AsJson = False,
 ) -> None:
@@ -54,27 +62,32 @@ def tune(
     for name in ("gpus", "batch"):
         if name not in flags:
             raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
-    refuse_input(output, flags.get("model"), flags.get("hardware"))
+    for written in (output, certificate):
+        refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
-    found = _search(flags, top, exhaustive)
+    found = _search(flags, top, exhaustive, Profiled.of(profile, profiled))
     if not found.best:
         raise MisfitError(f"no strategy fits {found.hardware.name} with {found.hardware.memory_gb:g} GB")
-    predictions = _predictions(found)
+    if certificate is not None:
+        _certify(found, certificate)
     if path is not None:
         draw_tuning(found, path)
+    predictions = _predictions(found)
     if as_json:
         emit(_as_data(found, predictions))
     else:
         say(_describe(found, predictions))
 
 
-def _search(flags: Mapping[str, Any], top: int, exhaustive: bool) -> Tuning:
+def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, under: Profiled | None) -> Tuning:
     from quintsched.descriptions.rows import find_parts, longest_sequence
     from quintsched.tuning.tune import tune
 
     if isinstance(flags.get("hardware"), str):
         calibrate_first(flags["hardware"])
     model, hardware = find_parts(flags)
+    if under is not None:
+        hardware = under.hardware(model, hardware, flags["batch"])
     fixed = {name: value for name, value in flags.items() if name not in WHERE}
     with _progress() as progress:
         return tune(
@@ -108,6 +121,16 @@ def _progress() -> Iterator[Callable[[int, int, float], None] | None]:
             bar.update(task, completed=done, total=total, description=best)
 
         yield show
+
+
+def _certify(found: Tuning, file: Path) -> None:
+    """Write the certificate of a search, and have it checked; raises UnsoundError where it does not hold."""
+    from quintsched.tuning.certificate import certify
+    from quintsched.tuning.checker import check_certificate
+
+    certificate = certify(found)
+    check_certificate(certificate)
+    certificate.save(file)
 
 
 def _predictions(found: Tuning) -> list[Prediction]:
