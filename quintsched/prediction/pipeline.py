@@ -184,14 +184,25 @@ def repeated_makespan(
 
     `durations` are (kinds, stages, n), as `levels.KINDS` orders them; `recompute` says which stages are recomputed.
     """
-    step = pp * -(-FEWEST // pp)
-    short = ROUNDS * step + microbatches % step
-    if microbatches <= short + step:
-        return np.asarray(levels_of(schedule, pp, microbatches, chunks, recompute).ends(durations).max(axis=0))
-    longer, shorter = (
-        levels_of(schedule, pp, some, chunks, recompute).ends(durations).max(axis=0) for some in (short + step, short)
+    few, more, times = repetition(pp, microbatches)
+    longer = levels_of(schedule, pp, more, chunks, recompute).ends(durations).max(axis=0)
+    if not times:
+        return np.asarray(longer)
+    return np.asarray(
+        longer + (longer - levels_of(schedule, pp, few, chunks, recompute).ends(durations).max(axis=0)) * times
     )
-    return np.asarray(longer + (longer - shorter) * ((microbatches - short) // step - 1))
+
+
+def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
+    """Return (few, more, times): a step takes as long as one of `more`, and so often what that has beyond `few`.
+
+    `times` is 0 where `more` are all microbatches.
+    """
+    step = pp * -(-FEWEST // pp)
+    few = ROUNDS * step + microbatches % step
+    if microbatches <= few + step:
+        return few, microbatches, 0
+    return few, few + step, (microbatches - few) // step - 1
 
 
 def stage_makespan(

@@ -88,7 +88,7 @@ def rank_kinds(model: Model, layout: Layout) -> list[RankKind]:
     """Return what each pipeline rank holds."""
     count = layout.pp * layout.chunks
     layers = layout.stages or stage_layers(model.layers, count)
-    full = _recomputed(layers, layout.recompute)
+    full = recomputed_layers(layers, layout.recompute)
     starts = np.concatenate(([0], np.cumsum(layers)))
     stages = []
     for stage in range(count):
@@ -126,8 +126,8 @@ def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -
     return Kinds(*(table[:, :, index] for index in range(8)))
 
 
-def _recomputed(layers: Sequence[int], recompute: Recompute) -> list[int]:
-    """How many layers of each stage run their forward again."""
+def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:
+    """Return how many layers of each stage run their forward again."""
     if recompute == "full":
         return list(layers)
     if isinstance(recompute, tuple):
