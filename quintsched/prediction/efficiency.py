@@ -92,7 +92,7 @@ def product_s(product: Product, hardware: Hardware, dtype: str, constants: Const
     flops = 2.0 * product.batch * product.m * product.n * product.k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
-        return kernel_s(hardware) + flops / curve_rate(measured.matmul[dtype], flops)
+        return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
     edges = constants.half * (1 / product.m + 1 / product.n + 1 / product.k)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
     moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * product.width
@@ -101,6 +101,9 @@ def product_s(product: Product, hardware: Hardware, dtype: str, constants: Const
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of a pass that reads and writes so many bytes."""
+    if hardware.measured is not None and hardware.measured.memory is not None:
+        seconds = np.maximum(kernel_s(hardware), moved / curve_rate(hardware.measured.memory, moved))
+        return np.where(moved > 0, seconds, 0.0)
     return np.where(moved > 0, kernel_s(hardware) + moved / memory_rate(moved, hardware, constants), 0.0)
 
 
@@ -134,6 +137,14 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 
 
 def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+    measured = hardware.measured
+    if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
+        curves = measured.attention[dtype], measured.attention_backward[dtype]
+        forward, backward = (
+            np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
+        )
+        zero = np.zeros_like(forward)
+        return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
     rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 64)
     kernel = kernel_s(hardware)

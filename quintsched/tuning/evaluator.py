@@ -1,7 +1,7 @@
 """What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
 
 time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
-memory  ≥ the fullest of resident     the rest: buffers, fragmentation
+memory  ≥ the fullest of resident     the rest: what comes and goes
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.terms import COMES_AND_GOES
 from quintsched.prediction.pipeline import has_closed_form
 from quintsched.prediction.table import Evaluated, evaluate, held
-from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
+from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 
 Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 ENDS = ("dp", "optimizer")
 """Terms of a step's time that a pipeline without ZeRO has after its last backward."""
+STATE = ("weights", "gradients", "optimizer")
+"""Terms of a rank's memory that ZeRO cuts; the others that stay do not depend on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +66,14 @@ class Evaluator:
         found = self._evaluated(self.table(columns))
         return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
 
-    def resident_bytes(self, columns: Columns) -> Floats:
-        """Return (rows, kinds): weights, gradients, optimizer state and activations of each kind of rank.
+    def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
+        """Return weights, gradients, optimizer state and activations of each kind of rank, (rows, kinds) by term.
 
         Rows that differ in `SWITCHES` alone have the same kinds; those that are missing hold 0.
         """
         terms, kinds = held(self.space.model, self.hardware, self.table(columns))
-        return np.where(kinds.ranks > 0, sum(terms[name] for name in terms if name not in COMES_AND_GOES), 0.0)
+        present = kinds.ranks > 0
+        return {name: held * present for name, held in terms.items() if name not in COMES_AND_GOES}
 
     def rank_bytes(self, columns: Columns) -> Floats:
         """Return (rows, pp), where all rows have that pp: all that each pipeline rank holds."""
@@ -112,8 +114,9 @@ class Evaluator:
     @cached_property
     def _words(self) -> tuple[Any, ...]:
         """What a column of recomputation says, from PER_STAGE up."""
+        most = max(self.space.model.layers, int(self.space.recomputes.max()))
         words = {PER_STAGE: "none", FULL: "full", SELECTIVE: "selective", NONE: "none"}
-        return tuple(words.get(code, code) for code in range(PER_STAGE, self.space.model.layers + 1))
+        return tuple(words.get(code, code) for code in range(PER_STAGE, most + 1))
 
     def _evaluated(self, table: Table) -> Evaluated:
         return evaluate(self.space.model, self.hardware, table)
