@@ -44,7 +44,7 @@ def _cut(table: Table) -> tuple[Sizes, Mesh]:
     """Return how strategies cut a model, as columns, (n, 1)."""
 
     def column(values: Any) -> Any:
-        return np.asarray(values)[:, None]
+        return np.asarray(values, np.float64)[:, None]
 
     sizes = Sizes(
         microbatch=column(table.microbatch),
