@@ -23,7 +23,7 @@ TERMS = {
     "optimizer": "optimizer step",
     "end": "end of the step",
 }
-"""Terms of time in words; others are shown by their names."""
+"""Terms of time in words; others, and those of memory, are shown by their names."""
 
 
 def strategy_name(strategy: Strategy) -> str:
@@ -87,5 +87,5 @@ def percent(share: float) -> str:
 
 
 def term_name(name: str) -> str:
-    """Return a term of time in words."""
-    return TERMS.get(name, name.replace("_", " "))
+    """Return a term of time or memory in words."""
+    return TERMS.get(name, name.replace("activations_", "activations: ", 1).replace("_", " "))

@@ -29,6 +29,9 @@ MOST_BYTES = 2**26
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="[[PLAN] JOB]", help="A job file, and before it a plan file if wanted.")
 ]
+Simulated = Annotated[
+    bool, typer.Option("--simulate", help="Time the real plan in the event simulator too, with the same costs.")
+]
 RowsFile = Annotated[
     Path | None,
     typer.Option("--rows", metavar="FILE.json", help="Many strategies: a list of objects whose keys are the flags."),
@@ -42,6 +45,7 @@ def predict(
     rows: RowsFile = None,
     profile: ProfileFile = None,
     profiled: ProfiledUnder = None,
+    simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict a strategy's step time and memory, term by term.
@@ -57,13 +61,14 @@ def predict(
         flags = row_of_job(files) | flags
     under = Profiled.of(profile, profiled, files[0] if files and len(files) == 2 else None)
     if rows is not None:
-        emit([_answer(row, flags, under) for row in read_rows(rows)])
+        emit([_answer(row, flags, under, simulate) for row in read_rows(rows)])
         return
     found = _predict(flags, under)
+    simulated_s = simulated(found, under) if simulate else None
     if as_json:
-        emit(as_data(found))
+        emit(as_data(found, simulated_s))
     else:
-        say(describe(found))
+        say(describe(found, simulated_s))
 
 
 def read_rows(file: Path) -> list[Any]:
@@ -81,12 +86,13 @@ def read_rows(file: Path) -> list[Any]:
     return found
 
 
-def _answer(row: Any, flags: Mapping[str, Any], under: Profiled | None) -> dict[str, Any]:
+def _answer(row: Any, flags: Mapping[str, Any], under: Profiled | None, simulate: bool) -> dict[str, Any]:
     """Return what is predicted of a row, or why it cannot be."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        return as_data(_predict({**flags, **row}, under))
+        found = _predict({**flags, **row}, under)
+        return as_data(found, simulated(found, under) if simulate else None)
     except QuintschedError as error:
         return {"error": str(error)}
 
@@ -102,3 +108,12 @@ def _predict(given: Mapping[str, Any], under: Profiled | None) -> Prediction:
     if under is None:
         return predict(row.model, row.hardware, row.strategy)
     return predict_from_profile(row.model, row.hardware, row.strategy, under.read(row.model, row.strategy))
+
+
+def simulated(found: Prediction, under: Profiled | None = None) -> float:
+    """Return the seconds of a step by the strategy's plan; raises UsageError where there are no costs to time it by."""
+    from quintsched.prediction.simulated import simulated_step_s
+
+    if under is not None and under.has_operators(found.model, found.strategy):
+        raise UsageError(f"{under.file}: times of operators are composed without a plan; leave out --simulate")
+    return simulated_step_s(found.model, found.hardware, found.strategy)

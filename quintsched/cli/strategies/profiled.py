@@ -56,6 +56,10 @@ class Profiled:
         plan = None if self.plan is None else Plan.load(self.plan)
         return read_profile(self.file, Measured(model, strategy, plan))
 
+    def has_operators(self, model: Model, strategy: Strategy) -> bool:
+        """Whether it has times of single operators, not of whole steps."""
+        return bool(self.read(model, strategy).operators)
+
     def hardware(self, model: Model, hardware: Hardware, batch: int) -> Hardware:
         """Return hardware with the rates that a measured step shows; raises UsageError where there is none."""
         from quintsched.descriptions.rows import read_strategy

@@ -19,6 +19,7 @@ from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, draw_tuning, picture_path
 from quintsched.cli.strategies.flags import CHOSEN, taking_flags
+from quintsched.cli.strategies.predict import Simulated, simulated
 from quintsched.cli.strategies.profiled import Profiled, ProfiledUnder, ProfileFile
 from quintsched.cli.strategies.report import as_data
 from quintsched.errors import MisfitError, UsageError
@@ -53,6 +54,7 @@ def tune(
     profiled: ProfiledUnder = None,
     certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
+    simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest strategies that fit a model and a cluster.
@@ -73,10 +75,11 @@ def tune(
     if path is not None:
         draw_tuning(found, path)
     predictions = _predictions(found)
+    simulations = [simulated(prediction) if simulate else None for prediction in predictions]
     if as_json:
-        emit(_as_data(found, predictions))
+        emit(_as_data(found, predictions, simulations))
     else:
-        say(_describe(found, predictions))
+        say(_describe(found, predictions, simulations))
 
 
 def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, under: Profiled | None) -> Tuning:
@@ -139,7 +142,7 @@ def _predictions(found: Tuning) -> list[Prediction]:
     return [predict(found.model, found.hardware, candidate.strategy) for candidate in found.best]
 
 
-def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]:
+def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> dict[str, Any]:
     from quintsched.tuning.reasons import reasons
 
     return {
@@ -151,7 +154,7 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]
         "considered": found.strategies,
         "evaluated": found.evaluated,
         "seconds": found.seconds,
-        "strategies": [as_data(prediction) for prediction in predictions],
+        "strategies": list(map(as_data, predictions, simulations)),
         "front": [
             {
                 "strategy": candidate.strategy.model_dump(mode="json", exclude_none=True),
@@ -164,7 +167,7 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]
     }
 
 
-def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
+def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> Iterator[str]:
     from quintsched.text.listing import table
     from quintsched.tuning.reasons import reasons
 
@@ -173,8 +176,9 @@ def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]
     yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {space.batch} samples of {space.seq} tokens"
     yield f"{count} strategies, of which {found.evaluated:,} were evaluated and none of the others can win"
     yield ""
-    rows = [(str(rank), *_row(prediction)) for rank, prediction in enumerate(predictions, start=1)]
-    yield from table(("", "step", "MFU", "GB", "strategy"), rows)
+    rows = [(str(rank + 1), *_row(predictions[rank], simulations[rank])) for rank in range(len(predictions))]
+    more = ("simulated",) if simulations[0] is not None else ()
+    yield from table(("", "step", *more, "MFU", "GB", "strategy"), rows)
     yield ""
     yield from reasons(found, predictions)
     smaller = [one for one in found.front if one.step_s <= FRONT_SHOWN * found.best[0].step_s][1:]
@@ -183,11 +187,12 @@ def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]
         yield from table(("slower, smaller", "GB", "strategy"), [_point(candidate) for candidate in smaller])
 
 
-def _row(prediction: Prediction) -> tuple[str, ...]:
+def _row(prediction: Prediction, simulated_s: float | None) -> tuple[str, ...]:
     from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 
     held = gigabytes(prediction.memory_bytes)
-    return duration(prediction.step_s), percent(prediction.mfu), held, strategy_name(prediction.strategy)
+    more = () if simulated_s is None else (duration(simulated_s),)
+    return duration(prediction.step_s), *more, percent(prediction.mfu), held, strategy_name(prediction.strategy)
 
 
 def _point(candidate: Candidate) -> tuple[str, ...]:
