@@ -152,13 +152,15 @@ def has_experts(model: Model, layer: int) -> bool:
 
 
 def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
-    """Return the kinds of ranks of several layouts; `each_rank`: every rank is one, whatever it holds."""
+    """Return the kinds of ranks of several layouts, each a run of equal ranks; `each_rank`: each is of one."""
     columns: list[list[tuple[float, ...]]] = []
     for layout in layouts:
-        ranks_of: dict[tuple[RankKind, int], list[int]] = {}
+        runs: list[tuple[RankKind, list[int]]] = []
         for rank, kind in enumerate(rank_kinds(model, layout)):
-            ranks_of.setdefault((kind, rank * each_rank), []).append(rank)
-        columns.append([(*vars(kind).values(), len(ranks), ranks[0]) for (kind, _), ranks in ranks_of.items()])
+            if each_rank or not runs or runs[-1][0] != kind:
+                runs.append((kind, []))
+            runs[-1][1].append(rank)
+        columns.append([(*vars(kind).values(), len(ranks), ranks[0]) for kind, ranks in runs])
     most = max(len(column) for column in columns)
     padding = (0.0,) * 8
     table = np.array([column + [padding] * (most - len(column)) for column in columns], dtype=np.float64)

@@ -236,7 +236,8 @@ def _pipelines(
 
 def _share(layer: Layer, reduction: Array, kinds: Kinds, each: PerMicrobatch, rows: NDArray[np.int64]) -> Array:
     """Return how much of adding up a rank's gradients is that of one layer at an end, by its weights."""
-    pace = reduction / np.maximum(each.weights + each.expert_weights, 1.0)
+    weights = each.weights + each.expert_weights
+    pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0)
     found: Array = (pace.max(axis=1) * layer.weights)[rows]
     return found
 

@@ -6,6 +6,7 @@ memory  ≥ the fullest of resident     the rest: what comes and goes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,9 +81,10 @@ class Evaluator:
         terms, _ = held(self.space.model, self.hardware, self.table(columns), each_rank=True)
         return np.asarray(sum(terms.values()))
 
-    def simulate(self, strategy: Strategy) -> float:
-        """Return the seconds of a step whose schedule has no closed form."""
-        raise NotImplementedError
+    def simulate(self, strategies: Sequence[Strategy]) -> Floats:
+        """Return the seconds of steps whose schedules have no closed form."""
+        found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
+        return np.asarray(found.step_s)
 
     def table(self, columns: Columns, numbers: Ints | None = None) -> Table:
         """Return rows as the prediction's table."""
