@@ -110,7 +110,7 @@ def _answer(row: Any, flags: Mapping[str, Any], start: Start | None, simulate: b
 def _predict(given: Mapping[str, Any], start: Start | None, simulate: bool) -> Prediction:
     from quintsched.cli.strategies.measured import measured_profile
     from quintsched.descriptions.rows import read_row
-    from quintsched.prediction.from_profile import predict_from_profile
+    from quintsched.prediction.profiled.predict import predict_from_profile
     from quintsched.prediction.step import predict
 
     if isinstance(given.get("hardware"), str):
