@@ -51,6 +51,8 @@ class Ranks:
     """1 with the head."""
     in_flight: Any
     """Microbatches whose activations they hold; see `in_flight`."""
+    first_in_flight: Any
+    """Microbatches of the first stage."""
     logits_in_flight: Any
     """Microbatches whose logits the last one holds."""
 
@@ -105,7 +107,7 @@ def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
     """Return what is in flight, by kind."""
     kept = _kept(model, sizes, mesh, ranks)
     found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
-    found["activations_embedding"] = ranks.first * ranks.in_flight * embedding_kept(model, sizes)
+    found["activations_embedding"] = ranks.first * ranks.first_in_flight * embedding_kept(model, sizes)
     behind, logits = head_kept(model, sizes), ranks.logits_in_flight
     found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
     return found | {"logits": ranks.last * logits * behind["logits"]}
