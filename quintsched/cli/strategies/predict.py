@@ -16,7 +16,7 @@ import typer
 from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, say
 from quintsched.cli.strategies.flags import taking_flags
-from quintsched.cli.strategies.profiled import Profiled, ProfiledUnder, ProfileFile
+from quintsched.cli.strategies.measured import MeasuredStart, ProfileAt, ProfileFile
 from quintsched.cli.strategies.report import as_data, describe
 from quintsched.errors import InputError, QuintschedError, UsageError
 
@@ -44,7 +44,7 @@ def predict(
     files: Files = None,
     rows: RowsFile = None,
     profile: ProfileFile = None,
-    profiled: ProfiledUnder = None,
+    profile_at: ProfileAt = None,
     simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,12 +59,14 @@ def predict(
         from quintsched.cli.strategies.jobs import row_of_job
 
         flags = row_of_job(files) | flags
-    under = Profiled.of(profile, profiled, files[0] if files and len(files) == 2 else None)
+    if simulate and profile is not None:
+        raise UsageError("--simulate times a plan by the model's own costs, not by those of --profile; leave out one")
+    start = MeasuredStart.of(profile, profile_at)
     if rows is not None:
-        emit([_answer(row, flags, under, simulate) for row in read_rows(rows)])
+        emit([_answer(row, flags, start, simulate) for row in read_rows(rows)])
         return
-    found = _predict(flags, under)
-    simulated_s = simulated(found, under) if simulate else None
+    found = _predict(flags, start)
+    simulated_s = simulated(found) if simulate else None
     if as_json:
         emit(as_data(found, simulated_s))
     else:
@@ -86,34 +88,32 @@ def read_rows(file: Path) -> list[Any]:
     return found
 
 
-def _answer(row: Any, flags: Mapping[str, Any], under: Profiled | None, simulate: bool) -> dict[str, Any]:
+def _answer(row: Any, flags: Mapping[str, Any], start: MeasuredStart | None, simulate: bool) -> dict[str, Any]:
     """Return what is predicted of a row, or why it cannot be."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        found = _predict({**flags, **row}, under)
-        return as_data(found, simulated(found, under) if simulate else None)
+        found = _predict({**flags, **row}, start)
+        return as_data(found, simulated(found) if simulate else None)
     except QuintschedError as error:
         return {"error": str(error)}
 
 
-def _predict(given: Mapping[str, Any], under: Profiled | None) -> Prediction:
+def _predict(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
     from quintsched.descriptions.rows import read_row
-    from quintsched.prediction.from_profile import predict_from_profile
+    from quintsched.prediction.profiled.predict import predict_from_profile
     from quintsched.prediction.step import predict
 
     if isinstance(given.get("hardware"), str):
         calibrate_first(given["hardware"])
     row = read_row(given)
-    if under is None:
+    if start is None:
         return predict(row.model, row.hardware, row.strategy)
-    return predict_from_profile(row.model, row.hardware, row.strategy, under.read(row.model, row.strategy))
+    return predict_from_profile(row.model, row.hardware, row.strategy, start.profile(given))
 
 
-def simulated(found: Prediction, under: Profiled | None = None) -> float:
-    """Return the seconds of a step by the strategy's plan; raises UsageError where there are no costs to time it by."""
+def simulated(found: Prediction) -> float:
+    """Return the seconds of a step by the strategy's plan."""
     from quintsched.prediction.simulated import simulated_step_s
 
-    if under is not None and under.has_operators(found.model, found.strategy):
-        raise UsageError(f"{under.file}: times of operators are composed without a plan; leave out --simulate")
     return simulated_step_s(found.model, found.hardware, found.strategy)

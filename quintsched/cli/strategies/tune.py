@@ -19,8 +19,8 @@ from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, draw_tuning, picture_path
 from quintsched.cli.strategies.flags import CHOSEN, taking_flags
+from quintsched.cli.strategies.measured import MeasuredStart, ProfileAt, ProfileFile
 from quintsched.cli.strategies.predict import Simulated, simulated
-from quintsched.cli.strategies.profiled import Profiled, ProfiledUnder, ProfileFile
 from quintsched.cli.strategies.report import as_data
 from quintsched.errors import MisfitError, UsageError
 
@@ -51,7 +51,7 @@ def tune(
     top: Top = 10,
     output: Picture = None,
     profile: ProfileFile = None,
-    profiled: ProfiledUnder = None,
+    profile_at: ProfileAt = None,
     certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
     simulate: Simulated = False,
@@ -67,7 +67,7 @@ def tune(
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
-    found = _search(flags, top, exhaustive, Profiled.of(profile, profiled))
+    found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at))
     if not found.best:
         raise MisfitError(f"no strategy fits {found.hardware.name} with {found.hardware.memory_gb:g} GB")
     if certificate is not None:
@@ -82,15 +82,16 @@ def tune(
         say(_describe(found, predictions, simulations))
 
 
-def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, under: Profiled | None) -> Tuning:
+def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: MeasuredStart | None) -> Tuning:
     from quintsched.descriptions.rows import find_parts, longest_sequence
+    from quintsched.prediction.profiled.hardware import measured_hardware
     from quintsched.tuning.tune import tune
 
     if isinstance(flags.get("hardware"), str):
         calibrate_first(flags["hardware"])
     model, hardware = find_parts(flags)
-    if under is not None:
-        hardware = under.hardware(model, hardware, flags["batch"])
+    if start is not None:
+        hardware = measured_hardware(hardware, start.profile({name: flags[name] for name in WHERE if name in flags}))
     fixed = {name: value for name, value in flags.items() if name not in WHERE}
     with _progress() as progress:
         return tune(
