@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from quintsched.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.prediction.collectives import all_reduce_s
 from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, curve_rate, memory_s
 from quintsched.prediction.operators import Array
@@ -25,6 +26,8 @@ from quintsched.prediction.stages import Kinds, PerMicrobatch
 
 ACCUMULATED = 12.0
 """Bytes that adding a microbatch's gradient of a number to the sum reads and writes, in 32 bits."""
+STEP_SUMS = 2
+"""Over all ranks: what a step came to, and the norm of its gradient."""
 
 
 def shares_cores(hardware: Hardware) -> bool:
@@ -33,39 +36,75 @@ def shares_cores(hardware: Hardware) -> bool:
 
 
 def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> PerMicrobatch:
-    """Return what a rank does for a microbatch while the ranks that work in step with it compute as well."""
+    """Return what a rank does for a microbatch while the ranks that work in step with it compute as well.
+
+    No message is hidden: a core that sees to it does not compute.
+    """
     measured, cores = _measured(hardware)
-    together = table.tp * table.cp * table.ep
-    slower = (np.maximum(1.0, together / cores) / _speed(measured, table.gpus))[:, None]
+    slower = (np.maximum(1.0, _together(table) / cores) / _speed(measured, table.gpus))[:, None]
     added = memory_s(ACCUMULATED * (each.weights + each.expert_weights), hardware, constants)
+    none = np.zeros_like(each.tp_hidden)
     return replace(
         each,
         compute_forward=each.compute_forward * slower,
         compute_input=each.compute_input * slower,
         compute_weight=(each.compute_weight + added) * slower,
         recompute=each.recompute * slower,
+        tp_backward=each.tp_backward + each.tp_hidden,
+        cp=each.cp + each.cp_hidden,
+        dp=_sharded_s(each, table, hardware, constants),
+        tp_hidden=none,
+        cp_hidden=none,
+        dp_hidden=none,
     )
 
 
+def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> Array:
+    """Return the sums and gathers of ZeRO-2 and 3 for a microbatch, as gloo has them.
+
+    It scatters by a sum of all; what is one stage is gathered once in a step.
+    """
+    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
+    stride, zero = table.tp[:, None], table.zero[:, None]
+    gathers = np.where(table.chunks > 1, 1.0, 1.0 / table.microbatches)[:, None] / 2
+    passes = (zero >= 2) * 1.0 + (zero == 3) * gathers
+
+    def summed(numbers: Array, ranks: Any) -> Array:
+        return all_reduce_s(4.0 * numbers, ranks, stride, hardware, constants)
+
+    found: Array = passes * (summed(each.weights, replicas) + summed(each.expert_weights, outer))
+    return found
+
+
 def cores_s(each: PerMicrobatch, table: Table, kinds: Kinds, hardware: Hardware) -> Array:
-    """Return how long all cores are busy with the microbatches of a step; `each` is as `in_step` returns it."""
+    """Return how long the cores need for the microbatches of a step; `each` is as `in_step` returns it.
+
+    While a pipeline fills and drains, a core more than it has ranks that compute stands still: of `c` cores for each
+    replica, c - 1 for as long as a microbatch takes on one rank.
+    """
     measured, cores = _measured(hardware)
-    together = table.tp * table.cp * table.ep
-    computed = (each.compute_forward + each.compute_input + each.compute_weight + each.recompute) / np.maximum(
-        1.0, together / cores
-    )[:, None]
+    slower = np.maximum(1.0, _together(table) / cores)[:, None]
     of_message = _busy(measured.link, measured.link_work)
+    computed = (each.compute_forward + each.compute_input + each.compute_weight + each.recompute) / slower
     work = (
         computed
         + (each.tp_forward + each.tp_backward) * _share(measured, table.tp)
         + each.cp * of_message
         + each.ep * _share(measured, table.ep)
         + each.pp * of_message / 2
-        + (each.dp + each.dp_hidden) * _share(measured, table.dp * table.cp * table.ep)
+        + each.dp * _share(measured, table.dp * table.cp * table.ep)
     )
-    replicas = table.gpus / table.pp
-    found: Array = table.microbatches * replicas * (kinds.ranks * work).sum(axis=1) / cores
+    ranks = table.gpus / table.pp
+    busy = table.microbatches * ranks * (kinds.ranks * work).sum(axis=1) / cores
+    idle = np.maximum(cores / ranks - 1, 0.0) * np.where(kinds.ranks > 0, each.total, 0.0).max(axis=1)
+    found: Array = busy + np.where(table.pp > 1, idle, 0.0)
     return found
+
+
+def shared_sums_s(table: Table, hardware: Hardware, constants: Constants) -> Array:
+    """Return the seconds of a step's small sums over all ranks: its loss and weight, and the norm of its gradient."""
+    small = np.full(len(table.gpus), 8.0)
+    return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware, constants)
 
 
 def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
@@ -87,6 +126,11 @@ def _measured(hardware: Hardware) -> tuple[Measured, int]:
     assert hardware.measured is not None
     assert hardware.measured.cores is not None
     return hardware.measured, hardware.measured.cores
+
+
+def _together(table: Table) -> Any:
+    """Return how many ranks work in step."""
+    return table.tp * table.cp * table.ep
 
 
 def _speed(measured: Measured, ranks: Any) -> Array:
