@@ -83,7 +83,7 @@ def step_terms(
     seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(reduction.max(axis=1) - exposed, 0.0)
     seconds["optimizer"] = stepping.max(axis=1)
     if shares:
-        seconds["cores"] = np.maximum(cores_s(each, table, kinds, hardware) - makespan, 0.0)
+        seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, _widths(table)) - makespan, 0.0)
         seconds["sums"] = shared_sums_s(table, hardware, constants)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds)
 
