@@ -26,10 +26,10 @@ from quintsched.tuning.tune import Tuning, tune
 
 from ..comm.device import find_accelerator, num_devices
 from ..data import load_dataset
+from ..job.choices import DTYPE_NAMES
 from ..job.config import AutoConfig, JobConfig, ParallelConfig
 from ..models import model_sizes
 from .to_plan import plan_of
-from .to_row import DTYPES
 
 TRIED = 20
 """So many of the best are tried, if the first do not compile."""
@@ -115,10 +115,12 @@ def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         name: given[name] for name in ("schedule", "chunks", "zero") if given.get(name) is not None
     }
-    fixed["recompute"] = {None: ("none", "full"), 0: "none", 1: "full"}[given.get("recompute")]
+    fixed["recompute"] = (
+        ("full",) if given.get("recompute") else ("none",) if "recompute" in given else ("none", "full")
+    )
     if "sequence_parallel" in job.parallel.model_fields_set:
         fixed["sequence_parallel"] = job.parallel.sequence_parallel
-    fixed["dtype"] = DTYPES[job.runtime.precision]
+    fixed["dtype"] = DTYPE_NAMES[job.runtime.precision]
     asked = job.parallel.auto.axes if job.parallel.auto else {}
     able = {"tp": _tensor_sizes(model, world), "cp": _context_sizes(job, model, world)}
     for axis, sizes in {**able, **asked}.items():
