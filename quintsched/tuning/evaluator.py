@@ -18,7 +18,6 @@ from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.terms import COMES_AND_GOES
-from quintsched.prediction.pipeline import has_closed_form
 from quintsched.prediction.table import Evaluated, evaluate, held
 from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 
@@ -38,7 +37,7 @@ class Outcome:
     memory_bytes: Floats
     """Of the fullest rank."""
     exact: Mask
-    """False where the schedule has no closed form: the time is then a lower bound."""
+    """False where there is no closed form: the time is then a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ class Evaluator:
         `numbers` (rows, pp), where all rows have that pp: how many layers the stages of each rank recompute.
         """
         found = self._evaluated(self.table(columns, numbers))
-        closed = np.array([has_closed_form(name) for name in self.space.choices.schedule])
-        return Outcome(found.step_s, found.memory_bytes, closed[columns["schedule"]] | (columns["pp"] == 1))
+        return Outcome(found.step_s, found.memory_bytes, found.exact)
 
     def pipeline_s(self, columns: Columns) -> Floats:
         """Return what the step takes without what ends it, for rows without ZeRO."""
