@@ -64,6 +64,8 @@ def recompute_name(strategy: Strategy) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time with four digits that count, in s, ms or µs."""
+    if not seconds:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{digits(seconds / size)} {unit}"

@@ -18,7 +18,7 @@ import typer
 from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, draw_tuning, picture_path
-from quintsched.cli.strategies.flags import CHOSEN, taking_flags
+from quintsched.cli.strategies.flags import CHOSEN, read_settings, taking_flags
 from quintsched.cli.strategies.measured import MeasuredStart, ProfileAt, ProfileFile
 from quintsched.cli.strategies.predict import Simulated, simulated
 from quintsched.cli.strategies.report import as_data
@@ -26,12 +26,14 @@ from quintsched.errors import MisfitError, UsageError
 
 if TYPE_CHECKING:
     from quintsched.prediction.step import Prediction
+    from quintsched.tuning.emit import Emitted as Files
+    from quintsched.tuning.explain import Explanation
     from quintsched.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
 """Flags that say what is searched; the others say what of it is fixed."""
 
-FRONT_SHOWN = 2.0
+FRONT_SHOWN = 1.5
 """People see the front up to so many times the best time."""
 
 Picture = Annotated[
@@ -41,6 +43,14 @@ Top = Annotated[int, typer.Option("--top", metavar="K", min=1, max=1000, help="H
 CertificateFile = Annotated[
     Path | None,
     typer.Option("--certificate", metavar="FILE", help="Write what was left out and why, checked without searching."),
+]
+Explained = Annotated[
+    str | None,
+    typer.Option("--explain", metavar="dp=16,tp=8,…", help="Say why this strategy is not the best, or does not fit."),
+]
+Emitted = Annotated[
+    Path | None,
+    typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file there."),
 ]
 Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Evaluate everything; the result is the same.")]
 
@@ -52,6 +62,8 @@ def tune(
     output: Picture = None,
     profile: ProfileFile = None,
     profile_at: ProfileAt = None,
+    explain: Explained = None,
+    directory: Emitted = None,
     certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
     simulate: Simulated = False,
@@ -68,18 +80,24 @@ def tune(
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
     found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at))
-    if not found.best:
-        raise MisfitError(f"no strategy fits {found.hardware.name} with {found.hardware.memory_gb:g} GB")
     if certificate is not None:
         _certify(found, certificate)
+    explanation = None if explain is None else _explain(found, explain)
+    if not found.best:
+        raise MisfitError("\n".join(_why_nothing_fits(found, explanation)))
     if path is not None:
         draw_tuning(found, path)
     predictions = _predictions(found)
     simulations = [simulated(prediction) if simulate else None for prediction in predictions]
+    files = None if directory is None else _emit(found, directory)
     if as_json:
-        emit(_as_data(found, predictions, simulations))
-    else:
-        say(_describe(found, predictions, simulations))
+        emit(_as_data(found, predictions, simulations) | _more_data(explanation, files))
+        return
+    say(_describe(found, predictions, simulations))
+    if explanation is not None:
+        say(["", *explanation.lines])
+    if files is not None:
+        say(["", f"run it: quintsched run {files.plan} {files.job}", *(f"  {line}" for line in files.notes)])
 
 
 def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: MeasuredStart | None) -> Tuning:
@@ -135,6 +153,38 @@ def _certify(found: Tuning, file: Path) -> None:
     certificate = certify(found)
     check_certificate(certificate)
     certificate.save(file)
+
+
+def _explain(found: Tuning, text: str) -> Explanation:
+    """Return why a strategy is not the best; what its text leaves out is what the search has."""
+    from quintsched.descriptions.rows import read_strategy
+    from quintsched.tuning.explain import explain
+
+    space = found.space
+    given = {"gpus": space.gpus, "batch": space.batch, "seq": space.seq, "dtype": space.choices.dtype[0]}
+    return explain(found, read_strategy(found.model, given | read_settings("--explain", text)))
+
+
+def _why_nothing_fits(found: Tuning, explanation: Explanation | None) -> Sequence[str]:
+    from quintsched.tuning.explain import misfit
+
+    return (explanation or misfit(found)).lines
+
+
+def _emit(found: Tuning, folder: Path) -> Files:
+    from quintsched.tuning.emit import emit
+
+    return emit(found.model, found.best[0].strategy, folder)
+
+
+def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
+    """Return as plain data what was asked for besides."""
+    more: dict[str, Any] = {}
+    if explanation is not None:
+        more["explanation"] = {**as_data(explanation.prediction), "reason": list(explanation.lines)}
+    if files is not None:
+        more["files"] = {"plan": str(files.plan), "job": str(files.job), "notes": list(files.notes)}
+    return more
 
 
 def _predictions(found: Tuning) -> list[Prediction]:
