@@ -28,7 +28,7 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
     """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
     terms = memory_terms(model, *_cut(table), _ranks(table, kinds))
     terms["reserved"] = hardware.reserved_gb * 1e9
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+    return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
 
 
 def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:

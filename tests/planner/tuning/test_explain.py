@@ -44,9 +44,10 @@ def test_a_loser_is_slower_by_its_terms():
 
 
 def test_what_does_not_fit_says_which_rank_and_what_would():
-    small = hardware(1.5)
+    large = strategy(pp=2, dp=4, microbatch=4)
+    small = hardware(predict(MODEL, LARGE, large).memory_bytes * 0.9 / 1e9)
     tuning = tune(MODEL, small, 8, 16, 512, top=1)
-    found = explain(tuning, strategy(pp=2, dp=4, microbatch=4))
+    found = explain(tuning, large)
     assert not found.prediction.fits
     assert found.rank == 0
     assert f"pipeline rank {found.rank} would hold" in found.lines[0]
