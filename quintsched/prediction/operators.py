@@ -76,6 +76,12 @@ class Attention:
     """Size of a head."""
     kernel: str
     """As `Model.attention` names it."""
+    batch: Array
+    """Samples times heads."""
+    rows: Array
+    """Queries of a sample here."""
+    ring: Array
+    """Ranks of the context axis, which the keys pass by."""
     selective: bool = True
 
 
@@ -198,7 +204,8 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
     scores = batch * rows * columns
     if model.attention != "unfused":
         seen = 0.5 if model.causal else 1.0
-        return (Attention("attention", 2 * scores * (head + values) * seen, head, model.attention),)
+        flops = 2 * scores * (head + values) * seen
+        return (Attention("attention", flops, head, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
     passes = Pass("softmax", scores * 2 * width, scores * 3 * width, selective=True)
     dropped = scores * (2 * width + 1)
