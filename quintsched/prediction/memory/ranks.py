@@ -39,7 +39,7 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
         whole = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
         terms = others | own_activations(model, sizes, mesh, ranks) | {"gathered": own_gathered(whole, sizes, mesh)}
     terms["reserved"] = hardware.reserved_gb * 1e9
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+    return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
 
 
 def _is_of_activations(term: str) -> bool:
