@@ -28,7 +28,7 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
     """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
     terms = memory_terms(model, *_cut(table), _ranks(table, kinds))
     terms["reserved"] = hardware.reserved_gb * 1e9
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+    return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
 
 
 def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:
@@ -37,7 +37,7 @@ def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[
     once = np.ones(stages.dense.shape)
     ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
     terms = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, stages.dense.shape)) for name, bytes_ in terms.items()}
+    return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
 
 
 def _cut(table: Table) -> tuple[Sizes, Mesh]:
@@ -74,7 +74,7 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
 
 
 def _ranks(table: Table, kinds: Kinds) -> Ranks:
-    flight, (first, logits) = np.zeros(kinds.dense.shape), np.zeros((2, len(kinds.dense), 1))
+    flight, (first, logits) = np.zeros_like(kinds.dense), np.zeros((2, len(kinds.dense), 1))
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(np.asarray(table.schedule) == code)
         if len(rows):
