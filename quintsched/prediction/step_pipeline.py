@@ -82,7 +82,8 @@ def spans(
         if not len(rows):
             continue
         s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
-        closed = alike & has_closed_form(schedule) | (table.pp[rows] * table.chunks[rows] == 1)
+        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
+        closed |= table.pp[rows] * table.chunks[rows] == 1
         ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
         found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends)
         if closed.any():
