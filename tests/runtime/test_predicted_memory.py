@@ -1,13 +1,13 @@
-"""What a prediction says that ranks of a CPU hold, they hold: twenty-one strategies, each rank to the byte.
+"""What a prediction says that ranks of a CPU hold, they hold: 24 strategies, each rank to the byte.
 
-Weights, gradients and optimizer state under ZeRO are compared in `state/test_predicted_state`; here they are those of
-full replicas, and activations those that autograd saves.
+Activations are what autograd saves. State is compared with all that aligning and cutting into buckets does to it in
+`state/test_predicted_state`; here sizes are such that nothing is left over.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -57,7 +57,10 @@ HARDWARE = Hardware(
     measured=Measured(cores=2, link=CURVE, link_work=CURVE),
 )
 CASES: dict[str, tuple[Model, dict[str, Any]]] = {
-    "dp=2": (GPT, {"dp": 2}),
+    "dp=2, zero 1": (GPT, {"dp": 2, "zero": 1}),
+    "dp=2, zero 2": (GPT, {"dp": 2, "zero": 2}),
+    "dp=2, pp=2, zero 3, bf16": (GPT, {"dp": 2, "pp": 2, "zero": 3, "dtype": "bf16"}),
+    "cp=2, zero 3": (GPT, {"cp": 2, "zero": 3}),
     "pp=2": (GPT, {"pp": 2}),
     "pp=4": (GPT, {"pp": 4}),
     "tp=2": (GPT, {"tp": 2}),
@@ -82,6 +85,15 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class Found(NamedTuple):
+    """Bytes on one rank; the optimizer's counters of steps, four for each weight, are left out."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+
+
 def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
     """Return four microbatches of two samples."""
     ranks = 1
@@ -91,11 +103,8 @@ def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
     return resolved(Strategy(gpus=ranks, batch=batch, microbatch=2, seq=model.seq, **{"dtype": "fp32", **given}))
 
 
-def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[tuple[int, int, int, int]]]:
-    """Return the plan, and what each rank held in its second step: weights, gradients, optimizer, and what was saved.
-
-    The optimizer's counters of steps, four bytes for each weight, are left out.
-    """
+def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
+    """Return the plan, and what each rank held in its second step."""
     plan, (name, options) = make_plan(model, strategy), built_in(model)
     shape, classes = ((3, 16, 16), CLASSES) if model.images else ((SEQ,), VOCAB)
     data = DataSpec(input_shape=shape, num_classes=classes)
@@ -108,7 +117,7 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[tuple[int, 
     )
     targets = torch.randint(classes, (samples,) if model.images else (samples, SEQ), generator=random)
 
-    def run(transport: Transport) -> tuple[int, int, int, int]:
+    def run(transport: Transport) -> Found:
         engine = Engine(
             plan,
             blocks_of(ModelConfig(name=str(name), options=options), data),
@@ -121,8 +130,14 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[tuple[int, 
         engine.step(inputs, targets)
         _, saved = engine.step_counting_saved(inputs, targets)
         found = engine.state_bytes()
-        weights = sum(len(stage.named_weights()) for stage in engine.stages.values())
-        return found.weights, found.gradients, found.optimizer - 4 * weights, saved.peak
+        counters = sum(
+            value.nbytes
+            for optimizer in engine.optimizers.values()
+            for kept in optimizer.state.values()
+            for value in kept.values()
+            if value.dim() == 0
+        )
+        return Found(found.weights, found.gradients, found.optimizer - counters, saved.peak)
 
     return plan, run_local(plan.mesh.size, run, timeout_s=60)
 
@@ -137,4 +152,5 @@ def test_ranks_hold_what_is_predicted(name: str) -> None:
         place = list(kinds.rank[0]).index(plan.mesh.coordinates(rank).get("pp", 0))
         here = {kind: bytes_[0, place] for kind, bytes_ in terms.items()}
         kept = sum(bytes_ for kind, bytes_ in here.items() if kind.startswith("activations") or kind == "logits")
-        assert (here["weights"], here["gradients"], here["optimizer"], kept) == found
+        state = here["weights"] + here["gradients"] + here["gathered"]
+        assert (state, here["optimizer"], kept) == (found.weights + found.gradients, found.optimizer, found.saved)

@@ -8,11 +8,12 @@
     ends         positions, ids and masks of a vocabulary that is cut, the loss
 
 With recomputation a stage keeps its input, and runs all its blocks again before its backward: then a rank holds one
-microbatch of that stage in full. All sizes may be arrays.
+microbatch of that stage in full. ZeRO gathers and reduces stages. All sizes may be arrays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,17 @@ def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dic
     found["activations_head"] = last * _head(model, sizes)
     found["logits"] = ranks.last * ranks.logits_in_flight * _loss(model, sizes)
     return found
+
+
+def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
+    """Return what ZeRO makes resident for a while: a stage's weights, and its gradients before they are reduced.
+
+    `whole` are the terms of the same rank where nothing is sharded.
+    """
+    zero, is_shared = np.asarray(mesh.zero), mesh.dp * sizes.cp * mesh.ep > 1
+    weights = np.where(zero >= 3, whole["weights"], 0.0)
+    gradients = np.where(zero >= 2, whole["gradients"], 0.0)
+    return np.where(is_shared, (weights + gradients) / mesh.chunks, 0.0)
 
 
 def _layers(model: Model, sizes: Sizes, ranks: Ranks) -> dict[str, Any]:
