@@ -42,6 +42,9 @@ FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
 what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
 35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
+FUSED_HALF = 256.0
+"""How many keys a query sees where fused attention runs at half its rate: benchmarks of FlashAttention-2's backward without
+mask (gpu-mode/ring-attention, issue 10) give 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192."""
 KERNEL_S = 5e-6
 """What a kernel takes however small it is: launched back to back, not measured here."""
 BACKWARD_FLOPS = 2.5
@@ -75,9 +78,12 @@ class Times:
 def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
     """Return the seconds of an operator; curves of `hardware.measured` come before the fitted model."""
     if isinstance(operator, Product):
-        forward = product_s(operator, hardware, dtype, constants)
+        m, n, k = operator.m, operator.n, operator.k
+        forward, inputs, weights = (
+            product_s(operator, *shape, hardware, dtype, constants) for shape in ((m, n, k), (m, k, n), (k, n, m))
+        )
         zero = np.zeros_like(forward)
-        halves = (forward, forward) if operator.weighted else (2 * forward, zero)
+        halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
         return Times(forward, *halves, forward if operator.selective else zero)
     if isinstance(operator, Attention):
         return _attention_times(operator, hardware, dtype, constants)
@@ -87,15 +93,23 @@ def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants
     return Times(forward, backward, zero, forward if operator.selective else zero)
 
 
-def product_s(product: Product, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Array:
-    """Return the seconds of a matrix product."""
-    flops = 2.0 * product.batch * product.m * product.n * product.k
+def product_s(
+    product: Product,
+    m: Array,
+    n: Array,
+    k: Array,
+    hardware: Hardware,
+    dtype: str,
+    constants: Constants = CONSTANTS,
+) -> Array:
+    """Return the seconds of one of a product's forward and backward matrix products, m × k by k × n."""
+    flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
         return kernel_s(hardware) + flops / curve_rate(measured.matmul[dtype], flops)
-    edges = constants.half * (1 / product.m + 1 / product.n + 1 / product.k)
+    edges = constants.half * (1 / m + 1 / n + 1 / k)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
-    moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * product.width
+    moved = product.batch * (m * k + k * n + m * n) * product.width
     return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
 
 
@@ -136,6 +150,7 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
     forward_share, backward_share = FUSED[attention.kernel]
     rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 64)
+    rate = rate * attention.length / (attention.length + FUSED_HALF)
     kernel = kernel_s(hardware)
     forward = kernel + attention.flops / (rate * forward_share)
     backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
