@@ -40,6 +40,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "job",
     ),
     "quintsched.viz": (
+        "frontier",
         "timeline",
         "activation_panel",
         "legend",
@@ -57,6 +58,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "tuning",
         "prediction",
         "profiles",
+        "descriptions",
         "sweep",
         "compiler",
         "request",
@@ -70,7 +72,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "text",
         "schedules",
         "simulation",
-        "descriptions",
         "collectives",
         "graph",
         "instructions",

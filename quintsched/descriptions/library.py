@@ -50,9 +50,9 @@ def find_model(what: Source | Model) -> Model:
         return what
     if isinstance(what, Mapping):
         return _model(what, "the model")
-    presets = _presets("models", Model)
-    if plain(str(what)) in presets:
-        return presets[plain(str(what))]
+    name = plain(str(what))
+    if name in _models():
+        return _models()[name]
     path = _file(what, "config.json", "model", model_names())
     return _model(_read(path, "the model"), str(path))
 
@@ -63,21 +63,21 @@ def find_hardware(what: Source | Hardware) -> Hardware:
         return what
     if isinstance(what, Mapping):
         return _checked(Hardware, what, "the hardware", find_hardware)
-    presets, name = _presets("hardware", Hardware), plain(str(what))
-    if name in presets:
-        return presets[name]
+    name = plain(str(what))
+    if name in _hardware():
+        return _hardware()[name]
     path = _calibrated() if name == "cpu" else _file(what, "hardware.yaml", "hardware", [*hardware_names(), "cpu"])
     return _checked(Hardware, _read(path, "the hardware"), str(path), find_hardware)
 
 
 def model_names() -> list[str]:
     """Return the names of the models that come with the package."""
-    return list(dict.fromkeys(model.name for model in _presets("models", Model).values()))
+    return list(dict.fromkeys(model.name for model in _models().values()))
 
 
 def hardware_names() -> list[str]:
     """Return the names of the hardware that comes with the package; `cpu` is another, once it is calibrated."""
-    return list(dict.fromkeys(hardware.name for hardware in _presets("hardware", Hardware).values()))
+    return list(dict.fromkeys(hardware.name for hardware in _hardware().values()))
 
 
 def plain(name: str) -> str:
@@ -116,7 +116,9 @@ def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
         return path / within
     if is_path or path.is_file():
         return path
-    raise UsageError(f"unknown {kind} {what!r}{suggest(what.lower(), names)}; or give a file ({', '.join(SUFFIXES)})")
+    raise UsageError(
+        f"unknown {kind} {what!r}{suggest(str(what).lower(), names)}; or give a file ({', '.join(SUFFIXES)})"
+    )
 
 
 def _calibrated() -> Path:
@@ -140,6 +142,15 @@ def _read(path: Path, what: str) -> Mapping[str, Any]:
 
 
 @cache
+def _models() -> dict[str, Model]:
+    return _presets("models", Model)
+
+
+@cache
+def _hardware() -> dict[str, Hardware]:
+    return _presets("hardware", Hardware)
+
+
 def _presets(folder: str, kind: type[D]) -> dict[str, D]:
     """Return the presets of a folder by their plain names and aliases."""
     found: dict[str, D] = {}

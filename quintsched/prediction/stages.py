@@ -112,14 +112,14 @@ def has_experts(model: Model, layer: int) -> bool:
     )
 
 
-def kinds(model: Model, layouts: Sequence[Layout]) -> Kinds:
-    """Return the kinds of ranks of several layouts."""
+def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
+    """Return the kinds of ranks of several layouts; `each_rank`: every rank is one, whatever it holds."""
     columns: list[list[tuple[float, ...]]] = []
     for layout in layouts:
-        first_rank: dict[RankKind, list[int]] = {}
+        ranks_of: dict[tuple[RankKind, int], list[int]] = {}
         for rank, kind in enumerate(rank_kinds(model, layout)):
-            first_rank.setdefault(kind, []).append(rank)
-        columns.append([(*vars(kind).values(), len(ranks), ranks[0]) for kind, ranks in first_rank.items()])
+            ranks_of.setdefault((kind, rank * each_rank), []).append(rank)
+        columns.append([(*vars(kind).values(), len(ranks), ranks[0]) for (kind, _), ranks in ranks_of.items()])
     most = max(len(column) for column in columns)
     padding = (0.0,) * 8
     table = np.array([column + [padding] * (most - len(column)) for column in columns], dtype=np.float64)

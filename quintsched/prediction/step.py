@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
+from quintsched.descriptions.placement import check
 from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import CONSTANTS, Constants, peak
 from quintsched.prediction.operators import gated, head_size, model_ffn
 from quintsched.prediction.stages import has_experts
-from quintsched.prediction.table import Table, evaluate
+from quintsched.prediction.table import evaluate, held
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,10 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
 
     Raises UsageError where it cannot be placed.
     """
+    check(model, hardware, strategy)
     table = Table.of([strategy])
-    found = evaluate(model, hardware, table, constants)
+    found = evaluate(model, hardware, table, constants, simulate=True)
+    of_ranks, _ = held(model, hardware, table, each_rank=True)
     step_s, memory = float(found.step_s[0]), float(found.memory_bytes[0])
     tokens = strategy.batch * strategy.seq
     flops = model_flops(model, strategy.seq) * strategy.batch
@@ -57,7 +63,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
         mfu=flops / step_s / strategy.gpus / peak(hardware, strategy.dtype),
         fits=bool(found.fits[0]),
         memory_bytes=memory,
-        memory_bytes_per_rank=(memory,) * strategy.pp,
+        memory_bytes_per_rank=tuple(np.sum([bytes_[0] for bytes_ in of_ranks.values()], axis=0).tolist()),
         breakdown_s={name: float(values[0]) for name, values in found.seconds.items()},
         breakdown_bytes={name: float(values[0]) for name, values in found.bytes.items()},
     )

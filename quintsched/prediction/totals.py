@@ -9,27 +9,28 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
+from quintsched.prediction.closed_forms import Pipelines
 from quintsched.prediction.collectives import message_s, overlap, ring_s
+from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, memory_rate
+from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
+from quintsched.prediction.pipeline import bound_of, exposed_reductions, has_closed_form, of_pipelines, rank_pipelines
 from quintsched.prediction.stages import Kinds
-
-if TYPE_CHECKING:
-    from quintsched.prediction.table import Table
 
 GRADIENT = 4.0
 """Bytes of a gradient as it is summed over replicas."""
 STEP_BYTES = 66.0
-"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by the
-number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments and
-writes three of them (28); the master is rounded into the weight (6)."""
+"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
+the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
+and writes three of them (28); the master is rounded into the weight (6)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +72,19 @@ class PerMicrobatch:
 
 
 def step_terms(
-    model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+    model: Model,
+    hardware: Hardware,
+    table: Table,
+    blocks: Blocks,
+    kinds: Kinds,
+    constants: Constants,
+    *,
+    simulate: bool = False,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the terms of a step's time, and of the fullest rank's memory."""
+    """Return the terms of a step's time, and of the fullest rank's memory.
+
+    Where the schedule has no closed form, the bubble is the least that there can be, or simulated.
+    """
     each = per_microbatch(model, hardware, table, blocks, kinds, constants)
     microbatches = table.microbatches.astype(np.float64)
     held = kinds.ranks > 0
@@ -95,14 +106,13 @@ def step_terms(
             ("dp_hidden", each.dp_hidden),
         )
     }
-    seconds["bubble"] = bubble_s(table, each, kinds, busiest)
-    ends = [
-        end.max(axis=1)
-        for end in (reduce_s(hardware, table, each, constants), optimizer_s(hardware, table, each, constants))
-    ]
-    seconds["dp"] = seconds["dp"] + ends[0]
-    seconds["optimizer"] = ends[1]
-    return seconds, memory_terms(model, hardware, table, each, kinds)
+    reduction, gathering = reduce_s(hardware, table, each, constants)
+    makespan, exposed = pipeline_s(table, each, blocks, kinds, reduction, simulate=simulate)
+    seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
+    seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
+    seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(reduction.max(axis=1) - exposed, 0.0)
+    seconds["optimizer"] = optimizer_s(hardware, table, each, constants).max(axis=1)
+    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds)
 
 
 def per_microbatch(
@@ -193,16 +203,20 @@ def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array,
     return dense + expert
 
 
-def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
-    """Return the reduction of gradients after the last backward, nothing beside it; ZeRO-1 and 2 gather weights too."""
+def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
+    """Return how long gradients are added up after a step's backwards, and weights gathered after it (ZeRO-1, 2)."""
     stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
     outer = (table.dp * table.cp)[:, None]
     width, zero = _widths(table)[:, None], table.zero[:, None]
     expert_stride = stride * table.ep[:, None]
-    halves = np.where(zero == 0, 2 * GRADIENT, np.where(zero == 1, GRADIENT + width, np.where(zero == 2, width, 0.0)))
-    dense = ring_s(each.weights * halves, replicas, stride, hardware, constants)
-    expert = ring_s(each.expert_weights * halves, outer, expert_stride, hardware, constants)
-    return dense + expert
+
+    def passed(size: Array) -> Array:
+        dense = ring_s(each.weights * size, replicas, stride, hardware, constants)
+        expert = ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
+        return np.where(size > 0, dense + expert, 0.0)
+
+    added = np.where(zero == 0, 2 * GRADIENT, np.where(zero == 1, GRADIENT, 0.0))
+    return passed(added), passed(np.where((zero == 1) | (zero == 2), width, 0.0))
 
 
 def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
@@ -213,50 +227,48 @@ def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants
     return moved / memory_rate(moved, hardware, constants)
 
 
-def bubble_s(table: Table, each: PerMicrobatch, kinds: Kinds, busiest: Array) -> Array:
-    """Return the time beyond the busiest rank's own work: the other ranks' share of filling and draining."""
-    rows = np.arange(len(busiest))
+def pipeline_s(
+    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, reduction: Array, *, simulate: bool
+) -> tuple[Array, Array]:
+    """Return when the last computation of a step ends, and how much longer its gradients are added up; (n,) each.
 
-    def others(values: Array) -> Array:
-        total = (kinds.ranks * values).sum(axis=1) - values[rows, busiest]
-        return total / np.maximum(table.pp - 1, 1)
+    Where the schedule has no closed form, the former is a lower bound, or simulated.
+    """
+    makespan, exposed = np.zeros(len(table)), np.zeros(len(table))
+    for code, schedule in enumerate(table.values["schedule"]):
+        rows = np.flatnonzero(table.schedule == code)
+        if len(rows):
+            s = _pipelines(schedule, table, each, blocks, kinds, rows)
+            exact = simulate or has_closed_form(schedule)
+            makespan[rows] = of_pipelines(schedule, s) if exact else bound_of(schedule, s)
+            ends = (_share(layer, reduction, kinds, each, rows) for layer in (blocks.first, blocks.last))
+            exposed[rows] = exposed_reductions(schedule, s, reduction[rows].T, *ends)
+    return makespan, exposed
 
-    forward, backward, weight = others(each.forward), others(each.backward_input), others(each.compute_weight)
-    found = (table.pp - 1) / table.chunks * (forward + backward + weight)
-    split = np.isin(table.schedule, _codes(table, "schedule", "zb-h1", "zb-1p", "zb-h2", "zbv", "interleaved-zb"))
-    return np.where(split, (table.pp - 1) / table.chunks * (forward + backward - np.minimum(forward, weight)), found)
+
+def _pipelines(
+    schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: NDArray[np.int64]
+) -> Pipelines:
+    """Return the pipelines of rows of one schedule."""
+    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return rank_pipelines(
+        schedule,
+        ranks=kinds.ranks[rows].T,
+        microbatches=table.microbatches[rows],
+        chunks=table.chunks[rows],
+        forward=each.forward[rows].T,
+        backward_input=each.backward_input[rows].T,
+        backward_weight=each.compute_weight[rows].T,
+        first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
+        last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+    )
 
 
-def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of the fullest rank by kind."""
-    width, zero = _widths(table)[:, None], table.zero[:, None]
-    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
-
-    def shared(level: int) -> Array:
-        divided: Array = each.weights / np.where(zero >= level, replicas, 1)
-        return divided + each.expert_weights / np.where(zero >= level, outer, 1)
-
-    tokens = (table.microbatch * table.seq / table.cp)[:, None]
-    full = kinds.full_dense + kinds.full_mixture
-    layers = kinds.dense + kinds.mixture
-    selective = np.isin(table.recompute, _codes(table, "recompute", "selective"))[:, None]
-    tp = table.tp[:, None]
-    scores = 0.0 if model.attention != "unfused" else 5 * model.heads * table.seq[:, None] / (model.hidden * tp)
-    rest = np.where(table.sequence_parallel[:, None] > 0, 34 / tp, 10 + 24 / tp)
-    layer = tokens * model.hidden * (rest + np.where(selective, 0.0, scores)) * width / 2
-    small = tokens * model.hidden * width
-    in_flight = np.minimum(table.pp[:, None] - kinds.rank, table.microbatches[:, None])
-    activations = in_flight * ((layers - full) * layer + full * small) + np.where(full > 0, layer, 0.0)
-    terms = {
-        "weights": width * shared(3),
-        "gradients": GRADIENT * shared(2),
-        "optimizer": 12.0 * shared(1),
-        "activations": activations,
-        "reserved": np.full(activations.shape, hardware.reserved_gb * 1e9),
-    }
-    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
-    rows = np.arange(len(fullest))
-    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
+def _share(layer: Layer, reduction: Array, kinds: Kinds, each: PerMicrobatch, rows: NDArray[np.int64]) -> Array:
+    """Return how much of adding up a rank's gradients is that of one layer at an end, by its weights."""
+    pace = reduction / np.maximum(each.weights + each.expert_weights, 1.0)
+    found: Array = (pace.max(axis=1) * layer.weights)[rows]
+    return found
 
 
 def _widths(table: Table) -> Array:

@@ -57,15 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
-    """Read the job and its plan, and see that the world is of the plan's size; torch is not needed for that."""
+def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobConfig, Plan]:
+    """Read the job and its plan, and unless `alone` see that the world is of the plan's size; torch is not needed."""
     from ..job.jobfile import load_job
     from .to_plan import plan_of
 
     traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
     job = load_job(arguments.config, [*arguments.set, *traced])
     plan = plan_of(job, arguments.plan)
-    if job.runtime.transport != "local":
+    if job.runtime.transport != "local" and not alone:
         plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
     return job, plan
 

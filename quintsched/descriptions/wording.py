@@ -1,0 +1,65 @@
+"""Strategies, times and bytes in words: what a table, a picture and a log call them."""
+
+from __future__ import annotations
+
+import math
+
+from quintsched.descriptions.strategy import Strategy
+
+AXES = ("dp", "pp", "ep", "cp", "tp")
+"""In the order in which meshes are written: what should be neighbours comes last."""
+
+
+def strategy_name(strategy: Strategy) -> str:
+    """Return a strategy in one line; what is plain is left out."""
+    parts = [strategy_mesh(strategy), f"microbatch {strategy.microbatch}"]
+    if strategy.pp > 1 and strategy.schedule:
+        chunks = f", {strategy.chunks} chunks" if (strategy.chunks or 1) > 1 else ""
+        parts.append(f"{strategy.schedule}{chunks}")
+    if strategy.stages:
+        parts.append(f"stages {','.join(map(str, strategy.stages))}")
+    parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
+    parts += ["sequence-parallel"] if strategy.sequence_parallel else []
+    parts += [f"ZeRO-{strategy.zero}"] if strategy.zero else []
+    return "; ".join([*parts, strategy.dtype])
+
+
+def strategy_mesh(strategy: Strategy) -> str:
+    """Return the axes of more than one rank: "dp=8,pp=4,tp=2"."""
+    axes = {axis: getattr(strategy, axis) for axis in AXES}
+    return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"
+
+
+def recompute_name(strategy: Strategy) -> str:
+    """Return how much is recomputed: "full recomputation", or of how many layers of each stage: "2+3x1"."""
+    asked = strategy.recompute
+    if isinstance(asked, str):
+        return f"{asked} recomputation"
+    if isinstance(asked, int):
+        return f"{asked} recomputed a stage"
+    runs: list[list[int]] = []
+    for number in asked:
+        if runs and runs[-1][0] == number:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return "+".join(f"{count}x{number}" if count > 1 else f"{number}" for number, count in runs) + " recomputed"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with four digits that count, in s, ms or µs."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{digits(seconds / size)} {unit}"
+    return f"{digits(seconds * 1e6)} µs"
+
+
+def gigabytes(held: float) -> str:
+    """Return bytes in units of 10^9: two digits behind the point, more where they are few."""
+    return f"{held / 1e9:,.2f}" if held >= 1e8 else f"{held / 1e9:.2g}"
+
+
+def digits(value: float) -> str:
+    """Return a number with four digits that count, or all before the point."""
+    whole = max(math.floor(math.log10(value)), 0) if value > 0 else 0
+    return f"{value:,.{max(3 - whole, 0)}f}"

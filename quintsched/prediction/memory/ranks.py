@@ -1,0 +1,82 @@
+"""What each kind of rank holds, of many strategies at once.
+
+columns of strategies (n,) ─┐
+                            ├──▶ terms (n, K), K the most kinds of ranks that one of them has
+their kinds of ranks (n, K) ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.model import Model
+from quintsched.prediction.blocks import WIDTHS
+from quintsched.prediction.columns import Table
+from quintsched.prediction.memory.activations import Sizes
+from quintsched.prediction.memory.in_flight import in_flight, logits_in_flight
+from quintsched.prediction.memory.terms import Mesh, Ranks, memory_terms
+from quintsched.prediction.stages import Kinds
+
+
+def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
+    """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
+
+    def column(values: Any) -> Any:
+        return np.asarray(values)[:, None]
+
+    sizes = Sizes(
+        microbatch=column(table.microbatch),
+        seq=column(table.seq),
+        tp=column(table.tp),
+        cp=column(table.cp),
+        sequence_parallel=column(table.sequence_parallel),
+        element=column(np.array([WIDTHS[name] for name in table.values["dtype"]])[table.dtype]),
+    )
+    selective = np.array([value == "selective" for value in table.values["recompute"]])[table.recompute]
+    mesh = Mesh(
+        column(table.pp),
+        column(table.dp),
+        column(table.ep),
+        column(table.zero),
+        column(table.chunks),
+        column(selective),
+    )
+    terms = memory_terms(model, sizes, mesh, _ranks(table, kinds))
+    terms["reserved"] = hardware.reserved_gb * 1e9
+    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+
+
+def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str, NDArray[np.float64]]:
+    """Return the terms of the kind of rank that holds most, (n,)."""
+    total = np.where(kinds.ranks > 0, sum(terms.values()), -1.0)
+    rows, most = np.arange(len(total)), total.argmax(axis=1)
+    return {name: bytes_[rows, most] for name, bytes_ in terms.items()}
+
+
+def _ranks(table: Table, kinds: Kinds) -> Ranks:
+    flight, logits = np.zeros(kinds.dense.shape), np.zeros((len(kinds.dense), 1))
+    for code, schedule in enumerate(table.values["schedule"]):
+        rows = np.flatnonzero(np.asarray(table.schedule) == code)
+        if len(rows):
+            pp, chunks, microbatches = (
+                np.asarray(values)[rows, None] for values in (table.pp, table.chunks, table.microbatches)
+            )
+            flight[rows] = in_flight(
+                schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=kinds.rank[rows].astype(np.int64)
+            )
+            logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
+    return Ranks(
+        dense=kinds.dense,
+        mixture=kinds.mixture,
+        full_dense=kinds.full_dense,
+        full_mixture=kinds.full_mixture,
+        first=kinds.first,
+        last=kinds.last,
+        in_flight=flight,
+        logits_in_flight=logits,
+    )

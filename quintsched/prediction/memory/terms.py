@@ -1,0 +1,169 @@
+"""What a pipeline rank holds at its fullest, term by term.
+
+    weights │ gradients │ optimizer │ gathered │ activations in flight │ logits │ buffers │ temporary │ fragmentation
+    └──────────── `state`, exact ────────────┘ └ `activations` x `in_flight` ┘            └── one block's backward
+
+All sizes are arrays that broadcast against each other: strategies in rows and, where that is wanted, kinds of ranks in
+columns. What is in flight has its peak where the last forward of the warm-up has run, when state is resident in full;
+so the terms add up to the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quintsched.descriptions.model import Model
+from quintsched.descriptions.parameters import (
+    Held,
+    block_weights,
+    embedding_weights,
+    head_weights,
+    on_rank,
+)
+from quintsched.prediction.memory.activations import FP32, Sizes, block_input, block_kept, embedding_kept, head_kept
+from quintsched.prediction.memory.state import Precision, state_bytes
+
+FRAGMENTATION = 0.03
+"""Of all that comes and goes: what an allocator has reserved and cannot use. An assumption, fitted to nothing."""
+
+COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
+"""Terms that are no weights, gradients, optimizer state or activations."""
+
+MESSAGES = 4
+"""Messages between stages that a rank has room for: two each of activations and of gradients."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Which layers ranks hold, and how many of them they recompute; see `descriptions.model.Experts` for mixtures."""
+
+    dense: Any
+    mixture: Any
+    full_dense: Any
+    """Of the dense ones, how many are recomputed in full."""
+    full_mixture: Any
+    first: Any
+    """1 with the embedding."""
+    last: Any
+    """1 with the head."""
+    in_flight: Any
+    """Microbatches whose activations they hold; see `in_flight`."""
+    logits_in_flight: Any
+    """Microbatches whose logits the last one holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """How a model is laid over GPUs, as far as what they hold depends on it; `Sizes` has tp and cp."""
+
+    pp: Any
+    dp: Any
+    ep: Any
+    zero: Any
+    chunks: Any
+    selective: Any = 0
+    """1 where scores are recomputed."""
+
+
+def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves."""
+    state = _state(model, sizes, mesh, ranks)
+    kept = _activations(model, sizes, mesh, ranks)
+    input_bytes = block_input(model, sizes)
+    buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGES * input_bytes, 0.0)
+    temporary = _temporary(model, sizes, mesh, ranks)
+    moving = sum(kept.values()) + buffers + temporary + state["gathered"]
+    return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
+
+
+def held_numbers(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Held:
+    """Return how many numbers of weights a rank holds where nothing is sharded over replicas.
+
+    A tied head is a second copy, unless its stage is that of the embedding.
+    """
+    plain, mixture = _blocks(model, sizes, mesh)
+    before = on_rank(embedding_weights(model, sizes.seq), tp=sizes.tp).dense
+    behind = on_rank(head_weights(model), tp=sizes.tp).dense
+    one_stage = np.asarray(mesh.pp) * mesh.chunks == 1
+    joined = on_rank(embedding_weights(model)[:1], tp=sizes.tp).dense if model.tied else 0
+    dense = ranks.dense * plain.dense + ranks.mixture * mixture.dense + ranks.first * before + ranks.last * behind
+    return Held(dense - one_stage * joined, ranks.mixture * mixture.experts)
+
+
+def _blocks(model: Model, sizes: Sizes, mesh: Mesh) -> tuple[Held, Held]:
+    """Return the numbers of a block with the plain network, and with experts."""
+    plain = on_rank(block_weights(model, has_experts=False), tp=sizes.tp)
+    if model.experts is None:
+        return plain, Held(0, 0)
+    return plain, on_rank(block_weights(model, has_experts=True), tp=sizes.tp, ep=mesh.ep)
+
+
+def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    plain, mixture = _blocks(model, sizes, mesh)
+    before = on_rank(embedding_weights(model, sizes.seq), tp=sizes.tp).dense
+    has_plain, has_mixture = np.asarray(ranks.dense) > 0, np.asarray(ranks.mixture) > 0
+    dense = np.maximum(plain.dense * has_plain, mixture.dense * has_mixture)
+    unit = Held(np.maximum(dense, before * ranks.first), mixture.experts * has_mixture)
+    outer = mesh.dp * sizes.cp
+    return state_bytes(
+        held_numbers(model, sizes, mesh, ranks),
+        unit,
+        Precision.of(sizes.element),
+        zero=mesh.zero,
+        replicas=outer * mesh.ep,
+        expert_replicas=outer,
+    )
+
+
+def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what is in flight, by kind."""
+    kept = _kept(model, sizes, mesh, ranks)
+    found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
+    found["activations_embedding"] = ranks.first * ranks.in_flight * embedding_kept(model, sizes)
+    behind, logits = head_kept(model, sizes), ranks.logits_in_flight
+    found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
+    return found | {"logits": ranks.last * logits * behind["logits"]}
+
+
+def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what the layers of a rank keep of one microbatch."""
+    full = ranks.full_dense + ranks.full_mixture
+    found = {"inputs": full * block_input(model, sizes)}
+    layers = [(False, ranks.dense - ranks.full_dense)]
+    if model.experts is not None:
+        layers.append((True, ranks.mixture - ranks.full_mixture))
+    for has_experts, count in layers:
+        for kind, bytes_ in block_kept(model, sizes, has_experts=has_experts).items():
+            left = (
+                bytes_ * (1 - np.asarray(mesh.selective))
+                if kind == "scores" and _can_recompute_scores(model)
+                else bytes_
+            )
+            found[kind] = found.get(kind, 0) + count * left
+    return found
+
+
+def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
+    """Return what a backward needs besides: what is recomputed, and gradients of the widest activations.
+
+    Of one block at a time, or of logits.
+    """
+    found: Any = 0.0
+    for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
+        if has_experts and model.experts is None:
+            continue
+        kept = block_kept(model, sizes, has_experts=has_experts)
+        scores = kept["scores"] if _can_recompute_scores(model) else 0.0
+        again = np.where(np.asarray(full) > 0, sum(kept.values()), scores * np.asarray(mesh.selective))
+        wide = np.maximum(kept["ffn"] + kept["experts"], scores) / 2 + block_input(model, sizes)
+        found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
+    logits = head_kept(model, sizes)["logits"]
+    return np.maximum(found, ranks.last * logits * (1 + np.asarray(sizes.element) / FP32))
+
+
+def _can_recompute_scores(model: Model) -> bool:
+    """Whether there are scores to recompute: a flash attention keeps none."""
+    return model.attention == "unfused"
