@@ -56,6 +56,8 @@ class Hardware(Description):
     name: str = "hardware"
     tflops: dict[str, float]
     """Peak of matrix products by dtype ("bf16", "fp16", "tf32", "fp32", "fp64"), dense, in 10^12 per second."""
+    processors: Size = 108
+    """Streaming multiprocessors, or what else makes the tiles of a matrix product side by side."""
     memory_gb: float = Field(gt=0)
     """Memory of one GPU in 10^9 bytes."""
     memory_gbps: float = Field(gt=0)

@@ -1,6 +1,6 @@
 """How long one operator takes on one GPU: the one place that knows efficiencies.
 
-    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))    e = E / (1 + H · (1/m + 1/n + 1/k))
+    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))    e = E · full waves of tiles · k / (k + H)
     attention:  kernel + flops / (peak · literature's figure for the kernel)
     pass:       kernel + bytes / (memory · e')
 
@@ -25,7 +25,7 @@ class Constants:
     product: float
     """Share of the peak that a large matrix product reaches."""
     half: float
-    """How far an edge of a product wastes work: one edge of this length alone halves the efficiency."""
+    """The inner dimension k of a matrix product that runs at half that rate."""
     memory: float
     """Share of the memory's rate that a large pass reaches."""
     link: float
@@ -36,7 +36,7 @@ class Constants:
     """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.9153, half=303.7, memory=0.8674, link=0.7844, network=0.3750, contention=0.2117)
+CONSTANTS = Constants(product=0.8612, half=360.8, memory=0.8459, link=0.8291, network=0.2450, contention=0.2435)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
@@ -45,6 +45,9 @@ what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for
 FUSED_HALF = 256.0
 """How many keys a query sees where fused attention runs at half its rate: benchmarks of FlashAttention-2's backward without
 mask (gpu-mode/ring-attention, issue 10) give 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192."""
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
+"""Tiles of a matrix product that one processor makes at a time, and their share of the largest ones' rate: the smaller,
+the more often each operand is read."""
 KERNEL_S = 5e-6
 """What a kernel takes however small it is: launched back to back, not measured here."""
 BACKWARD_FLOPS = 2.5
@@ -107,10 +110,27 @@ def product_s(
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
         return kernel_s(hardware) + flops / curve_rate(measured.matmul[dtype], flops)
-    edges = constants.half * (1 / m + 1 / n + 1 / k)
-    rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
+    shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
+    rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
     moved = product.batch * (m * k + k * n + m * n) * product.width
     return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+
+
+def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
+    """Return which share of a GPU's processors a product of m × n results keeps busy, with the best of some tiles.
+
+    Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
+    """
+    return np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES])
+
+
+def _busy(
+    m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float
+) -> Array:
+    tiles = np.ceil(m / height) * np.ceil(n / width) * batch
+    made = np.ceil(tiles / processors) * processors * height * width
+    found: Array = share * m * n * batch / made
+    return found
 
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
