@@ -27,9 +27,11 @@ class Measured(Description):
     """What `quintsched calibrate` found on this machine; what is missing comes from the datasheet's model."""
 
     matmul: dict[str, Curve] = Field(default_factory=dict)
-    """Matrix products by dtype: operations per second by operations."""
+    """Matrix products of layers with biases by dtype, backwards among them: operations per second by operations."""
     attention: dict[str, Curve] = Field(default_factory=dict)
-    """A causal attention's forward by dtype: operations per second by operations, of which it does half."""
+    """A causal attention's forward by dtype: operations per second by operations, what the mask hides left out."""
+    attention_backward: dict[str, Curve] = Field(default_factory=dict)
+    """Its backward: the forward's operations per second of the backward, by the forward's operations."""
     memory: Curve | None = None
     """Elementwise operations: bytes read and written per second, by bytes."""
     optimizer: Curve | None = None

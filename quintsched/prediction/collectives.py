@@ -8,12 +8,14 @@ min(link, g · network).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.hardware import Curve, Hardware
 from quintsched.prediction.efficiency import CONSTANTS, Constants, curve_rate
 from quintsched.prediction.operators import Array
 
@@ -29,6 +31,8 @@ def ring_s(
     moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
     """Return the seconds of one pass over a ring: an all-gather or reduce-scatter of so many bytes in total."""
+    if hardware.measured is not None and hardware.measured.all_reduce:
+        return _measured_all_reduce_s(moved, ranks, hardware.measured.all_reduce) / 2
     members = _in_node(ranks, stride, hardware)
     rate = _rate(moved / np.maximum(ranks, 1), ranks, members, hardware, constants)
     hops = np.maximum(ranks - 1, 0)
@@ -74,6 +78,18 @@ def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> 
     covered = np.minimum(seconds, beside)
     exposed = seconds - covered * (1 - constants.contention)
     return exposed, seconds - exposed
+
+
+def _measured_all_reduce_s(moved: Array, ranks: Numbers, curves: Mapping[int, Curve]) -> Array:
+    """Return the seconds of an all-reduce, linear in the number of ranks between those that were measured."""
+    moved, ranks = np.broadcast_arrays(moved, ranks)
+    numbers = [1, *sorted(curves)]
+    taken = [np.zeros_like(moved), *(moved / curve_rate(curves[number], moved) for number in numbers[1:])]
+    found = np.where(ranks >= numbers[-1], taken[-1], 0.0)
+    for (low, of_low), (high, of_high) in pairwise(zip(numbers, taken, strict=True)):
+        share = (ranks - low) / (high - low)
+        found = np.where((ranks >= low) & (ranks < high), of_low + share * (of_high - of_low), found)
+    return found
 
 
 def _in_node(ranks: Numbers, stride: Numbers, hardware: Hardware) -> NDArray[np.int64]:

@@ -109,7 +109,7 @@ def product_s(
     flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
-        return kernel_s(hardware) + flops / curve_rate(measured.matmul[dtype], flops)
+        return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
     shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
     moved = product.batch * (m * k + k * n + m * n) * product.width
@@ -135,6 +135,9 @@ def _busy(
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of a pass that reads and writes so many bytes."""
+    if hardware.measured is not None and hardware.measured.memory is not None:
+        seconds = np.maximum(kernel_s(hardware), moved / curve_rate(hardware.measured.memory, moved))
+        return np.where(moved > 0, seconds, 0.0)
     return np.where(moved > 0, kernel_s(hardware) + moved / memory_rate(moved, hardware, constants), 0.0)
 
 
@@ -168,6 +171,14 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 
 
 def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+    measured = hardware.measured
+    if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
+        curves = measured.attention[dtype], measured.attention_backward[dtype]
+        forward, backward = (
+            np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
+        )
+        zero = np.zeros_like(forward)
+        return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
     rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 64)
     rate = rate * attention.length / (attention.length + FUSED_HALF)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Recompute
+from quintsched.prediction.operators import Array
 
 V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
 """Schedules whose second chunk runs back over the ranks."""
@@ -67,6 +68,44 @@ class Kinds:
     def take(self, index: NDArray[np.int64]) -> Kinds:
         """Return the kinds of these layouts."""
         return Kinds(**{name: values[index] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True, eq=False)
+class PerMicrobatch:
+    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
+
+    compute_forward: Array
+    compute_input: Array
+    compute_weight: Array
+    recompute: Array
+    tp_forward: Array
+    tp_backward: Array
+    tp_hidden: Array
+    cp: Array
+    cp_hidden: Array
+    ep: Array
+    pp: Array
+    dp: Array
+    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
+    dp_hidden: Array
+    weights: Array
+    expert_weights: Array
+
+    @property
+    def forward(self) -> Array:
+        """Half of what is waited for counts here."""
+        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
+
+    @property
+    def backward_input(self) -> Array:
+        """With what is run again before it."""
+        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
+        return self.compute_input + self.recompute + waits
+
+    @property
+    def total(self) -> Array:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.compute_weight
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:

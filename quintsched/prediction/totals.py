@@ -8,8 +8,6 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +21,8 @@ from quintsched.prediction.efficiency import Constants, memory_rate
 from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
 from quintsched.prediction.pipeline import bound_of, exposed_reductions, has_closed_form, of_pipelines, rank_pipelines
-from quintsched.prediction.stages import Kinds
+from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
+from quintsched.prediction.stages import Kinds, PerMicrobatch
 
 GRADIENT = 4.0
 """Bytes of a gradient as it is summed over replicas."""
@@ -31,44 +30,6 @@ STEP_BYTES = 66.0
 """Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
 the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
 and writes three of them (28); the master is rounded into the weight (6)."""
-
-
-@dataclass(frozen=True, eq=False)
-class PerMicrobatch:
-    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
-
-    compute_forward: Array
-    compute_input: Array
-    compute_weight: Array
-    recompute: Array
-    tp_forward: Array
-    tp_backward: Array
-    tp_hidden: Array
-    cp: Array
-    cp_hidden: Array
-    ep: Array
-    pp: Array
-    dp: Array
-    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
-    dp_hidden: Array
-    weights: Array
-    expert_weights: Array
-
-    @property
-    def forward(self) -> Array:
-        """Half of what is waited for counts here."""
-        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
-
-    @property
-    def backward_input(self) -> Array:
-        """With what is run again before it."""
-        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
-        return self.compute_input + self.recompute + waits
-
-    @property
-    def total(self) -> Array:
-        """Forward and backward."""
-        return self.forward + self.backward_input + self.compute_weight
 
 
 def step_terms(
@@ -86,6 +47,9 @@ def step_terms(
     Where the schedule has no closed form, the bubble is the least that there can be, or simulated.
     """
     each = per_microbatch(model, hardware, table, blocks, kinds, constants)
+    shares = shares_cores(hardware)
+    if shares:
+        each = in_step(each, table, hardware, constants)
     microbatches = table.microbatches.astype(np.float64)
     held = kinds.ranks > 0
     total = np.where(held, each.total, -1.0)
@@ -107,11 +71,17 @@ def step_terms(
         )
     }
     reduction, gathering = reduce_s(hardware, table, each, constants)
+    stepping = optimizer_s(hardware, table, each, constants)
+    if shares:
+        reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
+        stepping = stepped_s(stepping, table, hardware)
     makespan, exposed = pipeline_s(table, each, blocks, kinds, reduction, simulate=simulate)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
     seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
     seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(reduction.max(axis=1) - exposed, 0.0)
-    seconds["optimizer"] = optimizer_s(hardware, table, each, constants).max(axis=1)
+    seconds["optimizer"] = stepping.max(axis=1)
+    if shares:
+        seconds["cores"] = np.maximum(cores_s(each, table, kinds, hardware) - makespan, 0.0)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds)
 
 

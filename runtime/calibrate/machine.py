@@ -31,12 +31,13 @@ def calibrate(device: torch.device) -> Hardware:
     """
     _require(device)
     torch.set_num_threads(1)  # as the ranks of a run have it
-    matmul, memory = operations.matmul_curves(device), operations.memory_curve(device)
+    forward, backward = operations.attention_curves(device)
     links = measure_links(device)
     measured = Measured(
-        matmul=matmul,
-        attention=operations.attention_curves(device),
-        memory=memory,
+        matmul=operations.matmul_curves(device),
+        attention=forward,
+        attention_backward=backward,
+        memory=operations.memory_curve(device),
         optimizer=operations.optimizer_curve(device),
         kernel_s=operations.kernel_s(device),
         cores=None if is_accelerator(device) else count_cores(),

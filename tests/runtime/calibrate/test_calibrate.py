@@ -31,7 +31,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_longer_call_takes_longer() -> None:
-    small, large = (call_s(operations._product(torch.float32, CPU, edge), CPU, 0.02) for edge in (32, 256))
+    small, large = (call_s(operations._layer(torch.float32, CPU, edge), CPU, 0.02) for edge in (32, 256))
     assert 0 < small < large
 
 

@@ -1,0 +1,249 @@
+"""Does what is predicted to be fastest on this machine, run fastest? Twelve strategies, predicted and run.
+
+    python benchmarks/predicted_steps.py [--rounds 12] [--hardware cpu.json] [--json]
+
+    calibrate ──▶ description of this machine ──▶ predicted seconds ─┐
+                                                                     ├─ Kendall's τ, and what the choice costs
+    2 to 8 gloo processes for each strategy ─────▶ measured seconds ─┘
+
+All train the same GPT on the same batch, in processes that are all there from the beginning and idle but for the one
+strategy whose turn it is (see paired.py for why): a step of each per round, the medians count. One strategy is there
+twice ("A/A"), which shows how far apart two equal things come out. To be met: τ of at least 0.8, and the strategy with
+the least predicted time takes at most 5 % longer than the fastest, beyond that noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from functools import partial
+from itertools import combinations
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from paired import Interval, Target, median_interval
+
+import quintsched as qs
+from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.library import find_hardware
+from quintsched.descriptions.model import Model
+from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.step import predict
+from quintsched.runtime import Engine, connect
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.gpt import GPTOptions, gpt
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+MODEL = Model(
+    name="gpt", layers=8, hidden=256, heads=8, vocab=1024, seq=128, tied=False, dropout=False, attention="flash"
+)
+BATCH = 16
+AGAIN = "dp=2 again"
+STRATEGIES: Mapping[str, dict[str, Any]] = {
+    "dp=2": {"dp": 2, "microbatch": 8},
+    AGAIN: {"dp": 2, "microbatch": 8},
+    "dp=2, recompute": {"dp": 2, "microbatch": 8, "recompute": "full"},
+    "dp=2, zero 3": {"dp": 2, "microbatch": 4, "zero": 3},
+    "pp=2": {"pp": 2, "microbatch": 4},
+    "tp=2": {"tp": 2, "microbatch": 16},
+    "cp=2": {"cp": 2, "microbatch": 16},
+    "dp=4": {"dp": 4, "microbatch": 4},
+    "pp=4": {"pp": 4, "microbatch": 2},
+    "dp=2, pp=2": {"dp": 2, "pp": 2, "microbatch": 2},
+    "pp=2, tp=2": {"pp": 2, "tp": 2, "microbatch": 4},
+    "dp=8": {"dp": 8, "microbatch": 2},
+    "dp=2, pp=2, tp=2": {"dp": 2, "pp": 2, "tp": 2, "microbatch": 2},
+}
+TIMEOUT_S = 120.0
+
+
+def strategy_of(name: str) -> Strategy:
+    """Return a strategy in the words of a prediction."""
+    sizes = STRATEGIES[name]
+    ranks = 1
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        ranks *= sizes.get(axis, 1)
+    return Strategy(gpus=ranks, batch=BATCH, seq=MODEL.seq, dtype="fp32", **sizes)
+
+
+def plan_of(strategy: Strategy) -> qs.Plan:
+    """Return the plan of a strategy, with as many layers on each stage as the prediction has."""
+    axes = {axis: getattr(strategy, axis) for axis in ("pp", "dp", "cp", "tp") if getattr(strategy, axis) > 1}
+    layers = [MODEL.layers // strategy.pp] * strategy.pp
+    layers[0] += 1
+    layers[-1] += 1
+    return qs.compile(
+        "1f1b",
+        mesh=axes,
+        microbatches=strategy.microbatches,
+        zero=strategy.zero,
+        recompute=1 if strategy.recompute == "full" else 0,
+        stages=layers,
+    )
+
+
+def engine_of(strategy: Strategy) -> Engine:
+    """Return this rank's engine."""
+    options = GPTOptions(hidden=MODEL.hidden, depth=MODEL.layers, heads=MODEL.heads)
+    return Engine(
+        plan_of(strategy),
+        gpt(DataSpec(input_shape=(MODEL.seq,), num_classes=MODEL.vocab), options),
+        cross_entropy_sum,
+        partial(torch.optim.AdamW, lr=1e-4, foreach=True),
+        transport=connect("gloo", TIMEOUT_S),
+    )
+
+
+def serve(name: str, rank: int, folder: str, pipe: Connection) -> None:
+    """Be one rank of a strategy: make a step whenever told to, and say when it began and ended."""
+    torch.set_num_threads(1)
+    strategy = strategy_of(name)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=strategy.gpus)
+    engine = engine_of(strategy)
+    torch.manual_seed(engine.replica)
+    ids = torch.randint(0, MODEL.vocab, (BATCH // strategy.replicas, MODEL.seq + 1))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    pipe.send(None)
+    while pipe.recv():
+        engine.everyone.barrier()
+        begun, worked = time.perf_counter(), time.process_time()
+        engine.step(inputs, targets).loss.item()
+        pipe.send((begun, time.perf_counter(), time.process_time() - worked))
+
+
+@contextmanager
+def ranks_of(name: str) -> Iterator[list[Connection]]:
+    """Start the ranks of a strategy, and end them whatever happens."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["quintsched.runtime.engine"])  # or each process takes seconds to import it
+    pipes, processes = [], []
+    with TemporaryDirectory() as folder:
+        try:
+            for rank in range(strategy_of(name).gpus):
+                ours, its = context.Pipe()
+                process = context.Process(target=serve, args=(name, rank, folder, its), daemon=True)
+                process.start()
+                pipes.append(ours)
+                processes.append(process)
+            for pipe in pipes:
+                _receive(pipe, name)
+            yield pipes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def step_s(pipes: Sequence[Connection], name: str) -> tuple[float, float]:
+    """Have the ranks of a strategy make a step; return its seconds, and those of all ranks' cores."""
+    for pipe in pipes:
+        pipe.send(True)
+    begun, ended, worked = zip(*(_receive(pipe, name) for pipe in pipes), strict=True)
+    return max(ended) - min(begun), sum(worked)
+
+
+def _receive(pipe: Connection, name: str) -> Any:
+    if not pipe.poll(TIMEOUT_S):
+        raise TimeoutError(f"{name}: a rank has not answered for {TIMEOUT_S:g} s")
+    return pipe.recv()
+
+
+def measure(names: Sequence[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds of each strategy's steps, and of its cores; one round before those that count warms up."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    with all_ranks(names) as ranks:
+        for number in range(rounds + 1):
+            order = [*names[number % len(names) :], *names[: number % len(names)]]
+            for name in order:
+                samples[name].append(step_s(ranks[name], name))
+    return {name: found[1:] for name, found in samples.items()}
+
+
+@contextmanager
+def all_ranks(names: Sequence[str]) -> Iterator[dict[str, list[Connection]]]:
+    """Start the ranks of all strategies, one strategy after the other."""
+    if not names:
+        yield {}
+        return
+    with all_ranks(names[:-1]) as others, ranks_of(names[-1]) as own:
+        yield {**others, names[-1]: own}
+
+
+def kendall(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Kendall's τ: pairs in the same order less pairs in the opposite one, over all pairs."""
+    pairs = list(combinations(range(len(one)), 2))
+    signs = [(one[i] - one[j]) * (other[i] - other[j]) for i, j in pairs]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
+
+
+def noise(samples: Mapping[str, Sequence[tuple[float, float]]], name: str, again: str) -> Interval:
+    """Return how the same strategy's steps compare with each other, round by round."""
+    return median_interval([b[0] / a[0] for a, b in zip(samples[name], samples[again], strict=True)])
+
+
+def judge(predicted: Mapping[str, float], measured: Mapping[str, float], twice: Interval) -> list[Target]:
+    """Return what must hold."""
+    names = [name for name in measured if name != AGAIN]
+    tau = kendall([predicted[name] for name in names], [measured[name] for name in names])
+    choice, fastest = min(names, key=predicted.__getitem__), min(names, key=measured.__getitem__)
+    slack = max(abs(twice.high - 1), abs(twice.low - 1), abs(twice.median - 1))
+    return [
+        Target("1 - Kendall's τ", 1 - tau, 0.2),
+        Target(f"{choice} / {fastest}, less noise", measured[choice] / measured[fastest] - slack, 1.05),
+    ]
+
+
+def main() -> int:
+    """Predict, measure, print, and return whether a target was missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--hardware", type=Path, help="a description by quintsched calibrate; default: made here")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        hardware = find_hardware(arguments.hardware) if arguments.hardware else calibrated()
+        predictions = {name: predict(MODEL, hardware, strategy_of(name)) for name in STRATEGIES}
+        samples = measure(list(STRATEGIES), arguments.rounds)
+        measured = {name: statistics.median(wall for wall, _ in found) for name, found in samples.items()}
+        predicted = {name: found.step_s for name, found in predictions.items()}
+        twice = noise(samples, "dp=2", AGAIN)
+        print(f"  {'':<20}{'predicted ms':>14}{'measured ms':>14}{'ratio':>9}{'work ms':>12}")
+        for name in sorted(measured, key=measured.__getitem__):
+            work = statistics.median(work for _, work in samples[name])
+            ratio = predicted[name] / measured[name]
+            print(
+                f"  {name:<20}{1e3 * predicted[name]:14.1f}{1e3 * measured[name]:14.1f}{ratio:9.3f}{1e3 * work:12.1f}"
+            )
+        print(f"  A/A: {twice}")
+        targets = judge(predicted, measured, twice)
+        print(*targets, sep="\n")
+    if arguments.json:
+        rows = {name: {"predicted_s": predicted[name], "measured_s": measured[name]} for name in measured}
+        print(json.dumps({"rows": rows, "targets": [vars(target) for target in targets]}, indent=1))
+    return int(any(target.figure > target.limit for target in targets))
+
+
+def calibrated() -> Hardware:
+    """Measure this machine."""
+    from quintsched.runtime.calibrate.machine import calibrate
+
+    return calibrate(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
