@@ -75,6 +75,8 @@ class Hardware(Description):
     efficiency: float = Field(default=1.0, gt=0)
     """The one constant of its own that a GPU other than the A100 may have: it multiplies the fitted efficiency of
     matrix products."""
+    attention: float = Field(default=1.0, gt=0)
+    """What share of the A100's efficiency fused attention reaches, where its kernels were written for that GPU."""
     measured: Measured | None = None
     sources: dict[str, str] = Field(default_factory=dict)
     """Where the figures come from."""

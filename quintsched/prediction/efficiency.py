@@ -36,7 +36,7 @@ class Constants:
     """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.8612, half=360.8, memory=0.8459, link=0.8291, network=0.2450, contention=0.2435)
+CONSTANTS = Constants(product=0.8741, half=401.4, memory=0.8427, link=0.85, network=0.2331, contention=0.2728)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
@@ -180,7 +180,7 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
         zero = np.zeros_like(forward)
         return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
-    rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 64)
+    rate = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
     rate = rate * attention.length / (attention.length + FUSED_HALF)
     kernel = kernel_s(hardware)
     forward = kernel + attention.flops / (rate * forward_share)
