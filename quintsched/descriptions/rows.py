@@ -32,6 +32,10 @@ KEYS = ("model", "hardware", "gpus_per_node", *Strategy.model_fields)
 """What a row may say."""
 
 
+MOST = 2**40
+"""No size is larger."""
+
+
 @dataclass(frozen=True)
 class Row:
     """What is to be predicted."""
@@ -92,47 +96,55 @@ def _mesh(given: Mapping[str, Any]) -> dict[str, int]:
     gpus = sizes.get("gpus", product)
     if "dp" not in sizes:
         if gpus % product:
-            raise UsageError(f"gpus={gpus} cannot be shared out: {_product(found)} = {product} does not divide it")
+            raise UsageError(f"gpus={gpus} cannot be shared out: {_product(found)} does not divide it")
         found["dp"] = gpus // product
     elif gpus != product:
-        raise UsageError(f"gpus={gpus}, but {_product(found)} = {product}")
+        raise UsageError(f"gpus={gpus}, but {_product(found)}")
     return {"gpus": gpus, **found}
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
+    """Return the axes, and where they are several their product."""
+    large = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    return " x ".join(large) + (f" = {math.prod(sizes.values())}" if len(large) > 1 else "") or "one rank"
 
 
 def _size(name: str, value: object) -> int:
     size = whole_number(value)
-    if size is None or not 1 <= size <= 2**40:
+    if size is None or not 1 <= size <= MOST:
         raise UsageError(f"{name} is {value!r}; give a whole number of at least 1")
     return size
 
 
 def read_recompute(name: str, value: object) -> object:
     """Return how much is recomputed: a word, a number of layers, or a number for each stage; "3" and "1,2" are read."""
-    if isinstance(value, str) and value not in ("none", "selective", "full"):
-        value = [int(part) if part.strip().isdecimal() else None for part in value.split(",")]
-        value = value[0] if len(value) == 1 else value
-    if isinstance(value, str):
+    if value in ("none", "selective", "full"):
         return value
-    return _numbers(name, value, "none, selective, full, a number of layers, or one for each stage")
+    found = _numbers(value)
+    if found is None:
+        raise UsageError(f"{name} is {value!r}; give none, selective, full, a number of layers, or one for each stage")
+    return found
 
 
 def _read_stages(name: str, value: object) -> object:
+    found = _numbers(value)
+    if isinstance(value, str) and isinstance(found, int):
+        return (found,)
+    if not isinstance(found, tuple):
+        raise UsageError(f"{name} is {value!r}; give the layers of each stage: 3,4,4,3")
+    return found
+
+
+def _numbers(value: object) -> int | tuple[int, ...] | None:
+    """Return a number from 0 on, or several of them, also as text with commas; None for what is neither."""
     if isinstance(value, str):
-        value = [int(part) if part.strip().isdecimal() else None for part in value.split(",")]
-    return _numbers(name, value if isinstance(value, list | tuple) else None, "the layers of each stage: 3,4,4,3")
-
-
-def _numbers(name: str, value: object, wanted: str) -> int | tuple[int, ...]:
-    """Return a number from 0 on, or several of them."""
-    parts = [whole_number(part) for part in (value if isinstance(value, list | tuple) else [value])]
-    found = tuple(part for part in parts if part is not None and 0 <= part <= 2**40)
-    if not found or len(found) < len(parts):
-        raise UsageError(f"{name}: cannot read it; give {wanted}")
-    return found if isinstance(value, list | tuple) else found[0]
+        parts: list[object] = [int(part) if part.strip().isdecimal() else None for part in value.split(",")]
+        value = parts[0] if len(parts) == 1 else parts
+    found = [whole_number(part) for part in (value if isinstance(value, list | tuple) else [value])]
+    numbers = tuple(part for part in found if part is not None and 0 <= part <= MOST)
+    if not numbers or len(numbers) < len(found):
+        return None
+    return numbers if isinstance(value, list | tuple) else numbers[0]
 
 
 def _as_is(_name: str, value: object) -> object:

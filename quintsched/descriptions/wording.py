@@ -9,6 +9,20 @@ from quintsched.descriptions.strategy import Strategy
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """In the order in which meshes are written: what should be neighbours comes last."""
 
+TERMS = {
+    "compute": "forward and backward",
+    "recompute": "recomputation",
+    "tp": "tp communication",
+    "sp": "sequence-parallel communication",
+    "cp": "cp communication",
+    "ep": "ep communication",
+    "pp": "pp communication",
+    "dp": "dp communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer step",
+}
+"""Terms of time in words; others are shown by their names."""
+
 
 def strategy_name(strategy: Strategy) -> str:
     """Return a strategy in one line; what is plain is left out."""
@@ -21,6 +35,7 @@ def strategy_name(strategy: Strategy) -> str:
     parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
     parts += ["sequence-parallel"] if strategy.sequence_parallel else []
     parts += [f"ZeRO-{strategy.zero}"] if strategy.zero else []
+    parts += ["gradients overlapped"] if strategy.overlap else []
     return "; ".join([*parts, strategy.dtype])
 
 
@@ -63,3 +78,13 @@ def digits(value: float) -> str:
     """Return a number with four digits that count, or all before the point."""
     whole = max(math.floor(math.log10(value)), 0) if value > 0 else 0
     return f"{value:,.{max(3 - whole, 0)}f}"
+
+
+def percent(share: float) -> str:
+    """Return a share in words: 0.125 as "12.5 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def term_name(name: str) -> str:
+    """Return a term of time in words."""
+    return TERMS.get(name, name.replace("_", " "))

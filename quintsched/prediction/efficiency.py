@@ -124,9 +124,7 @@ def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Arr
     return np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES])
 
 
-def _busy(
-    m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float
-) -> Array:
+def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float) -> Array:
     tiles = np.ceil(m / height) * np.ceil(n / width) * batch
     made = np.ceil(tiles / processors) * processors * height * width
     found: Array = share * m * n * batch / made

@@ -28,6 +28,7 @@ from quintsched.prediction.table import Table, resolved, sizes_of
 from quintsched.profiles.compose import Composed, compose
 from quintsched.profiles.layout import even_layout
 from quintsched.profiles.profile import MeasuredStep, Profile
+from quintsched.profiles.resize import resized
 
 ROUNDS = 4
 """How often rates are corrected: kernels' launches make times not quite proportional."""
@@ -155,6 +156,7 @@ def _recomputed(model: Model, strategy: Strategy) -> float:
 
 
 def _composed(model: Model, hardware: Hardware, strategy: Strategy, profile: Profile) -> Prediction:
+    profile = resized(profile, model, strategy.seq)
     found = compose(profile, even_layout(profile, strategy, model.layers, hardware.gpus_per_node))
     memory = tuple(stage.peak for stage in found.memory)
     tokens, step_s = strategy.batch * strategy.seq, found.step_s

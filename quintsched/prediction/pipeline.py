@@ -2,7 +2,7 @@
 
     makespan          of pipelines whose stages are alike but for what the first and the last do besides
     of_pipelines      of pipelines of runs of equal ranks, as an uneven number of layers makes them
-    stage_makespan    of one pipeline with stages as they come
+    staged            of pipelines with stages as they come, by simulation
     lower_bound       never more than these, for searches: the busiest rank's work, before it the way down to that rank,
                       after it the way up
     exposed_reductions  what is left of adding up gradients when all computation is done
@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quintsched.ir.instructions import Recompute
 from quintsched.ir.mesh import Mesh
 from quintsched.prediction.closed_forms import CLOSED_FORMS, Passes, Pipelines, Values, chunked
 from quintsched.prediction.levels import KINDS, levels_of
@@ -153,16 +154,14 @@ def simulated(schedule: str, s: Pipelines) -> Values:
     found = np.zeros(len(s.p))
     recomputes = (s.r > 0).any(axis=0)
     shapes, which = np.unique(np.stack([s.p, s.m, s.v, recomputes]), axis=1, return_inverse=True)
-    for number, (pp, microbatches, chunks, recompute) in enumerate(shapes.T.astype(int).tolist()):
+    for number, (pp, microbatches, chunks, _) in enumerate(shapes.T.astype(int).tolist()):
         members = np.flatnonzero(which.reshape(-1) == number)
         placed = find_schedule(schedule).placed(pp, chunks)
-        again = (bool(recompute),) * len(placed)
-        durations = _stage_durations(s, placed)[:, :, members]
-        found[members] = repeated_makespan(schedule, pp, microbatches, chunks, again, durations)
+        found[members] = staged(schedule, pp, microbatches, chunks, _of_stages(s, placed)[:, :, members])[0]
     return found
 
 
-def _stage_durations(s: Pipelines, placed: tuple[int, ...]) -> Values:
+def _of_stages(s: Pipelines, placed: tuple[int, ...]) -> Values:
     """Return what each stage takes, (kinds, stages, n), where the chunks of a rank are alike."""
     ranks = [np.full_like(s.p, rank) for rank in placed]
     columns = []
@@ -172,52 +171,66 @@ def _stage_durations(s: Pipelines, placed: tuple[int, ...]) -> Values:
         stages[0] += getattr(s.first, name)
         stages[-1] += getattr(s.last, name)
         columns.append(stages)
-    again = np.stack([s.at(s.r / s.v, rank) for rank in ranks])
     f, i, w = columns
-    return np.stack([f, i, w, i + w, again, np.broadcast_to(s.c, f.shape)])
+    return stage_durations(f, i, w, np.stack([s.at(s.r / s.v, rank) for rank in ranks]), s.c)
 
 
-def repeated_makespan(
-    schedule: str, pp: int, microbatches: int, chunks: int | None, recompute: tuple[bool, ...], durations: Values
-) -> Values:
-    """Simulate as many microbatches as it takes until what follows repeats, and add what is left of them.
-
-    `durations` are (kinds, stages, n), as `levels.KINDS` orders them; `recompute` says which stages are recomputed.
-    """
-    step = pp * -(-FEWEST // pp)
-    short = ROUNDS * step + microbatches % step
-    if microbatches <= short + step:
-        return np.asarray(levels_of(schedule, pp, microbatches, chunks, recompute).ends(durations).max(axis=0))
-    longer, shorter = (
-        levels_of(schedule, pp, some, chunks, recompute).ends(durations).max(axis=0) for some in (short + step, short)
-    )
-    return np.asarray(longer + (longer - shorter) * ((microbatches - short) // step - 1))
-
-
-def stage_makespan(
-    schedule: str,
-    *,
-    pp: int,
-    microbatches: int,
-    chunks: int | None = None,
+def stage_durations(
     forward: npt.ArrayLike,
     backward_input: npt.ArrayLike,
     backward_weight: npt.ArrayLike,
     recompute: npt.ArrayLike = 0.0,
     message: npt.ArrayLike = 0.0,
-) -> float:
-    """Return the makespan of stages that differ; each argument is a number or has one per stage.
+) -> Values:
+    """Return what `staged` takes: (kinds, stages, n), in the order of `levels.KINDS`.
 
-    `message` is that of each stage's input, and of the gradient of that.
+    Each is (stages, n), or broadcasts to that; `message` is that of a stage's input, and of the gradient of that.
     """
-    stages = len(find_schedule(schedule).placed(pp, chunks))
-    given = np.zeros((len(KINDS), stages, 1))
-    columns = (forward, backward_input, backward_weight, 0.0, recompute, message)
-    for kind, one in enumerate(columns):
-        given[kind, :, 0] = np.broadcast_to(np.asarray(one, np.float64), stages)
-    given[3] = given[1] + given[2]
-    again = tuple(bool(one) for one in given[4, :, 0] > 0)
-    return float(repeated_makespan(schedule, pp, microbatches, chunks, again if any(again) else (), given)[0])
+    f, i, w, r, c = np.broadcast_arrays(forward, backward_input, backward_weight, recompute, message)
+    return np.stack([f, i, w, i + w, r, c]).astype(np.float64)
+
+
+def staged(
+    schedule: str, pp: int, microbatches: int, chunks: int | None, durations: Values, reduction: Values | None = None
+) -> tuple[Values, Values]:
+    """Simulate n pipelines of one shape, with stages as they come.
+
+    Of many microbatches, only as many are simulated as it takes until what follows repeats.
+
+    Args:
+        schedule: its name.
+        pp: pipeline ranks.
+        microbatches: of each.
+        chunks: stages of a rank; None: the fewest that the schedule takes.
+        durations: what each stage takes, (kinds, stages, n); see `stage_durations`.
+        reduction: how long its gradients are added up, (stages, n); None: no time.
+
+    Returns:
+        When the last computation ends, and how much longer gradients are added up, (n,) each.
+    """
+    few, more, times = repetition(pp, microbatches)
+    recompute = tuple(bool(one) for one in (durations[KINDS.index(Recompute)] > 0).any(axis=1))
+    recompute = recompute if any(recompute) else ()
+    levels = levels_of(schedule, pp, more, chunks, recompute)
+    ends = levels.ends(durations)
+    makespan = np.asarray(ends.max(axis=0))
+    exposed = np.zeros_like(makespan) if reduction is None else levels.reduced(ends, reduction) - makespan
+    if times:
+        shorter = levels_of(schedule, pp, few, chunks, recompute).ends(durations).max(axis=0)
+        makespan = makespan + (makespan - shorter) * times
+    return makespan, np.maximum(exposed, 0.0)
+
+
+def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
+    """Return (few, more, times): a step takes as long as one of `more`, and so often what that has beyond `few`.
+
+    `times` is 0 where `more` are all microbatches.
+    """
+    step = pp * -(-FEWEST // pp)
+    few = ROUNDS * step + microbatches % step
+    if microbatches <= few + step:
+        return few, microbatches, 0
+    return few, few + step, (microbatches - few) // step - 1
 
 
 def lower_bound(schedule: str, **times: Numbers) -> Values:
@@ -225,8 +238,11 @@ def lower_bound(schedule: str, **times: Numbers) -> Values:
     return bound_of(schedule, pipelines(schedule, **times))
 
 
-def bound_of(schedule: str, s: Pipelines) -> Values:
-    """Return what no step of these pipelines takes less than, (n,)."""
+def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = True) -> Values:
+    """Return what no step of these pipelines takes less than, (n,).
+
+    Where the stages of a rank are not `alike`, ways down and up to a rank count for nothing.
+    """
     whole = find_schedule(schedule).name in WHOLE_BACKWARDS
     f, b = chunk(s, "f"), chunk(s, "b")
     ends = s.first.f + s.first.i + s.last.f + s.last.i
@@ -234,7 +250,7 @@ def bound_of(schedule: str, s: Pipelines) -> Values:
     for run, rank, there in s.places():
         down = np.where(rank > 0, s.before(f, rank) + rank * s.c + s.first.f, 0.0)
         home = np.where(rank > 0, s.before(b, rank) + rank * s.c + s.first.b, 0.0) if whole else 0.0
-        busy = down + s.m * (s.f + s.b + s.r)[run] + home
+        busy = np.where(alike, down + home, 0.0) + s.m * (s.f + s.b + s.r)[run]
         found = np.where(there, np.maximum(found, busy), found)
     return found
 

@@ -9,7 +9,7 @@ Most layouts have two to four kinds of ranks, however many ranks there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,8 @@ class Kinds:
     """How many ranks are of the kind; 0 pads."""
     rank: NDArray[np.float64]
     """The first rank of the kind."""
+    alike: NDArray[np.float64]
+    """1 where the stages of each rank hold the same, but for embedding and head; of the layout, so in every column."""
 
     def take(self, index: NDArray[np.int64]) -> Kinds:
         """Return the kinds of these layouts."""
@@ -125,22 +127,34 @@ def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int,
 
 def rank_kinds(model: Model, layout: Layout) -> list[RankKind]:
     """Return what each pipeline rank holds."""
+    return [
+        RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in own), strict=True)))
+        for own in rank_stages(model, layout)
+    ]
+
+
+def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
+    """Return what each stage of each pipeline rank holds."""
     count = layout.pp * layout.chunks
     layers = layout.stages or stage_layers(model.layers, count)
-    full = _recomputed(layers, layout.recompute)
+    full = recomputed_layers(layers, layout.recompute)
     starts = np.concatenate(([0], np.cumsum(layers)))
     stages = []
     for stage in range(count):
         mixed = [has_experts(model, layer) for layer in range(starts[stage], starts[stage + 1])]
         again = mixed[: full[stage]]
-        stages.append(
-            (len(mixed) - sum(mixed), sum(mixed), len(again) - sum(again), sum(again), stage == 0, stage == count - 1)
-        )
-    found = []
-    for rank in range(layout.pp):
-        own = [stages[stage] for stage in stages_of_rank(rank, layout.pp, layout.chunks, layout.schedule)]
-        found.append(RankKind(*(int(sum(column)) for column in zip(*own, strict=True))))
-    return found
+        own = (len(mixed) - sum(mixed), sum(mixed), len(again) - sum(again), sum(again))
+        stages.append(RankKind(*own, int(stage == 0), int(stage == count - 1)))
+    held = (stages_of_rank(rank, layout.pp, layout.chunks, layout.schedule) for rank in range(layout.pp))
+    return [[stages[stage] for stage in of_rank] for of_rank in held]
+
+
+def _alike(model: Model, layout: Layout) -> float:
+    """1 where the stages of each rank hold the same, but for embedding and head."""
+    for own in rank_stages(model, layout):
+        if len({(one.dense, one.mixture, one.full_dense, one.full_mixture) for one in own}) > 1:
+            return 0.0
+    return 1.0
 
 
 def has_experts(model: Model, layer: int) -> bool:
@@ -152,21 +166,24 @@ def has_experts(model: Model, layer: int) -> bool:
 
 
 def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
-    """Return the kinds of ranks of several layouts; `each_rank`: every rank is one, whatever it holds."""
+    """Return the kinds of ranks of several layouts, each a run of equal ranks; `each_rank`: each is of one."""
     columns: list[list[tuple[float, ...]]] = []
     for layout in layouts:
-        ranks_of: dict[tuple[RankKind, int], list[int]] = {}
+        runs: list[tuple[RankKind, list[int]]] = []
         for rank, kind in enumerate(rank_kinds(model, layout)):
-            ranks_of.setdefault((kind, rank * each_rank), []).append(rank)
-        columns.append([(*vars(kind).values(), len(ranks), ranks[0]) for (kind, _), ranks in ranks_of.items()])
+            if each_rank or not runs or runs[-1][0] != kind:
+                runs.append((kind, []))
+            runs[-1][1].append(rank)
+        alike = _alike(model, layout)
+        columns.append([(*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs])
     most = max(len(column) for column in columns)
-    padding = (0.0,) * 8
+    padding = (0.0,) * len(fields(Kinds))
     table = np.array([column + [padding] * (most - len(column)) for column in columns], dtype=np.float64)
-    return Kinds(*(table[:, :, index] for index in range(8)))
+    return Kinds(*np.moveaxis(table, 2, 0))
 
 
-def _recomputed(layers: Sequence[int], recompute: Recompute) -> list[int]:
-    """How many layers of each stage run their forward again."""
+def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:
+    """Return how many layers of each stage run their forward again."""
     if recompute == "full":
         return list(layers)
     if isinstance(recompute, tuple):

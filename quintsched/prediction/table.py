@@ -10,7 +10,7 @@ Nothing is checked here: `placement.check` says whether a strategy can be placed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ class Evaluated:
     """Terms by name; those that do not end in `_hidden` add up to `step_s`."""
     bytes: dict[str, Array]
     """Terms of the fullest rank by name; they add up to `memory_bytes`."""
+    exact: NDArray[np.bool_]
+    """False where the time is a lower bound."""
 
 
 def evaluate(
@@ -52,7 +54,7 @@ def evaluate(
 ) -> Evaluated:
     """Return time and memory of every row of a table.
 
-    Under schedules without a closed form, the time is a lower bound, or, with `simulate`, that of a simulation.
+    Where there is no closed form, the time is a lower bound, or, with `simulate`, that of a simulation.
     """
     parts = [
         _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
@@ -62,14 +64,16 @@ def evaluate(
     held = {name: np.concatenate([part[1][name] for part in parts]) for name in parts[0][1]}
     step_s = np.asarray(sum(values for name, values in seconds.items() if not name.endswith("_hidden")))
     memory = np.asarray(sum(held.values()))
-    return Evaluated(table, step_s, memory, memory <= hardware.memory_gb * 1e9, seconds, held)
+    exact = np.concatenate([part[2] for part in parts])
+    return Evaluated(table, step_s, memory, memory <= hardware.memory_gb * 1e9, seconds, held, exact)
 
 
 def _evaluate(
     model: Model, hardware: Hardware, table: Table, constants: Constants, simulate: bool
-) -> tuple[dict[str, Array], dict[str, Array]]:
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
     found = distinct_blocks(model, hardware, table, constants)
-    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants, simulate=simulate)
+    stages = partial(distinct_stages, model) if simulate else None
+    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants, stages)
 
 
 def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
@@ -95,8 +99,21 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
 
 def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of every row, worked out once for each distinct layout."""
+    layouts, which = _layouts(table)
+    return kinds(model, layouts, each_rank=each_rank).take(which)
+
+
+def distinct_stages(model: Model, table: Table) -> Kinds:
+    """Return the stages of every row, as if each were on a rank of its own."""
+    layouts, which = _layouts(table)
+    apart = [Layout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
+    return kinds(model, apart, each_rank=True).take(which)
+
+
+def _layouts(table: Table) -> tuple[list[Layout], Ints]:
+    """Return the distinct layouts, and which of them each row has."""
     names = ("pp", "chunks", "schedule", "stages", "recompute")
-    first, inverse = distinct([getattr(table, name) for name in names])
+    first, which = distinct([getattr(table, name) for name in names])
     layouts = [
         Layout(
             int(table.pp[row]),
@@ -107,7 +124,7 @@ def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Ki
         )
         for row in first
     ]
-    return kinds(model, layouts, each_rank=each_rank).take(inverse)
+    return layouts, which
 
 
 def sizes_of(table: Table, dtype: str) -> Sizes:

@@ -8,21 +8,23 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
-from quintsched.prediction.closed_forms import Pipelines
 from quintsched.prediction.collectives import message_s, overlap, ring_s
 from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, memory_rate
 from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
-from quintsched.prediction.pipeline import bound_of, exposed_reductions, has_closed_form, of_pipelines, rank_pipelines
 from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
-from quintsched.prediction.stages import Kinds, PerMicrobatch
+from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+from quintsched.prediction.step_pipeline import Rows, StageTimes, spans
 
 GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its loss scale."""
@@ -39,14 +41,14 @@ def step_terms(
     blocks: Blocks,
     kinds: Kinds,
     constants: Constants,
-    *,
-    simulate: bool = False,
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the terms of a step's time, and of the fullest rank's memory.
+    stages: Callable[[Table], Kinds] | None = None,
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
+    """Return the terms of a step's time, and of the fullest rank's memory, and whether the time is no bound only.
 
-    Where the schedule has no closed form, the bubble is the least that there can be, or simulated.
+    Where the schedule has no closed form, the bubble is the least that there can be. Where `stages` says what the
+    stages of such strategies hold, it is simulated.
     """
-    each = per_microbatch(model, hardware, table, blocks, kinds, constants)
+    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants), table)
     shares = shares_cores(hardware)
     if shares:
         each = in_step(each, table, hardware, constants)
@@ -75,13 +77,22 @@ def step_terms(
     if shares:
         reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
         stepping = stepped_s(stepping, table, hardware)
-    makespan, _ = pipeline_s(table, each, blocks, kinds, reduction, simulate=simulate)
+
+    def of_rows(rows: Rows) -> StageTimes:
+        assert stages is not None
+        some = table.take(rows)
+        return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
+
+    found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None)
+    makespan, summing = found.makespan, reduction.max(axis=1)
+    exposed = np.where(table.overlap > 0, found.exposed, summing)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
-    seconds["dp"] = seconds["dp"] + reduction.max(axis=1) + gathering.max(axis=1)
+    seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
+    seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(summing - exposed, 0.0)
     seconds["optimizer"] = stepping.max(axis=1)
     if shares:
         seconds["cores"] = np.maximum(cores_s(each, table, kinds, hardware) - makespan, 0.0)
-    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds)
+    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
 
 
 def per_microbatch(
@@ -121,6 +132,16 @@ def per_microbatch(
         weights=over("weights"),
         expert_weights=over("expert_weights"),
     )
+
+
+def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
+    """Return what a microbatch takes where it passes one of a rank's two stages: half of what both do."""
+    passed = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 0.5, 1.0)[:, None]
+    if (passed == 1.0).all():
+        return each
+    whole = ("pp", "weights", "expert_weights")
+    halves = {one.name: getattr(each, one.name) * passed for one in fields(each) if one.name not in whole}
+    return replace(each, **halves)
 
 
 def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
@@ -197,48 +218,19 @@ def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants
     return moved / memory_rate(moved, hardware, constants)
 
 
-def pipeline_s(
-    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, reduction: Array, *, simulate: bool
-) -> tuple[Array, Array]:
-    """Return when the last computation of a step ends, and how much longer its gradients are added up; (n,) each.
-
-    Where the schedule has no closed form, the former is a lower bound, or simulated.
-    """
-    makespan, exposed = np.zeros(len(table)), np.zeros(len(table))
-    for code, schedule in enumerate(table.values["schedule"]):
-        rows = np.flatnonzero(table.schedule == code)
-        if len(rows):
-            s = _pipelines(schedule, table, each, blocks, kinds, rows)
-            exact = simulate or has_closed_form(schedule)
-            makespan[rows] = of_pipelines(schedule, s) if exact else bound_of(schedule, s)
-            ends = (_share(layer, reduction, kinds, each, rows) for layer in (blocks.first, blocks.last))
-            exposed[rows] = exposed_reductions(schedule, s, reduction[rows].T, *ends)
-    return makespan, exposed
-
-
-def _pipelines(
-    schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: NDArray[np.int64]
-) -> Pipelines:
-    """Return the pipelines of rows of one schedule."""
-    first, last = blocks.first.take(rows), blocks.last.take(rows)
-    return rank_pipelines(
-        schedule,
-        ranks=kinds.ranks[rows].T,
-        microbatches=table.microbatches[rows],
-        chunks=table.chunks[rows],
-        forward=each.forward[rows].T,
-        backward_input=each.backward_input[rows].T,
-        backward_weight=each.compute_weight[rows].T,
-        first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
-        last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
-    )
-
-
-def _share(layer: Layer, reduction: Array, kinds: Kinds, each: PerMicrobatch, rows: NDArray[np.int64]) -> Array:
-    """Return how much of adding up a rank's gradients is that of one layer at an end, by its weights."""
-    pace = reduction / np.maximum(each.weights + each.expert_weights, 1.0)
-    found: Array = (pace.max(axis=1) * layer.weights)[rows]
-    return found
+def stage_times(
+    model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds, constants: Constants
+) -> StageTimes:
+    """Return what each stage does for a microbatch and at the end of a step; `stages` are the kinds of ranks."""
+    each = per_microbatch(model, hardware, table, blocks, stages, constants)
+    each = replace(each, pp=each.pp / table.chunks[:, None])
+    reduction, gathering = reduce_s(hardware, table, each, constants)
+    stepping = optimizer_s(hardware, table, each, constants)
+    if shares_cores(hardware):
+        each = in_step(each, table, hardware, constants)
+        reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
+        stepping = stepped_s(stepping, table, hardware)
+    return StageTimes(each, reduction, gathering, stepping)
 
 
 def _widths(table: Table) -> Array:

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 from quintsched.descriptions.hardware import Curve
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.profiles.layout import Layout, Placed, Stage
-from quintsched.profiles.profile import Kind, Operator, Profile
+from quintsched.profiles.profile import Kind, Measures, Operator, Profile
 
 MIB = float(2**20)
 FAILED = 1e7
@@ -63,6 +63,7 @@ class Form:
     cut: bool = False
     """Of all others: whether it works on a tensor that is cut over tp."""
     output_freed: bool = False
+    scores: bool = False
     in_place: bool = False
     carries: bool = False
     """Whether the residual passes it by."""
@@ -74,9 +75,9 @@ GPT = {
     "encoder-embedding": Form("pass"),
     "enc-1st-layernorm": Form("pass", carries=True),
     "enc-attention-qkv": Form("product", wide=3.0, carries=True),
-    "enc-attention-score": Form("attention", cut=True, output_freed=True, carries=True, values=True),
-    "enc-attention-softmax": Form("attention", cut=True, in_place=True, carries=True, values=True),
-    "enc-attention-dropout": Form("attention", cut=True, carries=True, values=True),
+    "enc-attention-score": Form("attention", cut=True, scores=True, output_freed=True, carries=True, values=True),
+    "enc-attention-softmax": Form("attention", cut=True, scores=True, in_place=True, carries=True, values=True),
+    "enc-attention-dropout": Form("attention", cut=True, scores=True, carries=True, values=True),
     "enc-attention-context": Form("attention", cut=True, carries=True),
     "enc-attention-dense": Form("product", column=False, output_freed=True, carries=True),
     "enc-post-attention-dropout": Form("pass"),
@@ -90,7 +91,8 @@ GPT = {
 }
 FIRST, LAYER, LAST = tuple(GPT)[:1], tuple(GPT)[1:14], tuple(GPT)[14:]
 EMBEDDING, HEAD, RESIDUAL = FIRST[0], LAST[-1], "enc-post-MLP-dropout"
-QKV, DENSE, ADDED = "enc-attention-qkv", "enc-attention-dense", "enc-post-attention-dropout"
+QKV, SCORE, DENSE = "enc-attention-qkv", "enc-attention-score", "enc-attention-dense"
+ADDED = "enc-post-attention-dropout"
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,23 @@ class Row:
     activations: float
 
 
-def read_folder(folder: Path, size: str | None = None) -> Profile:
+def read_folder(folder: Path, size: str | None = None, hidden: int | None = None) -> Profile:
     """Return the profile of the GPT of that size ("13B") in a folder of Aceso's CSV files.
 
-    Raises `UsageError` where the folder has several sizes and none is asked for, `InputError` for a broken file.
+    Where no size is given, that of the nearest hidden size. Raises `UsageError` where the folder has several and
+    neither is given, `InputError` for a broken file.
     """
-    return assemble({path.stem: _read_csv(path) for path in sorted(folder.glob("*.csv"))}, size, str(folder))
+    return assemble({path.stem: _read_csv(path) for path in sorted(folder.glob("*.csv"))}, str(folder), size, hidden)
 
 
-def assemble(tables: Mapping[str, Table], size: str | None, source: str) -> Profile:
+def assemble(tables: Mapping[str, Table], source: str, size: str | None = None, hidden: int | None = None) -> Profile:
     """Return the profile of one size from tables by the names of Aceso's files; raises as `read_folder` does."""
     named = [match for name in tables if (match := OPERATORS.fullmatch(name))]
-    chosen = _size(sorted({match["size"] for match in named}), size, source)
+    known = sorted({match["size"] for match in named})
+    if size is None and hidden is not None and len(known) > 1:
+        made = [assemble(tables, source, name) for name in known]
+        return min(made, key=lambda profile: abs((profile.measures.hidden if profile.measures else 0) - hidden))
+    chosen = _size(known, size, source)
     operators = [
         operator
         for match in named
@@ -131,6 +138,7 @@ def assemble(tables: Mapping[str, Table], size: str | None, source: str) -> Prof
         first=FIRST,
         layer=LAYER,
         last=LAST,
+        measures=_measures(operators),
         weight_gradients=False,
         alone=True,
         accumulation_bytes=ACCUMULATION,
@@ -208,6 +216,17 @@ def _size(known: list[str], size: str | None, source: str) -> str:
     return plain[size.lower().replace("_", ".")]
 
 
+def _measures(operators: list[Operator]) -> Measures | None:
+    """Return the sizes of the model, from what its operators hold."""
+    one = {(o.name, o.tp): o for o in operators if o.microbatch == 1 and o.cut == 0}
+    score, dense, head = (one.get((name, 1)) for name in (SCORE, DENSE, HEAD))
+    if not (score and dense and head):
+        return None
+    hidden = round(sqrt(dense.weights / WIDTH))
+    heads, vocab = score.output / WIDTH / score.seq**2, head.weights / WIDTH / hidden
+    return Measures(hidden=hidden, heads=round(heads), vocab=round(vocab))
+
+
 def _read(name: str, tables: Mapping[str, Table], read: Callable[[Table], T]) -> T:
     """Return what a table says; raises `InputError` with its name where it is none."""
     try:
@@ -267,6 +286,7 @@ def _operator(name: str, row: Row, scale: _Scale) -> Operator:
         whole=form.carries * scale.hidden + (output if leaves == "whole" else 0.0),
         kept=max(row.activations, masked),
         output_freed=form.output_freed,
+        scores=form.scores,
         in_place=form.in_place,
         aside={QKV: scale.values, ADDED: row.activations}.get(name, 0.0),
         aside_until={QKV: "enc-attention-context", ADDED: RESIDUAL}.get(name),

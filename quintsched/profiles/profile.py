@@ -59,6 +59,8 @@ class Operator(Description):
     """What stays for the backward, the output included."""
     output_freed: bool = False
     """Whether nothing of `kept` stays once the next operator has run: no backward reads it."""
+    scores: bool = False
+    """Whether `output` and `kept` are attention's scores, which grow with heads and the square of the sequence."""
     in_place: bool = False
     """Whether the backward overwrites the gradient it is given."""
     aside: Bytes = Field(default=0.0, ge=0)
@@ -81,6 +83,14 @@ class Operator(Description):
         return self.tp > 1 and self.all_reduce_backward > 0
 
 
+class Measures(Description):
+    """The sizes of the model that was measured."""
+
+    hidden: Size
+    heads: Size
+    vocab: Size
+
+
 class MeasuredStep(Description):
     """One step of a model on one GPU: seconds by kind of work."""
 
@@ -100,8 +110,8 @@ class Profile(Description):
     """The operators before the first layer, in order."""
     layer: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
-    layers: Size | None = None
-    """How many layers the model has; None: as many as asked for."""
+    measures: Measures | None = None
+    """Of the model whose operators they are; None: no other model's can be told from them."""
     weight_gradients: bool = True
     """Whether `backward_s` includes the products for weights' gradients."""
     alone: bool = False
@@ -127,7 +137,3 @@ class Profile(Description):
         if not self.operators and not self.steps:
             raise ValueError("neither operators nor steps were measured")
         return self
-
-    def sequence(self, layers: int | None = None) -> tuple[str, ...]:
-        """Return the names of all operators in order, of a model with so many layers."""
-        return (*self.first, *self.layer * (layers or self.layers or 1), *self.last)

@@ -99,6 +99,16 @@ class Rates:
             raise MisfitError("the profile has no times of messages, and the strategy more than one stage")
         return size / rate_at(curve, size)
 
+    def rescaled_s(self, operator: Operator, way: str, work: float, summed: float, tp: int) -> float:
+        """Return what an operator takes "forward" or "backward" with so many times the work and bytes to sum over `tp`.
+
+        Its collective is taken from its own curve, before and after.
+        """
+        took: float = getattr(operator, f"{way}_s")
+        size: float = getattr(operator, f"all_reduce_{way}")
+        before = self.collective_s("all_reduce", operator.tp, size)
+        return max(took - before, 0.0) * work + self.collective_s("all_reduce", tp, size * summed)
+
     @cached_property
     def _by_key(self) -> dict[tuple[str, int, int, int], Operator]:
         return {(o.name, o.tp, o.microbatch, o.cut): o for o in self.profile.operators}
@@ -128,12 +138,9 @@ class Rates:
         near = min(like, key=lambda o: (_far(o.tp, tp), o.cut != cut, _far(o.microbatch, microbatch)))
         samples, share = microbatch / near.microbatch, near.tp / tp if near.split else 1.0
         found = near.model_dump() | {"tp": tp, "microbatch": microbatch}
-        for direction in ("forward", "backward"):
-            summed, took = found[f"all_reduce_{direction}"], found[f"{direction}_s"]
-            before = self.collective_s("all_reduce", near.tp, summed)
-            after = self.collective_s("all_reduce", tp, summed * samples)
-            found[f"{direction}_s"] = max(took - before, 0.0) * samples * share + after
-            found[f"all_reduce_{direction}"] = summed * samples
+        for way in ("forward", "backward"):
+            found[f"{way}_s"] = self.rescaled_s(near, way, samples * share, samples, tp)
+            found[f"all_reduce_{way}"] *= samples
         found["flops"] *= samples * share
         found["weights"] *= share
         found |= {size: found[size] * samples for size in SIZES}

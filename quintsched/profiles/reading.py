@@ -28,16 +28,17 @@ MOST_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Measured:
-    """Under what a trace was taken; a profile of operators needs none of it."""
+    """Under what a trace was taken; a profile of operators needs at most the model."""
 
     model: Model | None = None
+    """Of Aceso's models the nearest is read."""
     strategy: Strategy | None = None
     plan: PlanData | None = None
     """Of a trace of our own."""
 
 
 def read_profile(path: Path, measured: Measured | None = None, size: str | None = None) -> Profile:
-    """Return what a file or folder has measured; `size`: of which of Aceso's models.
+    """Return what a file or folder has measured; `size`: of which of Aceso's models, "13B".
 
     Raises `UsageError` for a path that holds nothing of the kind, or where `measured` lacks what a trace needs, and
     `InputError` with the place for a file that is broken.
@@ -51,7 +52,7 @@ def read_profile(path: Path, measured: Measured | None = None, size: str | None 
     if "traceEvents" in content:
         return kineto.from_trace(content, *_taken_under(path, measured), str(path))
     if isinstance(content.get("profiles"), dict):
-        return aceso.assemble(aceso.tables(content["profiles"], str(path)), size, str(path))
+        return aceso.assemble(aceso.tables(content["profiles"], str(path)), str(path), size, _hidden(measured))
     if "tflops" in content:
         raise UsageError(f"{path} describes hardware, measured or not: give it as --hardware {path}")
     try:
@@ -67,12 +68,16 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 def _read_folder(path: Path, measured: Measured, size: str | None) -> Profile:
     if any(path.glob("gpt_*_algo*.csv")):
-        return aceso.read_folder(path, size)
+        return aceso.read_folder(path, size, _hidden(measured))
     if (path / "rank0.json").exists():
         if measured.plan is None:
             raise UsageError(f"{path} is a trace: say which plan was run")
         return traces.read_trace(path, measured.plan, *_taken_under(path, measured))
     raise UsageError(f"{path}: neither Aceso's files (gpt_13B_mbs1_tp1_algo0.csv …) nor a trace (rank0.json …)")
+
+
+def _hidden(measured: Measured) -> int | None:
+    return measured.model.hidden if measured.model else None
 
 
 def _taken_under(path: Path, measured: Measured) -> tuple[Model, Strategy]:

@@ -19,9 +19,9 @@ import numpy as np
 from quintsched.errors import UnsoundError
 from quintsched.tuning.bounds import SLACK, frame_bounds, mesh_bounds
 from quintsched.tuning.certificate import Box, Certificate, Winner
-from quintsched.tuning.evaluator import Evaluator, Floats
+from quintsched.tuning.evaluator import Evaluator, Outcome
 from quintsched.tuning.per_stage import is_new
-from quintsched.tuning.space import MESH, PER_STAGE, Ints, Space, make_space
+from quintsched.tuning.space import MESH, PER_STAGE, Ints, Mask, Space, make_space
 
 FRAMES_AT_ONCE = 1 << 12
 TOLERANCE = 1e-9
@@ -101,9 +101,8 @@ def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate
         columns, place = space.expand(frames[start : start + FRAMES_AT_ONCE])
         outcome = evaluator.evaluate(columns)
         by_stage = columns["recompute"] == PER_STAGE
-        near = outcome.time_s <= limit
-        fits = near & ~by_stage & (outcome.memory_bytes <= evaluator.capacity_bytes)
-        found += _keys(outcome.time_s[fits], outcome.memory_bytes[fits], place[fits])
+        fits = (outcome.memory_bytes <= evaluator.capacity_bytes) & ~by_stage
+        found += _keys(space, evaluator, outcome, place, fits, limit)
         open_leaves = by_stage & (outcome.time_s * (1 - SLACK) <= limit)
         found += _per_stage(space, evaluator, place[open_leaves], solved, limit)
     return found
@@ -129,8 +128,8 @@ def _per_stage(
         if not len(rows):
             continue
         outcome = evaluator.evaluate(space.rows(places[rows]), least[rows])
-        fits = (outcome.memory_bytes <= evaluator.capacity_bytes) & (outcome.time_s <= limit)
-        found += _keys(outcome.time_s[fits], outcome.memory_bytes[fits], places[rows[fits]], least[rows[fits]])
+        fits = outcome.memory_bytes <= evaluator.capacity_bytes
+        found += _keys(space, evaluator, outcome, places[rows], fits, limit, least[rows])
     return found
 
 
@@ -154,10 +153,25 @@ def _check_best(best: Sequence[Winner], found: Sequence[Key]) -> None:
             _refuse(f"number {rank} of the best is the leaf {[frame, leaf]} with {time!r} s, not {list(winner.place)}")
 
 
-def _keys(time: Floats, memory: Floats, place: Ints, numbers: Ints | None = None) -> list[Key]:
-    tuples = [()] * len(time) if numbers is None else [tuple(row) for row in numbers.tolist()]
-    rows = zip(time.tolist(), memory.tolist(), place.tolist(), tuples, strict=True)
-    return [(seconds, held, *at, numbers) for seconds, held, at, numbers in rows]
+def _keys(
+    space: Space,
+    evaluator: Evaluator,
+    outcome: Outcome,
+    place: Ints,
+    fits: Mask,
+    limit: float,
+    numbers: Ints | None = None,
+) -> list[Key]:
+    """Return the strategies that fit and are no slower than the limit, simulated where there is no closed form."""
+    found: list[Key] = []
+    for row in np.flatnonzero(fits & (outcome.time_s * (1 - SLACK) <= limit)).tolist():
+        given = () if numbers is None else tuple(numbers[row].tolist())
+        seconds = float(outcome.time_s[row])
+        if not outcome.exact[row]:
+            seconds = float(evaluator.simulate([space.strategy(space.rows(place[[row]]), 0, given or None)])[0])
+        if seconds <= limit:
+            found.append((seconds, float(outcome.memory_bytes[row]), *place[row].tolist(), given))
+    return found
 
 
 def _near(one: float, other: float) -> bool:

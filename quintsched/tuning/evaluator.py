@@ -6,6 +6,7 @@ memory  ≥ the fullest of resident     the rest: what comes and goes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,6 @@ from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.terms import COMES_AND_GOES
-from quintsched.prediction.pipeline import has_closed_form
 from quintsched.prediction.table import Evaluated, evaluate, held
 from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 
@@ -37,7 +37,7 @@ class Outcome:
     memory_bytes: Floats
     """Of the fullest rank."""
     exact: Mask
-    """False where the schedule has no closed form: the time is then a lower bound."""
+    """False where there is no closed form: the time is then a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class Evaluator:
         `numbers` (rows, pp), where all rows have that pp: how many layers the stages of each rank recompute.
         """
         found = self._evaluated(self.table(columns, numbers))
-        closed = np.array([has_closed_form(name) for name in self.space.choices.schedule])
-        return Outcome(found.step_s, found.memory_bytes, closed[columns["schedule"]] | (columns["pp"] == 1))
+        return Outcome(found.step_s, found.memory_bytes, found.exact)
 
     def pipeline_s(self, columns: Columns) -> Floats:
         """Return what the step takes without what ends it, for rows without ZeRO."""
@@ -80,9 +79,10 @@ class Evaluator:
         terms, _ = held(self.space.model, self.hardware, self.table(columns), each_rank=True)
         return np.asarray(sum(terms.values()))
 
-    def simulate(self, strategy: Strategy) -> float:
-        """Return the seconds of a step whose schedule has no closed form."""
-        raise NotImplementedError
+    def simulate(self, strategies: Sequence[Strategy]) -> Floats:
+        """Return the seconds of steps whose schedules have no closed form."""
+        found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
+        return np.asarray(found.step_s)
 
     def table(self, columns: Columns, numbers: Ints | None = None) -> Table:
         """Return rows as the prediction's table."""
@@ -98,6 +98,7 @@ class Evaluator:
             **constant,
             recompute=recompute,
             stages=np.zeros(rows, np.int64),
+            overlap=np.zeros(rows, np.int64),
             values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
         )
 

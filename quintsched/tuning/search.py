@@ -30,6 +30,8 @@ FIRST_ROWS = 1 << 12
 """Fewer at first, for a time to prune by."""
 GROUPS_AT_ONCE = 1 << 9
 """So many groups of per-stage recomputation are solved at once."""
+SIMULATED_AT_ONCE = 1 << 4
+"""So many steps are simulated at once."""
 
 Progress = Callable[[int, int, float], None]
 """Called with frames done, frames in all, and the best time so far (inf: none)."""
@@ -149,13 +151,14 @@ class Search:
         """Simulate what has no closed form, by rising bound."""
         later = _sorted(self.unknown)
         self.put_off += len(later)
-        for row in range(len(later)):
-            if later.time_s[row] > self.ranking.limit_s:
+        for start in range(0, len(later), SIMULATED_AT_ONCE):
+            part = later.take(np.arange(start, min(start + SIMULATED_AT_ONCE, len(later))))
+            near = part.take(np.flatnonzero(part.time_s <= self.ranking.limit_s))
+            if not len(near):
                 break
-            one = later.take(np.array([row]))
-            self.worked_out += 1
-            seconds = self.evaluator.simulate(strategy_at(self.space, one, 0))
-            self.ranking.offer(replace(one, time_s=np.array([seconds])))
+            self.worked_out += len(near)
+            seconds = self.evaluator.simulate([strategy_at(self.space, near, row) for row in range(len(near))])
+            self.ranking.offer(replace(near, time_s=seconds))
 
 
 def strategy_at(space: Space, found: Candidates, row: int) -> Strategy:

@@ -19,13 +19,11 @@ from quintsched.plan import Plan
 
 from ..blocks.costs import estimate_costs
 from ..data import load_dataset
+from ..job.choices import DTYPE_NAMES
 from ..job.config import JobConfig
 from ..models import build_model, model_sizes
 from ..stage.build import cut, cut_as_planned
 from .worker import parse, prepare
-
-DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-"""The names that strategies give to what a job computes in."""
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 
@@ -33,7 +31,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the row of a job; returns the exit code."""
     try:
-        job, plan = prepare(parse(sys.argv[1:] if argv is None else argv), alone=True)
+        job, plan, _ = prepare(parse(sys.argv[1:] if argv is None else argv), alone=True)
         row = row_of(job, plan)
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -62,7 +60,7 @@ def row_of(job: JobConfig, plan: Plan) -> dict[str, Any]:
         "zero": plan.zero.stage,
         "recompute": _recomputed(plan, stages),
         "sequence_parallel": job.parallel.sequence_parallel and axes["tp"] > 1,
-        "dtype": DTYPES[job.runtime.precision],
+        "dtype": DTYPE_NAMES[job.runtime.precision],
         **({} if plan.layout.stage_to_part else {"stages": [len(layers) for layers in stages]}),
     }
 

@@ -49,7 +49,7 @@ def predict(
     simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the step time and the memory of a strategy, term by term.
+    """Predict a strategy's step time and memory, term by term.
 
     By flags, from a job file (and its plan), or many at once from a file of rows, for which flags are what a row
     leaves out.

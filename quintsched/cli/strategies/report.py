@@ -12,20 +12,6 @@ if TYPE_CHECKING:
 
 HIDDEN = "_hidden"
 
-TERMS = {
-    "compute": "forward and backward",
-    "recompute": "recomputation",
-    "tp": "tp communication",
-    "sp": "sequence-parallel communication",
-    "cp": "cp communication",
-    "ep": "ep communication",
-    "pp": "pp communication",
-    "dp": "dp communication",
-    "bubble": "pipeline bubble",
-    "optimizer": "optimizer step",
-}
-"""Terms of time in words; others are shown by their names."""
-
 
 def describe(found: Prediction) -> Iterator[str]:
     """Yield the lines of one prediction."""
@@ -64,13 +50,8 @@ def as_data(found: Prediction) -> dict[str, Any]:
     }
 
 
-def term_name(name: str) -> str:
-    """Return a term of time in words."""
-    return TERMS.get(name, name.replace("_", " "))
-
-
 def _times(terms: Mapping[str, float], step_s: float) -> Iterator[tuple[str, ...]]:
-    from quintsched.descriptions.wording import duration
+    from quintsched.descriptions.wording import duration, term_name
 
     for name in dict.fromkeys(term.removesuffix(HIDDEN) for term in terms):
         waited, hidden = terms.get(name, 0.0), terms.get(f"{name}{HIDDEN}", 0.0)

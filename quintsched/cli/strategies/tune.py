@@ -19,7 +19,7 @@ from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, draw_tuning, picture_path
 from quintsched.cli.strategies.flags import CHOSEN, taking_flags
-from quintsched.cli.strategies.report import as_data, term_name
+from quintsched.cli.strategies.report import as_data
 from quintsched.errors import MisfitError, UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def tune(
     exhaustive: Exhaustive = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest strategies that fit, for a model, a number of GPUs and a batch.
+    """Find the fastest strategies that fit a model and a cluster.
 
     Every flag of a strategy that is left out is free. Where nothing fits, the exit code is 3.
     """
@@ -117,6 +117,8 @@ def _predictions(found: Tuning) -> list[Prediction]:
 
 
 def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    from quintsched.tuning.reasons import reasons
+
     return {
         "model": found.model.name,
         "hardware": found.hardware.name,
@@ -135,12 +137,13 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]
             }
             for candidate in found.front
         ],
-        "reason": list(_reason(found, predictions)),
+        "reason": list(reasons(found, predictions)),
     }
 
 
 def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
     from quintsched.text.listing import table
+    from quintsched.tuning.reasons import reasons
 
     space = found.space
     count = f"{found.strategies:,}" if found.strategies < 10**9 else f"{found.strategies:.1e}"
@@ -150,7 +153,7 @@ def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]
     rows = [(str(rank), *_row(prediction)) for rank, prediction in enumerate(predictions, start=1)]
     yield from table(("", "step", "MFU", "GB", "strategy"), rows)
     yield ""
-    yield from _reason(found, predictions)
+    yield from reasons(found, predictions)
     smaller = [one for one in found.front if one.step_s <= FRONT_SHOWN * found.best[0].step_s][1:]
     if smaller:
         yield ""
@@ -168,31 +171,3 @@ def _point(candidate: Candidate) -> tuple[str, ...]:
     from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 
     return duration(candidate.step_s), gigabytes(candidate.memory_bytes), strategy_name(candidate.strategy)
-
-
-def _reason(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Say what takes the time of the best, whether memory binds it, and what the next one loses by."""
-    best = predictions[0]
-    waits = {name: value for name, value in best.breakdown_s.items() if not name.endswith("_hidden")}
-    computes = waits.pop("compute", 0.0) / best.step_s
-    costly = sorted((value, name) for name, value in waits.items() if value >= 0.001 * best.step_s)[::-1][:3]
-    lost = ", ".join(f"{term_name(name)} {percent(value / best.step_s)}" for value, name in costly)
-    yield f"why: {percent(computes)} of the best step computes{f'; the rest is {lost}' if lost else ''}"
-    used = best.memory_bytes / (found.hardware.memory_gb * 1e9)
-    largest = max(best.breakdown_bytes.items(), key=lambda term: term[1])
-    binds = "memory binds" if used > 0.9 else "memory does not bind"
-    share = percent(largest[1] / best.memory_bytes)
-    yield f"{binds}: the fullest rank uses {percent(used)} of what it has, {share} of it {largest[0].replace('_', ' ')}"
-    if len(predictions) > 1:
-        yield _difference(best, predictions[1])
-
-
-def _difference(best: Prediction, other: Prediction) -> str:
-    """Say by which terms another strategy is slower."""
-    slower = other.step_s / best.step_s - 1
-    terms = {name for name in (*best.breakdown_s, *other.breakdown_s) if not name.endswith("_hidden")}
-    change = {name: other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0) for name in sorted(terms)}
-    name, most = max(change.items(), key=lambda term: term[1])
-    if most <= 0:
-        return "the second takes as long"
-    return f"the second is {percent(slower)} slower, most of it for {term_name(name)}"

@@ -16,6 +16,7 @@ scores, but one number in 32 bits per head and token; without dropout there are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,12 @@ class Sizes:
     element: Any = 2
     """Bytes of an activation's element."""
 
-    @property
+    @cached_property
     def tokens(self) -> Any:
         """Of a microbatch, on one rank of cp."""
         return self.microbatch * self.seq / self.cp
 
-    @property
+    @cached_property
     def between(self) -> Any:
         """Tokens of a rank outside of what tp cuts."""
         return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
@@ -137,4 +138,4 @@ def _experts(model: Model, sizes: Sizes) -> tuple[Any, Any]:
 
 def _share(total: int, parts: Any) -> Any:
     """Return the largest of `parts` even parts."""
-    return -(-total // np.asarray(parts))
+    return np.ceil(total / np.asarray(parts))

@@ -8,6 +8,7 @@ their kinds of ranks (n, K) ┘
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,25 @@ from quintsched.prediction.stages import Kinds
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
     """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
+    terms = memory_terms(model, *_cut(table), _ranks(table, kinds))
+    terms["reserved"] = hardware.reserved_gb * 1e9
+    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+
+
+def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:
+    """Return the bytes of every stage, (n, K), where replicas share nothing, and of one microbatch's activations."""
+    sizes, mesh = _cut(table)
+    once = np.ones(stages.dense.shape)
+    ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
+    terms = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
+    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, stages.dense.shape)) for name, bytes_ in terms.items()}
+
+
+def _cut(table: Table) -> tuple[Sizes, Mesh]:
+    """Return how strategies cut a model, as columns, (n, 1)."""
 
     def column(values: Any) -> Any:
-        return np.asarray(values)[:, None]
+        return np.asarray(values, np.float64)[:, None]
 
     sizes = Sizes(
         microbatch=column(table.microbatch),
@@ -46,9 +63,7 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
         column(table.chunks),
         column(selective),
     )
-    terms = memory_terms(model, sizes, mesh, _ranks(table, kinds))
-    terms["reserved"] = hardware.reserved_gb * 1e9
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+    return sizes, mesh
 
 
 def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str, NDArray[np.float64]]:

@@ -79,43 +79,26 @@ def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
     return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
 
 
-def held_numbers(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Held:
-    """Return how many numbers of weights a rank holds where nothing is sharded over replicas.
+def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of weights, gradients and optimizer state.
 
     A tied head is a second copy, unless its stage is that of the embedding.
     """
-    plain, mixture = _blocks(model, sizes, mesh)
-    before = on_rank(embedding_weights(model, sizes.seq), tp=sizes.tp).dense
-    behind = on_rank(head_weights(model), tp=sizes.tp).dense
-    one_stage = np.asarray(mesh.pp) * mesh.chunks == 1
-    joined = on_rank(embedding_weights(model)[:1], tp=sizes.tp).dense if model.tied else 0
-    dense = ranks.dense * plain.dense + ranks.mixture * mixture.dense + ranks.first * before + ranks.last * behind
-    return Held(dense - one_stage * joined, ranks.mixture * mixture.experts)
-
-
-def _blocks(model: Model, sizes: Sizes, mesh: Mesh) -> tuple[Held, Held]:
-    """Return the numbers of a block with the plain network, and with experts."""
-    plain = on_rank(block_weights(model, has_experts=False), tp=sizes.tp)
-    if model.experts is None:
-        return plain, Held(0, 0)
-    return plain, on_rank(block_weights(model, has_experts=True), tp=sizes.tp, ep=mesh.ep)
-
-
-def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    plain, mixture = _blocks(model, sizes, mesh)
-    before = on_rank(embedding_weights(model, sizes.seq), tp=sizes.tp).dense
-    has_plain, has_mixture = np.asarray(ranks.dense) > 0, np.asarray(ranks.mixture) > 0
-    dense = np.maximum(plain.dense * has_plain, mixture.dense * has_mixture)
-    unit = Held(np.maximum(dense, before * ranks.first), mixture.experts * has_mixture)
+    tp, first = sizes.tp, embedding_weights(model, sizes.seq)
+    plain = on_rank(block_weights(model, has_experts=False), tp=tp)
+    mixture = on_rank(block_weights(model, has_experts=True), tp=tp, ep=mesh.ep) if model.experts else Held(0, 0)
+    before, behind = on_rank(first, tp=tp).dense, on_rank(head_weights(model), tp=tp).dense
+    joined = on_rank(first[:1], tp=tp).dense * (np.asarray(mesh.pp) * mesh.chunks == 1) if model.tied else 0.0
+    dense = ranks.dense * plain.dense + ranks.first * before + ranks.last * (behind - joined)
+    unit = np.maximum(plain.dense * (np.asarray(ranks.dense) > 0), before * ranks.first)
+    held, units = Held(dense, 0.0), Held(unit, 0.0)
+    if model.experts:
+        held = Held(dense + ranks.mixture * mixture.dense, ranks.mixture * mixture.experts)
+        has_mixture = np.asarray(ranks.mixture) > 0
+        units = Held(np.maximum(unit, mixture.dense * has_mixture), mixture.experts * has_mixture)
     outer = mesh.dp * sizes.cp
-    return state_bytes(
-        held_numbers(model, sizes, mesh, ranks),
-        unit,
-        Precision.of(sizes.element),
-        zero=mesh.zero,
-        replicas=outer * mesh.ep,
-        expert_replicas=outer,
-    )
+    precision = Precision.of(sizes.element)
+    return state_bytes(held, units, precision, zero=mesh.zero, replicas=outer * mesh.ep, expert_replicas=outer)
 
 
 def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:

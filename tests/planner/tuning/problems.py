@@ -158,7 +158,7 @@ def brute_force(given: Problem, top: int) -> list[tuple[float, float, Strategy]]
     """Return the best `top` groups' best strategies that fit, as (time, memory, strategy)."""
     found = groups(given)
     flat = [strategy for group in found for strategy in group.members]
-    outcome = evaluate(given.model, given.hardware, Table.of(flat))
+    outcome = evaluate(given.model, given.hardware, Table.of(flat), simulate=True)
     ranked, start = [], 0
     for group in found:
         rows = range(start, start + len(group.members))
