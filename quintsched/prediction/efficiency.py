@@ -1,6 +1,7 @@
 """How long one operator takes on one GPU: the one place that knows efficiencies.
 
-    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))    e = E · full waves of tiles · k / (k + H)
+    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
+                e = E · share of processors that full waves of tiles keep busy · k / (k + H)
     attention:  kernel + flops / (peak · literature's figure for the kernel)
     pass:       kernel + bytes / (memory · e')
 
@@ -36,15 +37,15 @@ class Constants:
     """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.8741, half=401.4, memory=0.8427, link=0.85, network=0.2331, contention=0.2728)
+CONSTANTS = Constants(product=0.8803, half=430.3, memory=0.8538, link=0.8605, network=0.2304, contention=0.3006)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
 what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
 35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
 FUSED_HALF = 256.0
-"""How many keys a query sees where fused attention runs at half its rate: benchmarks of FlashAttention-2's backward without
-mask (gpu-mode/ring-attention, issue 10) give 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192."""
+"""How many keys a query sees where fused attention runs at half its rate: of FlashAttention-2's backward without mask,
+gpu-mode/ring-attention, issue 10, gives 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192 keys."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
 """Tiles of a matrix product that one processor makes at a time, and their share of the largest ones' rate: the smaller,
 the more often each operand is read."""

@@ -5,7 +5,8 @@
 
 Waits inside a stage (of tp, cp and ep, for messages and for ZeRO's gathers) are in its forward and backward, and so is
 what is recomputed: on GPUs that does not run ahead of the gradient. Gradients are added up, and the optimizer steps,
-where the plan has them, or after all backwards where they do not overlap. Plans of many microbatches are simulated with fewer: what follows repeats.
+where the plan has them, or after all backwards where they do not overlap. Plans of many microbatches are simulated with
+fewer: what follows repeats.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.prediction.step_pipeline import Rows, StageTimes, spans
 
 GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its loss scale."""
+"""Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its scale."""
 STEP_BYTES = 66.0
 """Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
 the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
