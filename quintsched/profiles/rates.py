@@ -30,6 +30,8 @@ from quintsched.profiles.profile import Operator, Profile
 
 SLACK = 1e-9
 """Relative; two products of the same operations count as the same size."""
+SAME_SIZE = 0.01
+"""Relative; a size so near a measured one is that one."""
 SIZES = ("input", "output", "passed", "whole", "kept", "aside")
 
 
@@ -88,7 +90,7 @@ class Rates:
         known = self.profile.collectives.get(kind)
         if not known:
             raise MisfitError(f"the profile has no times of {kind} over {ranks} GPUs")
-        return size / rate_at(known[min((n for n in known if n >= ranks), default=max(known))], size)
+        return size / rate_at(known[min((n for n in known if n >= ranks), default=max(known))], size, rising=True)
 
     def message_s(self, size: float, *, network: bool) -> float:
         """Return the seconds of a message of so many bytes, inside a node or between nodes."""
@@ -149,9 +151,17 @@ class Rates:
         return Operator.model_validate(found)
 
 
-def rate_at(curve: Curve, size: float) -> float:
-    """Return a measured rate at a size: linear in the size's logarithm, constant beyond both ends."""
-    return float(np.interp(np.log(size), np.log(curve.sizes), curve.rates))
+def rate_at(curve: Curve, size: float, *, rising: bool = False) -> float:
+    """Return a measured rate at a size: that of the size itself, or else one between those around it.
+
+    `rising`: between measured sizes, rates only rise. A collective that was slower than one of a smaller size had an
+    obstacle of its own, such as how its size divides. Linear in the size's logarithm, constant beyond both ends.
+    """
+    sizes, rates = np.array(curve.sizes), np.array(curve.rates)
+    nearest = int(np.abs(sizes - size).argmin())
+    if abs(sizes[nearest] - size) <= SAME_SIZE * size:
+        return float(rates[nearest])
+    return float(np.interp(np.log(size), np.log(sizes), np.maximum.accumulate(rates) if rising else rates))
 
 
 def _far(one: int, other: int) -> float:

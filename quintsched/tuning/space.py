@@ -35,8 +35,8 @@ FRAME = (*MESH, "schedule", "chunks", "microbatch")
 SWITCHES = ("dtype", "zero", "sequence_parallel", "recompute")
 NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
 """What the column `recompute` says in place of a number of layers."""
-_NAMES = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
-_WORDS: dict[int, Any] = {code: name for name, code in _NAMES.items()}
+WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
+_WORDS: dict[int, Any] = {code: name for name, code in WORDS.items()}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Space:
     @cached_property
     def recomputes(self) -> Ints:
         """Codes of the choices: words first, then numbers of layers, rising, of which a frame takes those it can."""
-        words = [_NAMES[one] for one in self.choices.recompute if isinstance(one, str)]
+        words = [WORDS[one] for one in self.choices.recompute if isinstance(one, str)]
         numbers = {one for one in self.choices.recompute if not isinstance(one, str)}
         return np.array(words + sorted(numbers - set(words)), np.int64)
 

@@ -29,7 +29,12 @@ Files = Annotated[
     list[Path] | None, typer.Argument(metavar="[[PLAN] JOB]", help="A job file, and before it a plan file if wanted.")
 ]
 ProfileFile = Annotated[
-    Path | None, typer.Option("--profile", metavar="FILE", help="Measured times of operators or blocks to start from.")
+    Path | None,
+    typer.Option("--profile", metavar="FILE|DIR", help="What was measured, in place of the datasheet's rates."),
+]
+ProfileAt = Annotated[
+    str | None,
+    typer.Option("--profile-at", metavar="dp=1,batch=8,…", help="Under what a trace was taken, where flags differ."),
 ]
 RowsFile = Annotated[
     Path | None,
@@ -38,6 +43,8 @@ RowsFile = Annotated[
 Simulated = Annotated[
     bool, typer.Option("--simulate", help="Time the real plan in the event simulator, with the same costs.")
 ]
+Start = tuple[Path, str | None]
+"""A profile, and under what it was taken."""
 
 
 @taking_flags()
@@ -46,6 +53,7 @@ def predict(
     files: Files = None,
     rows: RowsFile = None,
     profile: ProfileFile = None,
+    profile_at: ProfileAt = None,
     simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
@@ -55,16 +63,19 @@ def predict(
     leaves out.
     """
     refuse_input(None, rows, profile)
+    if profile_at is not None and profile is None:
+        raise UsageError("--profile-at says under what --profile was taken; give that too")
+    start = (profile, profile_at) if profile is not None else None
     if rows is not None:
         if files:
             raise UsageError("--rows takes the place of a job file; leave out one of them")
-        emit([_answer(row, flags, profile, simulate) for row in read_rows(rows)])
+        emit([_answer(row, flags, start, simulate) for row in read_rows(rows)])
         return
     if files:
         from quintsched.cli.strategies.jobs import row_of_job
 
         flags = row_of_job(files) | flags
-    found = _predict(flags, profile, simulate)
+    found = _predict(flags, start, simulate)
     if as_json:
         emit(as_data(found))
     else:
@@ -86,21 +97,25 @@ def read_rows(file: Path) -> list[Any]:
     return found
 
 
-def _answer(row: Any, flags: Mapping[str, Any], profile: Path | None, simulate: bool) -> dict[str, Any]:
+def _answer(row: Any, flags: Mapping[str, Any], start: Start | None, simulate: bool) -> dict[str, Any]:
     """Return what is predicted of a row, or why it cannot be."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        return as_data(_predict({**flags, **row}, profile, simulate))
+        return as_data(_predict({**flags, **row}, start, simulate))
     except QuintschedError as error:
         return {"error": str(error)}
 
 
-def _predict(given: Mapping[str, Any], profile: Path | None, simulate: bool) -> Prediction:
+def _predict(given: Mapping[str, Any], start: Start | None, simulate: bool) -> Prediction:
+    from quintsched.cli.strategies.measured import measured_profile
     from quintsched.descriptions.rows import read_row
+    from quintsched.prediction.profiled.predict import predict_from_profile
     from quintsched.prediction.step import predict
 
     if isinstance(given.get("hardware"), str):
         calibrate_first(given["hardware"])
     row = read_row(given)
+    if start is not None:
+        return predict_from_profile(row.model, row.hardware, row.strategy, measured_profile(*start, given))
     return predict(row.model, row.hardware, row.strategy)

@@ -43,6 +43,10 @@ def _as_many_as_ranks(pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> An
     return np.minimum(pp, microbatches) * chunks
 
 
+def _twice_as_many_as_ranks(pp: Any) -> Any:
+    return 2 * pp
+
+
 def _zb_h2(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
     return np.minimum(2 * pp - 1, microbatches)
 
@@ -86,6 +90,10 @@ _FORMS: Mapping[str, Form] = MappingProxyType(
         "dualpipe-v": _dualpipe_v,
     }
 )
+_FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {"v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
+)
+"""Ranks of the pipeline → microbatches of the first stage in flight, where several chunks are not twice the ranks."""
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 """Schedules whose last stage has all its forwards before its first backward."""
 
@@ -111,6 +119,15 @@ def _of_orders(schedule: str, *shape: Any) -> Any:
     rows = np.stack([pp.ravel(), microbatches.ravel(), chunks.ravel(), rank.ravel()], axis=1).tolist()
     held = [peak_activations(schedule, p, m, v)[r] / v for p, m, v, r in rows]
     return np.reshape(held, pp.shape)
+
+
+def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -> Any:
+    """Return the microbatches of the first stage that its rank holds at its fullest: those that the embedding keeps."""
+    found = find_schedule(schedule)
+    if found.max_chunks == 1:
+        return in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=0) * (1 + found.bidirectional)
+    most = _FIRST_STAGE.get(found.name, _twice_as_many_as_ranks)(pp)
+    return microbatches if found.name in KEEPS_LOGITS else np.minimum(most, microbatches)
 
 
 def logits_in_flight(schedule: str, *, microbatches: Any) -> Any:

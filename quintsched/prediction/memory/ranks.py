@@ -19,7 +19,7 @@ from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS
 from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.activations import Sizes
-from quintsched.prediction.memory.in_flight import in_flight, logits_in_flight
+from quintsched.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.prediction.memory.terms import Mesh, Ranks, memory_terms
 from quintsched.prediction.stages import Kinds
 
@@ -74,7 +74,7 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
 
 
 def _ranks(table: Table, kinds: Kinds) -> Ranks:
-    flight, logits = np.zeros(kinds.dense.shape), np.zeros((len(kinds.dense), 1))
+    flight, (first, logits) = np.zeros(kinds.dense.shape), np.zeros((2, len(kinds.dense), 1))
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(np.asarray(table.schedule) == code)
         if len(rows):
@@ -84,6 +84,7 @@ def _ranks(table: Table, kinds: Kinds) -> Ranks:
             flight[rows] = in_flight(
                 schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=kinds.rank[rows].astype(np.int64)
             )
+            first[rows] = first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks)
             logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
     return Ranks(
         dense=kinds.dense,
@@ -93,5 +94,6 @@ def _ranks(table: Table, kinds: Kinds) -> Ranks:
         first=kinds.first,
         last=kinds.last,
         in_flight=flight,
+        first_in_flight=first,
         logits_in_flight=logits,
     )

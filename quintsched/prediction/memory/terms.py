@@ -51,6 +51,8 @@ class Ranks:
     """1 with the head."""
     in_flight: Any
     """Microbatches whose activations they hold; see `in_flight`."""
+    first_in_flight: Any
+    """Microbatches of the first stage."""
     logits_in_flight: Any
     """Microbatches whose logits the last one holds."""
 
@@ -105,7 +107,7 @@ def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
     """Return what is in flight, by kind."""
     kept = _kept(model, sizes, mesh, ranks)
     found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
-    found["activations_embedding"] = ranks.first * ranks.in_flight * embedding_kept(model, sizes)
+    found["activations_embedding"] = ranks.first * ranks.first_in_flight * embedding_kept(model, sizes)
     behind, logits = head_kept(model, sizes), ranks.logits_in_flight
     found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
     return found | {"logits": ranks.last * logits * behind["logits"]}
@@ -132,7 +134,7 @@ def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any
 def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
     """Return what a backward needs besides: what is recomputed, and gradients of the widest activations.
 
-    Of one block at a time, or of logits.
+    Of one block at a time, or of logits, whose gradient is made in place and then rounded to the model's precision.
     """
     found: Any = 0.0
     for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
@@ -144,7 +146,7 @@ def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
         wide = np.maximum(kept["ffn"] + kept["experts"], scores) / 2 + block_input(model, sizes)
         found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
     logits = head_kept(model, sizes)["logits"]
-    return np.maximum(found, ranks.last * logits * (1 + np.asarray(sizes.element) / FP32))
+    return np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
 
 
 def _can_recompute_scores(model: Model) -> bool:

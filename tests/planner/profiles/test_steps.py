@@ -13,7 +13,8 @@ from quintsched.descriptions.library import find_hardware, find_model
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.prediction.from_profile import measured_hardware, predict_from_profile, work_s
+from quintsched.prediction.profiled.hardware import measured_hardware, work_s
+from quintsched.prediction.profiled.predict import predict_from_profile
 from quintsched.prediction.step import predict
 from quintsched.profiles.kineto import from_trace, kind_of, read_kineto
 from quintsched.profiles.profile import MeasuredStep, Profile

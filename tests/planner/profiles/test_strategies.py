@@ -10,7 +10,7 @@ from quintsched.descriptions.library import find_hardware
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import MisfitError, UsageError
-from quintsched.prediction.from_profile import predict_from_profile
+from quintsched.prediction.profiled.predict import predict_from_profile
 from quintsched.profiles.aceso import read_folder
 from quintsched.profiles.layout import even_layout
 from quintsched.profiles.profile import Profile

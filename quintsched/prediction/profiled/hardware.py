@@ -1,11 +1,11 @@
-"""Predictions from what was measured, in place of the datasheet's rates.
+"""Hardware with the rates that a measured step shows, in place of the datasheet's.
 
-    a profile of operators ──▶ stages composed of them                         ──▶ Prediction
-    a profile of a step    ──▶ hardware with the rates that the step shows ──▶ `step.predict` ──▶ Prediction
+    seconds of products, passes, communication ──┐
+                                                 ├──▶ how many times as long ──▶ hardware that is so much slower
+    what `operators` and `efficiency` expect ────┘
 
-The rates of a step: what its products, its passes over memory and its communication took, relative to what the model
-of `operators` and `efficiency` says they take, at the strategy under which the step was measured. The model says how
-that changes with the strategy, the sizes and the number of nodes.
+Both are of the strategy under which the step was measured. The model says how they change with the strategy, the sizes
+and the number of nodes.
 """
 
 from __future__ import annotations
@@ -20,31 +20,16 @@ from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
 from quintsched.prediction import operators
-from quintsched.prediction.efficiency import CONSTANTS, Constants, operator_times, peak
+from quintsched.prediction.efficiency import CONSTANTS, Constants, operator_times
 from quintsched.prediction.operators import Operator, Pass
 from quintsched.prediction.stages import has_experts
-from quintsched.prediction.step import Prediction, model_flops, predict
-from quintsched.prediction.table import Table, resolved, sizes_of
-from quintsched.profiles.compose import Composed, compose
-from quintsched.profiles.layout import even_layout
+from quintsched.prediction.step import predict
+from quintsched.prediction.table import Table, sizes_of
 from quintsched.profiles.profile import MeasuredStep, Profile
-from quintsched.profiles.resize import resized
 
 ROUNDS = 4
 """How often rates are corrected: kernels' launches make times not quite proportional."""
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
-
-
-def predict_from_profile(
-    model: Model, hardware: Hardware, strategy: Strategy, profile: Profile, constants: Constants = CONSTANTS
-) -> Prediction:
-    """Return the time and memory of a strategy from a profile.
-
-    Raises `MisfitError` for what a profile of operators cannot place, `UsageError` for a profile without either.
-    """
-    if profile.operators:
-        return _composed(model, hardware, resolved(strategy), profile)
-    return predict(model, measured_hardware(hardware, profile, constants), strategy, constants)
 
 
 def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants = CONSTANTS) -> Hardware:
@@ -153,32 +138,3 @@ def _recomputed(model: Model, strategy: Strategy) -> float:
     stages = strategy.pp * (strategy.chunks or 1)
     counts = chosen if isinstance(chosen, tuple) else (chosen,) * stages
     return min(sum(counts) / model.layers, 1.0)
-
-
-def _composed(model: Model, hardware: Hardware, strategy: Strategy, profile: Profile) -> Prediction:
-    profile = resized(profile, model, strategy.seq)
-    found = compose(profile, even_layout(profile, strategy, model.layers, hardware.gpus_per_node))
-    memory = tuple(stage.peak for stage in found.memory)
-    tokens, step_s = strategy.batch * strategy.seq, found.step_s
-    flops = model_flops(model, strategy.seq) * strategy.batch
-    return Prediction(
-        model=model,
-        hardware=hardware,
-        strategy=strategy,
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        mfu=flops / step_s / strategy.gpus / peak(hardware, strategy.dtype),
-        fits=max(memory) <= hardware.memory_gb * 1e9 - hardware.reserved_gb * 1e9,
-        memory_bytes=max(memory),
-        memory_bytes_per_rank=memory,
-        breakdown_s=found.breakdown_s(),
-        breakdown_bytes=_bytes(found),
-    )
-
-
-def _bytes(found: Composed) -> dict[str, float]:
-    """Return what the fullest stage holds, by kind."""
-    fullest = max(found.memory, key=lambda stage: stage.peak)
-    if fullest.optimizer >= fullest.peak:
-        return {"state": fullest.optimizer, "waiting": 0.0, "backward": 0.0}
-    return {"state": fullest.state, "waiting": fullest.waiting, "backward": fullest.backward}
