@@ -41,9 +41,9 @@ class Measured(Description):
     all_reduce: dict[int, Curve] = Field(default_factory=dict)
     """A sum over that many ranks: bytes of the tensor per second, by bytes."""
     link_work: Curve | None = None
-    """On a CPU, what a message takes of the cores: bytes per second of both ends' CPU time together, by bytes."""
+    """On a CPU, what cores lose by a message, where many ranks compute: bytes per second of a core, by bytes."""
     all_reduce_work: dict[int, Curve] = Field(default_factory=dict)
-    """On a CPU, the same of a sum over that many ranks: bytes of the tensor per second of all ranks' CPU time."""
+    """The same by a sum over that many ranks: bytes of the tensor per second of a core."""
     kernel_s: float | None = None
     """What one operation takes however small it is."""
     cores: int | None = None

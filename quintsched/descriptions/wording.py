@@ -19,9 +19,11 @@ TERMS = {
     "pp": "pp communication",
     "dp": "dp communication",
     "bubble": "pipeline bubble",
+    "accumulate": "adding up gradients",
     "optimizer": "optimizer step",
+    "end": "end of the step",
 }
-"""Terms of time in words; others are shown by their names."""
+"""Terms of time in words; others, and those of memory, are shown by their names."""
 
 
 def strategy_name(strategy: Strategy) -> str:
@@ -63,6 +65,8 @@ def recompute_name(strategy: Strategy) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time with four digits that count, in s, ms or µs."""
+    if not seconds:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{digits(seconds / size)} {unit}"
@@ -86,5 +90,5 @@ def percent(share: float) -> str:
 
 
 def term_name(name: str) -> str:
-    """Return a term of time in words."""
-    return TERMS.get(name, name.replace("_", " "))
+    """Return a term of time or memory in words."""
+    return TERMS.get(name, name.replace("activations_", "activations: ", 1).replace("_", " "))

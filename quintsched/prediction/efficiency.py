@@ -55,6 +55,11 @@ BACKWARD_FLOPS = 2.5
 """Of fused attention's backward for each of the forward's: five products for two."""
 
 
+RING_PRODUCTS, RING_PASSES, RING_KERNELS = (2, 5), (13, 20), (14, 30)
+"""Of attention over the context axis on a CPU, which the runtime writes out: products of a step, forward and backward,
+passes over its scores, and operations in all."""
+
+
 @dataclass(frozen=True, eq=False)
 class Times:
     """Seconds of one operator, or a sum of several: forward, the two halves of the backward, and what selective
@@ -176,6 +181,12 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
         forward, backward = (
             np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
         )
+        if measured.cores is not None:
+            written = _written_ring_s(attention, hardware, dtype, constants)
+            forward, backward = (
+                np.where(attention.ring > 1, ours, fused)
+                for ours, fused in zip(written, (forward, backward), strict=True)
+            )
         zero = np.zeros_like(forward)
         return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
@@ -186,3 +197,22 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
     backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
     zero = np.zeros_like(forward)
     return Times(forward, backward, zero, forward if attention.selective else zero)
+
+
+def _written_ring_s(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> tuple[Array, Array]:
+    """Return the seconds of an attention in which keys pass by, written out: forward and backward.
+
+    A step of the ring has the scores of a rank's queries and the keys of one rank; those of other ranks are seen by
+    half of the queries, or half of them by all.
+    """
+    of_step = attention.batch * attention.rows**2
+    scores = of_step * (1 + (attention.ring - 1) / 2)
+    product = Product("ring", attention.rows, attention.rows, np.full_like(scores, attention.head), scores)
+    one_s = product_s(product, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
+    passing_s = 4.0 / memory_rate(4.0 * of_step, hardware, constants)
+    called_s = attention.ring * kernel_s(hardware)
+    forward, backward = (
+        products * 2.0 * attention.head * scores * one_s + passes * scores * passing_s + kernels * called_s
+        for products, passes, kernels in zip(RING_PRODUCTS, RING_PASSES, RING_KERNELS, strict=True)
+    )
+    return forward, backward

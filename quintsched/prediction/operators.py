@@ -75,9 +75,15 @@ class Attention:
     head: int
     """Size of a head."""
     length: Array
-    """How many keys a query sees, on average."""
+    """How many keys a query sees in one call, on average: the ring of cp brings some at a time."""
     kernel: str
     """As `Model.attention` names it."""
+    batch: Array
+    """Samples times heads."""
+    rows: Array
+    """Queries of a sample here."""
+    ring: Array
+    """Ranks of the context axis, which the keys pass by."""
     selective: bool = True
 
 
@@ -202,7 +208,8 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
     scores = batch * rows * columns
     if model.attention != "unfused":
         seen = 0.5 if model.causal else 1.0
-        return (Attention("attention", 2 * scores * (head + values) * seen, head, columns * seen, model.attention),)
+        flops, length = 2 * scores * (head + values) * seen, columns * seen / sizes.cp
+        return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
     passes = Pass("softmax", scores * 2 * width, scores * 3 * width, selective=True)
     dropped = scores * (2 * width + 1)

@@ -19,10 +19,10 @@ from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
 from quintsched.prediction.collectives import message_s, overlap, ring_s
 from quintsched.prediction.columns import Table
-from quintsched.prediction.efficiency import Constants, memory_rate
+from quintsched.prediction.efficiency import Constants, curve_rate, memory_rate
 from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
-from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shares_cores, stepped_s
+from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shared_sums_s, shares_cores, stepped_s
 from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.prediction.step_pipeline import Rows, StageTimes, spans
 
@@ -32,6 +32,8 @@ STEP_BYTES = 66.0
 """Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
 the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
 and writes three of them (28); the master is rounded into the weight (6)."""
+ADAM_BYTES = 28.0
+"""What of them is Adam itself, which a calibration times."""
 
 
 def step_terms(
@@ -91,7 +93,8 @@ def step_terms(
     seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(summing - exposed, 0.0)
     seconds["optimizer"] = stepping.max(axis=1)
     if shares:
-        seconds["cores"] = np.maximum(cores_s(each, table, kinds, hardware) - makespan, 0.0)
+        seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, _widths(table)) - makespan, 0.0)
+        seconds["sums"] = shared_sums_s(table, hardware, constants)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
 
 
@@ -214,7 +217,12 @@ def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants
     """Return the optimizer's step, bound by memory; ZeRO shares it out over the replicas."""
     shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
     expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
-    moved = STEP_BYTES * (each.weights / shards + each.expert_weights / expert_shards)
+    numbers = each.weights / shards + each.expert_weights / expert_shards
+    if hardware.measured is not None and hardware.measured.optimizer is not None:
+        around = (STEP_BYTES - ADAM_BYTES) * numbers
+        stepped = numbers / curve_rate(hardware.measured.optimizer, numbers)
+        return stepped + around / memory_rate(around, hardware, constants)
+    moved = STEP_BYTES * numbers
     return moved / memory_rate(moved, hardware, constants)
 
 

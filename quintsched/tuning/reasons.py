@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quintsched.descriptions.wording import percent, term_name
 from quintsched.prediction.step import Prediction
+from quintsched.tuning.explain import binding_term
 from quintsched.tuning.tune import Tuning
 
 BINDING = 0.9
@@ -21,10 +22,10 @@ def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
     lost = ", ".join(f"{term_name(name)} {percent(value / best.step_s)}" for value, name in costly)
     yield f"why: {percent(computes)} of the best step computes{f'; the rest is {lost}' if lost else ''}"
     used = best.memory_bytes / (found.hardware.memory_gb * 1e9)
-    largest = max(best.breakdown_bytes.items(), key=lambda term: term[1])
+    kind, held = binding_term(best)
     binds = "memory binds" if used > BINDING else "memory does not bind"
-    share = percent(largest[1] / best.memory_bytes)
-    yield f"{binds}: the fullest rank uses {percent(used)} of what it has, {share} of it {largest[0].replace('_', ' ')}"
+    share = percent(held / best.memory_bytes)
+    yield f"{binds}: the fullest rank uses {percent(used)} of what it has, {share} of it {kind}"
     if len(predictions) > 1:
         yield _difference(best, predictions[1])
 

@@ -140,7 +140,7 @@ def _layer(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], 
 
 def _attention(dtype: torch.dtype, device: torch.device, length: int) -> Callable[[], object]:
     heads = _in_turn(lambda: _heads(dtype, device, length))
-    return lambda: F.scaled_dot_product_attention(*next(heads), is_causal=True)
+    return lambda: _attend(next(heads))
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device, length: int) -> Callable[[], object]:
@@ -148,7 +148,7 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, length: int) -
 
     def make() -> tuple[Tensor, Tensor]:
         heads = _heads(dtype, device, length).requires_grad_()
-        return heads, F.scaled_dot_product_attention(*heads, is_causal=True)
+        return heads, _attend(heads)
 
     turns = cycle([make() for _ in range(4)])
     gradient = torch.ones(1, HEADS, length, HEAD_SIZE, device=device, dtype=dtype)
@@ -158,6 +158,11 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, length: int) -
         torch.autograd.grad(mixed, heads, gradient, retain_graph=True)
 
     return run
+
+
+def _attend(heads: Tensor) -> Tensor:
+    query, key, value = heads
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def _heads(dtype: torch.dtype, device: torch.device, length: int) -> Tensor:

@@ -171,3 +171,10 @@ def test_a_job_and_its_plan(cli, root, tmp_path) -> None:
     found = cli("predict", "plan.json", "job.yaml", "--hardware", "l4", "--zero", "0", "--json").data["strategy"]
     assert (found["pp"], found["schedule"], found["recompute"], found["seq"]) == (4, "gpipe", "full", 17)
     assert sum(found["stages"]) == 6
+
+
+def test_its_plan_in_the_simulator(cli, refused) -> None:
+    found = cli("predict", *flags(INTERLEAVED), "--simulate", "--json").data
+    assert found["simulated_step_s"] == pytest.approx(found["step_s"], rel=0.01)
+    assert "by its plan, event by event" in cli("predict", *flags(INTERLEAVED), "--simulate").out
+    assert "leave out one" in refused(2, "predict", *flags(INTERLEAVED), "--simulate", "--profile", "x.json")

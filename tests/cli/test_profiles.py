@@ -56,7 +56,12 @@ def test_a_trace_of_ours_needs_its_plan(cli, refused, tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("at", "said"),
-    [("dp", "cannot read 'dp'"), ("db=1", "cannot read 'db=1'"), ("dp=x", "give a whole number"), ("batch=0", "batch")],
+    [
+        ("dp", "cannot read 'dp'"),
+        ("db=1", "unknown key 'db'; did you mean 'dp'"),
+        ("dp=x", "give a whole number"),
+        ("batch=0", "batch"),
+    ],
 )
 def test_nonsense_is_refused(refused, tiny, at, said):
     trace = ("--profile", str(DATA / "kineto_cpu_step.json"), "--profile-at", at)

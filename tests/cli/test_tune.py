@@ -120,3 +120,46 @@ def test_what_a_search_needs(refused) -> None:
 def test_where_nothing_fits_the_exit_code_says_so(refused) -> None:
     words = refused(3, "tune", "--model", "gpt3-175b", "--hardware", "l4", "--gpus", "8", "--batch", "8")
     assert "fits" in words
+
+
+def test_why_another_strategy_lost(cli, refused) -> None:
+    lines = cli("tune", *FEW, "--explain", "tp=8,microbatch=1").out.splitlines()
+    assert any(" slower than the best: " in line for line in lines)
+    data = cli("tune", *FEW, "--explain", "tp=1,pp=1,recompute=none", "--json").data["explanation"]
+    assert data["fits"] is False
+    assert "does not fit" in data["reason"][0]
+    assert "smallest change" in data["reason"][1]
+    for text, words in {"tq=8": "unknown key 'tq'", "tp": "cannot read 'tp'", "tp=3": "tp=3 does not divide"}.items():
+        assert words in refused(2, "tune", *FEW, "--explain", text)
+
+
+def test_where_nothing_fits_the_smallest_change_is_named(refused) -> None:
+    words = refused(3, "tune", *SMALL, "--tp", "1", "--pp", "1", "--zero", "0", "--recompute", "none")
+    assert "pipeline rank 0 would hold" in words
+    assert "the smallest change that fits: " in words
+
+
+def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
+    found = cli("tune", *FEW, "--emit", tmp_path / "best", "--json").data
+    plan = qs.Plan.load(found["files"]["plan"])
+    assert plan.check().sound
+    assert plan.mesh.size == 16
+    assert found["files"]["job"] == str(tmp_path / "best" / "job.yaml")
+    assert "run it: quintsched run" in cli("tune", *FEW, "--emit", tmp_path / "best").out
+
+
+def test_a_certificate_is_written_once_it_is_checked(cli, refused, tmp_path) -> None:
+    from quintsched.tuning.certificate import load_certificate
+    from quintsched.tuning.checker import check_certificate
+
+    found = cli("tune", *SMALL, "--certificate", "cert.json", "--json").data
+    assert check_certificate(load_certificate(tmp_path / "cert.json")) == found["considered"]
+    (tmp_path / "model.json").write_text('{"like": "llama-2-7b"}')
+    settings = (*SMALL[2:], "--model", "model.json")
+    assert "reads this file" in refused(2, "tune", *settings, "--certificate", "model.json")
+
+
+def test_plans_take_as_long_in_the_simulator(cli) -> None:
+    for one in cli("tune", *FEW, "--top", "3", "--simulate", "--json").data["strategies"]:
+        assert one["simulated_step_s"] == pytest.approx(one["step_s"], rel=0.01)
+    assert "simulated" in cli("tune", *FEW, "--top", "1", "--simulate").out

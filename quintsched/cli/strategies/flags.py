@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, suggest
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,36 @@ def option_of(name: str) -> str:
 def read_flag(name: str, text: Any, several: bool = False) -> Any:
     """Return the value of a flag, or a list of values where several may be given; raises UsageError."""
     if name in SWITCHES:
-        return text
+        return text if isinstance(text, bool) else _truth(name, text)
     flag = FLAGS[name]
     if several and flag.has_choice:
         return [_number(name, part) if _looks_whole(part) or flag.is_number else part for part in _parts(name, text)]
     return _number(name, text) if flag.is_number else text
+
+
+def read_settings(option: str, text: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what "dp=8,tp=4,recompute=full" says, as a row; several numbers of one key are joined: recompute=1+0+0.
+
+    `others` are keys that are no flags, whose values are text.
+    """
+    found: dict[str, Any] = {}
+    known = (*FLAGS, "sequence_parallel", *others)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = name.replace("-", "_")
+        if name not in known:
+            raise UsageError(f"{option}: unknown key {name!r}{suggest(name, known)}")
+        if not equals or not value:
+            raise UsageError(f"{option}: cannot read {part!r} in {text!r}; write it like dp=8,tp=4,recompute=full")
+        found[name] = value if name in others else read_flag(name, value.replace("+", ","))
+    return found
+
+
+def _truth(name: str, value: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if value.lower() not in words:
+        raise UsageError(f"{name} is {value!r}; give true or false")
+    return words[value.lower()]
 
 
 def _parts(name: str, text: str) -> list[str]:

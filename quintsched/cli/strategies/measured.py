@@ -10,12 +10,15 @@ predict … --profile traces/ --profile-at plan=plan.json,pp=2         a trace o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from quintsched.cli.output import read_plan
-from quintsched.cli.strategies.flags import FLAGS, read_flag
-from quintsched.errors import UsageError, suggest
+from quintsched.cli.strategies.flags import read_settings
+from quintsched.errors import UsageError
 
 if TYPE_CHECKING:
     from quintsched.profiles.profile import Profile
@@ -24,32 +27,38 @@ PLAN = "plan"
 AXES = ("gpus", "dp", "tp", "pp", "cp", "ep")
 """Where one of these is given, the others are found anew."""
 
-
-def measured_profile(path: Path, at: str | None, row: Mapping[str, Any]) -> Profile:
-    """Return the profile of a file or folder; raises `UsageError` for `--profile-at` that cannot be read."""
-    from quintsched.descriptions.rows import read_row
-    from quintsched.profiles.reading import Measured, read_profile
-
-    changed = _changes(at or "")
-    plan = changed.pop(PLAN, None)
-    kept = {name: value for name, value in row.items() if name not in AXES} if changed.keys() & set(AXES) else row
-    taken = read_row({**kept, **changed})
-    return read_profile(path, Measured(taken.model, taken.strategy, read_plan(str(plan)) if plan else None))
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE|DIR", help="What was measured, in place of the datasheet's rates."),
+]
+ProfileAt = Annotated[
+    str | None,
+    typer.Option("--profile-at", metavar="dp=1,batch=8,…", help="Under what a trace was taken, where flags differ."),
+]
 
 
-def _changes(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = part.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or name not in (*FLAGS, "sequence_parallel", PLAN):
-            known = suggest(name, (*FLAGS, PLAN))
-            raise UsageError(f"--profile-at: cannot read {part!r}; write dp=1,batch=8{known}")
-        found[name] = _value(name, value.strip())
-    return found
+@dataclass(frozen=True)
+class MeasuredStart:
+    """What was measured, and under what."""
 
+    path: Path
+    changes: Mapping[str, Any]
+    """Of the row, when a trace was taken."""
 
-def _value(name: str, text: str) -> Any:
-    if name == "sequence_parallel":
-        return text.lower() in ("true", "1", "yes")
-    return text if name == PLAN else read_flag(name, text)
+    @classmethod
+    def of(cls, path: Path | None, at: str | None) -> MeasuredStart | None:
+        """Return what the two options say; raises `UsageError` where they cannot be read, or the first is missing."""
+        if path is None and at is not None:
+            raise UsageError("--profile-at says under what --profile was taken; give that too")
+        return None if path is None else cls(path, read_settings("--profile-at", at or "", (PLAN,)))
+
+    def profile(self, row: Mapping[str, Any]) -> Profile:
+        """Return the profile of the file or folder, for a row of flags."""
+        from quintsched.descriptions.rows import read_row
+        from quintsched.profiles.reading import Measured, read_profile
+
+        changed = dict(self.changes)
+        plan = changed.pop(PLAN, None)
+        kept = {name: value for name, value in row.items() if name not in AXES} if changed.keys() & set(AXES) else row
+        taken = read_row({**kept, **changed})
+        return read_profile(self.path, Measured(taken.model, taken.strategy, read_plan(str(plan)) if plan else None))

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quintsched.cli.calibrate import calibrate_first
-from quintsched.cli.output import AsJson, emit, refuse_input, say
+from quintsched.cli.output import AsJson, emit, say
 from quintsched.cli.strategies.flags import taking_flags
+from quintsched.cli.strategies.measured import MeasuredStart, ProfileAt, ProfileFile
 from quintsched.cli.strategies.report import as_data, describe
 from quintsched.errors import InputError, QuintschedError, UsageError
 
@@ -28,23 +29,13 @@ MOST_BYTES = 2**26
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="[[PLAN] JOB]", help="A job file, and before it a plan file if wanted.")
 ]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE|DIR", help="What was measured, in place of the datasheet's rates."),
-]
-ProfileAt = Annotated[
-    str | None,
-    typer.Option("--profile-at", metavar="dp=1,batch=8,…", help="Under what a trace was taken, where flags differ."),
+Simulated = Annotated[
+    bool, typer.Option("--simulate", help="Time the real plan in the event simulator too, with the same costs.")
 ]
 RowsFile = Annotated[
     Path | None,
     typer.Option("--rows", metavar="FILE.json", help="Many strategies: a list of objects whose keys are the flags."),
 ]
-Simulated = Annotated[
-    bool, typer.Option("--simulate", help="Time the real plan in the event simulator, with the same costs.")
-]
-Start = tuple[Path, str | None]
-"""A profile, and under what it was taken."""
 
 
 @taking_flags()
@@ -62,24 +53,24 @@ def predict(
     By flags, from a job file (and its plan), or many at once from a file of rows, for which flags are what a row
     leaves out.
     """
-    refuse_input(None, rows, profile)
-    if profile_at is not None and profile is None:
-        raise UsageError("--profile-at says under what --profile was taken; give that too")
-    start = (profile, profile_at) if profile is not None else None
-    if rows is not None:
-        if files:
-            raise UsageError("--rows takes the place of a job file; leave out one of them")
-        emit([_answer(row, flags, start, simulate) for row in read_rows(rows)])
-        return
+    if rows is not None and files:
+        raise UsageError("--rows takes the place of a job file; leave out one of them")
     if files:
         from quintsched.cli.strategies.jobs import row_of_job
 
         flags = row_of_job(files) | flags
-    found = _predict(flags, start, simulate)
+    if simulate and profile is not None:
+        raise UsageError("--simulate times a plan by the model's own costs, not by those of --profile; leave out one")
+    start = MeasuredStart.of(profile, profile_at)
+    if rows is not None:
+        emit([_answer(row, flags, start, simulate) for row in read_rows(rows)])
+        return
+    found = _predict(flags, start)
+    simulated_s = simulated(found) if simulate else None
     if as_json:
-        emit(as_data(found))
+        emit(as_data(found, simulated_s))
     else:
-        say(describe(found))
+        say(describe(found, simulated_s))
 
 
 def read_rows(file: Path) -> list[Any]:
@@ -97,18 +88,18 @@ def read_rows(file: Path) -> list[Any]:
     return found
 
 
-def _answer(row: Any, flags: Mapping[str, Any], start: Start | None, simulate: bool) -> dict[str, Any]:
+def _answer(row: Any, flags: Mapping[str, Any], start: MeasuredStart | None, simulate: bool) -> dict[str, Any]:
     """Return what is predicted of a row, or why it cannot be."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        return as_data(_predict({**flags, **row}, start, simulate))
+        found = _predict({**flags, **row}, start)
+        return as_data(found, simulated(found) if simulate else None)
     except QuintschedError as error:
         return {"error": str(error)}
 
 
-def _predict(given: Mapping[str, Any], start: Start | None, simulate: bool) -> Prediction:
-    from quintsched.cli.strategies.measured import measured_profile
+def _predict(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
     from quintsched.descriptions.rows import read_row
     from quintsched.prediction.profiled.predict import predict_from_profile
     from quintsched.prediction.step import predict
@@ -116,6 +107,13 @@ def _predict(given: Mapping[str, Any], start: Start | None, simulate: bool) -> P
     if isinstance(given.get("hardware"), str):
         calibrate_first(given["hardware"])
     row = read_row(given)
-    if start is not None:
-        return predict_from_profile(row.model, row.hardware, row.strategy, measured_profile(*start, given))
-    return predict(row.model, row.hardware, row.strategy)
+    if start is None:
+        return predict(row.model, row.hardware, row.strategy)
+    return predict_from_profile(row.model, row.hardware, row.strategy, start.profile(given))
+
+
+def simulated(found: Prediction) -> float:
+    """Return the seconds of a step by the strategy's plan."""
+    from quintsched.prediction.simulated import simulated_step_s
+
+    return simulated_step_s(found.model, found.hardware, found.strategy)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 HIDDEN = "_hidden"
 
 
-def describe(found: Prediction) -> Iterator[str]:
+def describe(found: Prediction, simulated_s: float | None = None) -> Iterator[str]:
     """Yield the lines of one prediction."""
     from quintsched.descriptions.wording import duration, gigabytes, strategy_name
     from quintsched.text.listing import table
@@ -27,6 +27,11 @@ def describe(found: Prediction) -> Iterator[str]:
         ("MFU", percent(found.mfu), "of the peak, by the model's own operations"),
         ("memory", f"{gigabytes(found.memory_bytes)} GB", f"on the fullest rank, of {capacity:g} GB: {verdict}"),
     ]
+    if simulated_s is not None:
+        error = f"{100 * (found.step_s / simulated_s - 1):+.2f} %"
+        rows.insert(
+            1, ("simulated", duration(simulated_s), f"by its plan, event by event; the step above is {error} off")
+        )
     yield from table(("", "", ""), rows)[1:]
     yield ""
     yield from table(("time", "waited for", "share", "hidden"), _times(found.breakdown_s, found.step_s))
@@ -34,13 +39,14 @@ def describe(found: Prediction) -> Iterator[str]:
     yield from table(("memory of the fullest rank", "GB", "share"), _bytes(found.breakdown_bytes, found.memory_bytes))
 
 
-def as_data(found: Prediction) -> dict[str, Any]:
-    """Return a prediction as plain data."""
+def as_data(found: Prediction, simulated_s: float | None = None) -> dict[str, Any]:
+    """Return a prediction as plain data, with the time of its plan in the simulator, where that was asked for."""
     return {
         "model": found.model.name,
         "hardware": found.hardware.name,
         "strategy": found.strategy.model_dump(mode="json", exclude_none=True),
         "step_s": found.step_s,
+        **({} if simulated_s is None else {"simulated_step_s": simulated_s}),
         "tokens_per_s": found.tokens_per_s,
         "mfu": found.mfu,
         "fits": found.fits,
@@ -65,8 +71,8 @@ def _times(terms: Mapping[str, float], step_s: float) -> Iterator[tuple[str, ...
 
 
 def _bytes(terms: Mapping[str, float], total: float) -> Iterator[tuple[str, ...]]:
-    from quintsched.descriptions.wording import gigabytes
+    from quintsched.descriptions.wording import gigabytes, term_name
 
     for name, held in terms.items():
         if held:
-            yield name.replace("_", " "), gigabytes(held), percent(held / total)
+            yield term_name(name), gigabytes(held), percent(held / total)

@@ -18,24 +18,40 @@ import typer
 from quintsched.cli.calibrate import calibrate_first
 from quintsched.cli.output import AsJson, emit, percent, refuse_input, say
 from quintsched.cli.pictures import PAGE, PICTURES, draw_tuning, picture_path
-from quintsched.cli.strategies.flags import CHOSEN, taking_flags
+from quintsched.cli.strategies.flags import CHOSEN, read_settings, taking_flags
+from quintsched.cli.strategies.measured import MeasuredStart, ProfileAt, ProfileFile
+from quintsched.cli.strategies.predict import Simulated, simulated
 from quintsched.cli.strategies.report import as_data
 from quintsched.errors import MisfitError, UsageError
 
 if TYPE_CHECKING:
     from quintsched.prediction.step import Prediction
+    from quintsched.tuning.emit import Emitted as Files
+    from quintsched.tuning.explain import Explanation
     from quintsched.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
 """Flags that say what is searched; the others say what of it is fixed."""
 
-FRONT_SHOWN = 2.0
+FRONT_SHOWN = 1.5
 """People see the front up to so many times the best time."""
 
 Picture = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg, .html.")
 ]
 Top = Annotated[int, typer.Option("--top", metavar="K", min=1, max=1000, help="How many are ranked.")]
+CertificateFile = Annotated[
+    Path | None,
+    typer.Option("--certificate", metavar="FILE", help="Write what was left out and why, checked without searching."),
+]
+Explained = Annotated[
+    str | None,
+    typer.Option("--explain", metavar="dp=16,tp=8,…", help="Say why this strategy is not the best, or does not fit."),
+]
+Emitted = Annotated[
+    Path | None,
+    typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file there."),
+]
 Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Evaluate everything; the result is the same.")]
 
 
@@ -44,7 +60,13 @@ def tune(
     flags: dict[str, Any],
     top: Top = 10,
     output: Picture = None,
+    profile: ProfileFile = None,
+    profile_at: ProfileAt = None,
+    explain: Explained = None,
+    directory: Emitted = None,
+    certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
+    simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest strategies that fit a model and a cluster.
@@ -54,27 +76,40 @@ def tune(
     for name in ("gpus", "batch"):
         if name not in flags:
             raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
-    refuse_input(output, flags.get("model"), flags.get("hardware"))
+    for written in (output, certificate):
+        refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
-    found = _search(flags, top, exhaustive)
+    found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at))
+    if certificate is not None:
+        _certify(found, certificate)
+    explanation = None if explain is None else _explain(found, explain)
     if not found.best:
-        raise MisfitError(f"no strategy fits {found.hardware.name} with {found.hardware.memory_gb:g} GB")
-    predictions = _predictions(found)
+        raise MisfitError("\n".join(_why_nothing_fits(found, explanation)))
     if path is not None:
         draw_tuning(found, path)
+    predictions = _predictions(found)
+    simulations = [simulated(prediction) if simulate else None for prediction in predictions]
+    files = None if directory is None else _emit(found, directory)
     if as_json:
-        emit(_as_data(found, predictions))
-    else:
-        say(_describe(found, predictions))
+        emit(_as_data(found, predictions, simulations) | _more_data(explanation, files))
+        return
+    say(_describe(found, predictions, simulations))
+    if explanation is not None:
+        say(["", *explanation.lines])
+    if files is not None:
+        say(["", f"run it: quintsched run {files.plan} {files.job}", *(f"  {line}" for line in files.notes)])
 
 
-def _search(flags: Mapping[str, Any], top: int, exhaustive: bool) -> Tuning:
+def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: MeasuredStart | None) -> Tuning:
     from quintsched.descriptions.rows import find_parts, longest_sequence
+    from quintsched.prediction.profiled.hardware import measured_hardware
     from quintsched.tuning.tune import tune
 
     if isinstance(flags.get("hardware"), str):
         calibrate_first(flags["hardware"])
     model, hardware = find_parts(flags)
+    if start is not None:
+        hardware = measured_hardware(hardware, start.profile({name: flags[name] for name in WHERE if name in flags}))
     fixed = {name: value for name, value in flags.items() if name not in WHERE}
     with _progress() as progress:
         return tune(
@@ -110,13 +145,55 @@ def _progress() -> Iterator[Callable[[int, int, float], None] | None]:
         yield show
 
 
+def _certify(found: Tuning, file: Path) -> None:
+    """Write the certificate of a search, and have it checked; raises UnsoundError where it does not hold."""
+    from quintsched.tuning.certificate import certify
+    from quintsched.tuning.checker import check_certificate
+
+    certificate = certify(found)
+    check_certificate(certificate)
+    certificate.save(file)
+
+
+def _explain(found: Tuning, text: str) -> Explanation:
+    """Return why a strategy is not the best; what its text leaves out is what the search has."""
+    from quintsched.descriptions.rows import read_strategy
+    from quintsched.tuning.explain import explain
+
+    space = found.space
+    given = {"gpus": space.gpus, "batch": space.batch, "seq": space.seq, "dtype": space.choices.dtype[0]}
+    return explain(found, read_strategy(found.model, given | read_settings("--explain", text)))
+
+
+def _why_nothing_fits(found: Tuning, explanation: Explanation | None) -> Sequence[str]:
+    from quintsched.tuning.explain import misfit
+
+    return (explanation or misfit(found)).lines
+
+
+def _emit(found: Tuning, folder: Path) -> Files:
+    from quintsched.tuning.emit import emit
+
+    return emit(found.model, found.best[0].strategy, folder)
+
+
+def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
+    """Return as plain data what was asked for besides."""
+    more: dict[str, Any] = {}
+    if explanation is not None:
+        more["explanation"] = {**as_data(explanation.prediction), "reason": list(explanation.lines)}
+    if files is not None:
+        more["files"] = {"plan": str(files.plan), "job": str(files.job), "notes": list(files.notes)}
+    return more
+
+
 def _predictions(found: Tuning) -> list[Prediction]:
     from quintsched.prediction.step import predict
 
     return [predict(found.model, found.hardware, candidate.strategy) for candidate in found.best]
 
 
-def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]:
+def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> dict[str, Any]:
     from quintsched.tuning.reasons import reasons
 
     return {
@@ -128,7 +205,7 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]
         "considered": found.strategies,
         "evaluated": found.evaluated,
         "seconds": found.seconds,
-        "strategies": [as_data(prediction) for prediction in predictions],
+        "strategies": list(map(as_data, predictions, simulations)),
         "front": [
             {
                 "strategy": candidate.strategy.model_dump(mode="json", exclude_none=True),
@@ -141,7 +218,7 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction]) -> dict[str, Any]
     }
 
 
-def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
+def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> Iterator[str]:
     from quintsched.text.listing import table
     from quintsched.tuning.reasons import reasons
 
@@ -150,8 +227,9 @@ def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]
     yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {space.batch} samples of {space.seq} tokens"
     yield f"{count} strategies, of which {found.evaluated:,} were evaluated and none of the others can win"
     yield ""
-    rows = [(str(rank), *_row(prediction)) for rank, prediction in enumerate(predictions, start=1)]
-    yield from table(("", "step", "MFU", "GB", "strategy"), rows)
+    rows = [(str(rank + 1), *_row(predictions[rank], simulations[rank])) for rank in range(len(predictions))]
+    more = ("simulated",) if simulations[0] is not None else ()
+    yield from table(("", "step", *more, "MFU", "GB", "strategy"), rows)
     yield ""
     yield from reasons(found, predictions)
     smaller = [one for one in found.front if one.step_s <= FRONT_SHOWN * found.best[0].step_s][1:]
@@ -160,11 +238,12 @@ def _describe(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]
         yield from table(("slower, smaller", "GB", "strategy"), [_point(candidate) for candidate in smaller])
 
 
-def _row(prediction: Prediction) -> tuple[str, ...]:
+def _row(prediction: Prediction, simulated_s: float | None) -> tuple[str, ...]:
     from quintsched.descriptions.wording import duration, gigabytes, strategy_name
 
     held = gigabytes(prediction.memory_bytes)
-    return duration(prediction.step_s), percent(prediction.mfu), held, strategy_name(prediction.strategy)
+    more = () if simulated_s is None else (duration(simulated_s),)
+    return duration(prediction.step_s), *more, percent(prediction.mfu), held, strategy_name(prediction.strategy)
 
 
 def _point(candidate: Candidate) -> tuple[str, ...]:

@@ -44,9 +44,10 @@ def test_a_loser_is_slower_by_its_terms():
 
 
 def test_what_does_not_fit_says_which_rank_and_what_would():
-    small = hardware(1.5)
+    large = strategy(pp=2, dp=4, microbatch=4)
+    small = hardware(predict(MODEL, hardware(80), large).memory_bytes * 0.7 / 1e9)
     tuning = tune(MODEL, small, 8, 16, 512, top=1)
-    found = explain(tuning, strategy(pp=2, dp=4, microbatch=4))
+    found = explain(tuning, large)
     assert not found.prediction.fits
     assert found.rank == 0
     assert f"pipeline rank {found.rank} would hold" in found.lines[0]
@@ -58,7 +59,7 @@ def test_what_does_not_fit_says_which_rank_and_what_would():
 
 def test_the_smallest_change_is_one_of_a_switch_if_that_suffices():
     large = strategy(dp=8, microbatch=2)
-    held = predict(MODEL, LARGE, large).memory_bytes
+    held = predict(MODEL, hardware(80), large).memory_bytes
     change = smallest_change(MODEL, hardware(held * 0.98 / 1e9), large)
     assert change is not None
     assert change.strategy.model_copy(update={"zero": 0}) == predict(MODEL, LARGE, large).strategy.model_copy(
