@@ -70,7 +70,7 @@ def summing_s(model: Model, hardware: Hardware, strategy: Strategy, constants: C
     """Return how long replicas add up gradients where that begins after all backwards."""
     full = resolved(strategy)
     _, _, times = _stage_times(model, hardware, strategy, constants)
-    reduction = times.reduction[0].tolist()
+    reduction: list[float] = times.reduction[0].tolist()
     ranks = range(full.pp)
     return max(
         sum(reduction[stage] for stage in stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)))
