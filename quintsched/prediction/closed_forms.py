@@ -132,28 +132,56 @@ def _zigzag(s: Pipelines, both: Values, late: Values) -> Values:
     deepest = np.maximum(s.p + 1 - s.m, 0.0)
     again = np.where(deepest <= down, once - s.before(both, deepest) - 2 * s.c * deepest, 0.0)
     found = once + ending + np.where(s.m > 1, again, 0.0)
+    bottoms = [*_bottoms(s, both, late, ending)]
     for run, top, there in s.places():
-        above = s.before(both, top) + 2 * s.c * top
-        # Down to the last rank and up to this one; to and fro from here to a later one; down and up again.
+        # Down to a rank and up to this one; to and fro from here to a later one; down to a rank and up again.
         room = s.m - 1 - s.p + top
-        frame = 2 * once - above + ending
+        begins, ends = np.full_like(room, -np.inf), np.full_like(room, -np.inf)
+        for bottom, exists, begun, ended in bottoms[2 * run :]:
+            beside, possible = s.c * (bottom - top), exists & (bottom >= top)
+            up = s.before(back, bottom + 1) - s.before(back, top) + beside
+            on = s.before(s.f, bottom + 1) - s.before(s.f, top) + beside
+            begins = np.where(possible, np.maximum(begins, begun + up), begins)
+            ends = np.where(possible, np.maximum(ends, on + ended), ends)
         for last in range(run, len(s.ranks) if apart else run + 1):
-            bottoms = {id(one): one for one in ((top, s.end[last])[: 1 + apart] if last == run else (s.end[last],))}
-            for bottom in bottoms.values():
+            for bottom in (top, s.end[last])[: 1 + apart] if last == run else (s.end[last],):
                 stay = _stay(s, both, late, (run, last), (top, bottom), room)
                 if late.any():  # first one sweep of all ranks, whose turn is no less than theirs
                     swept = _stay(s, both, late, (run, last), (top, bottom), room - s.p, s.p)
                     stay = np.maximum(stay, np.where(room >= s.p, once + late[0] + swept, 0.0))
                 possible = there & (s.ranks[last] > 0) & (room >= 0)
-                found = np.where(possible, np.maximum(found, frame + stay), found)
+                found = np.where(possible, np.maximum(found, begins + stay + ends), found)
         found = np.where(there, np.maximum(found, _at_one_rank(s, both, late, run, top)), found)
     return found
+
+
+def _bottoms(
+    s: Pipelines, both: Values, late: Values, ending: Values
+) -> Iterator[tuple[Values, npt.NDArray[np.bool_], Values, Values]]:
+    """Yield (rank, whether there is one, begins, ends) for the ranks at which paths may turn first and last.
+
+    `begins`: from the first forward to this rank's turn, its warm-up forwards done at the slowest rank on the way.
+    `ends`: from its last turn to the end, the backwards that are left done likewise.
+    """
+    back, (slow_f, slow_b) = both - s.f, np.zeros((2, *s.c.shape))
+    for run, rank, there in s.places():
+        slow_f = np.where(there, np.maximum(slow_f, s.f[run]), slow_f)
+        slow_b = np.where(there, np.maximum(slow_b, (back + s.r + late)[run]), slow_b)
+        ahead, way = s.p - 1 - rank, s.c * rank
+        begins = s.before(s.f, rank + 1) + way + ahead * slow_f + s.r[run]
+        upward = s.before(back, rank + 1) + way + ahead * slow_b + np.where(ahead > 0, late[0], ending)
+        here = back[run] + ahead * (back + s.r)[run] + np.minimum(s.p, s.m) * late[run]
+        yield rank, there, begins, s.r[run] + np.maximum(upward, here)
 
 
 def _ending(s: Pipelines, back: Values, late: Values) -> Values:
     """Return what the weight halves left at the end take, beyond what is passed on the way up to the first rank."""
     deep = np.minimum(s.p, s.m) - 1
-    found: Values = np.maximum(late[0], (deep + 1) * s.at(late, deep) - s.before(back, deep) - s.c * deep)
+    found: Values = late[0]
+    if late.any():
+        for rank, there in ((deep, deep >= 0), *((rank, there) for _, rank, there in s.places())):
+            left = np.minimum(rank + 1, s.m) * s.at(late, rank)
+            found = np.where(there, np.maximum(found, left - s.before(back, rank) - s.c * rank), found)
     return found
 
 
@@ -249,19 +277,26 @@ class _Ring:
         return np.asarray(straight + np.maximum(around - own, 0.0))
 
     def laps(self, run: int, rank: Values) -> Values:
-        """Return what a way over the last rank takes longer than the rank's own warm-up."""
+        """Return what ways over the last rank take longer than a rank's own warm-up and cool-down.
+
+        With its first backward, or after a round of units there with a forward; at the end after a round there too.
+        """
         s, f, b, r = self.s, self.f, self.b, self.r
-        ahead, top, again = s.p - 1 - rank, rank == 0, r[run] + b[run]
+        ahead, top = s.p - 1 - rank, rank == 0
         down = s.before(f, s.p) - s.before(f, rank + 1) + s.c * ahead
         up = s.before(b, s.p) - s.before(b, rank + 1) + s.c * ahead
         forwards = np.minimum(2 * ahead, s.m * s.v - 1 - self.rounds * s.p)
         embedded = top * np.clip(forwards - s.p + 1, 0.0, s.p) * s.first.f
         back = down + up + s.of_last(r) + s.last.f + s.last.b - forwards * f[run] - r[run] - embedded
-        bottom = s.p * (s.of_last(f) + s.of_last(r) + s.of_last(b) + s.last.f + s.last.b)
-        begun = s.before(f, rank) + s.c * rank + np.where(top, 0.0, s.first.f)
-        skipped = (2 * s.p - 1) * f[run] + top * s.p * s.first.f + 2 * (rank + 1) * again
-        round_ = np.where(s.m > s.p, down + bottom + s.c + begun - skipped, 0.0)
-        return np.where(ahead > 0, np.maximum(np.maximum(back, round_), 0.0), 0.0)
+        bottom = s.p * (s.of_last(f) + s.of_last(r) + s.of_last(b) + s.last.f + s.last.b) + s.c
+        two, few = 2 * s.p - 1, 2 * (rank + 1)
+        to = s.before(f, rank) + s.c * rank - top * s.p * s.first.f
+        home = s.before(b, rank) + s.c * rank - top * s.p * s.first.b
+        begins = down + bottom + to - two * f[run] - few * (r[run] + b[run])
+        ends = up + bottom + home - two * b[run] - (two + 1) * r[run] - few * f[run]
+        lap = np.maximum(back, np.where(s.m > s.p, begins, 0.0))
+        last = np.where(s.m > 2 * s.p, ends, 0.0)
+        return np.where(ahead > 0, np.maximum(lap, 0.0) + np.maximum(last, 0.0), 0.0)
 
 
 def chunked(s: Pipelines, each: Values, first: Values, last: Values) -> Values:

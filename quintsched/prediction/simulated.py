@@ -15,22 +15,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.compiler import compile as compile_plan
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
-from quintsched.descriptions.placement import num_stages, resolved
+from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
-from quintsched.ir.mesh import Mesh
-from quintsched.plan import Plan
 from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import CONSTANTS, Constants
 from quintsched.prediction.memory.ranks import stage_terms
 from quintsched.prediction.pipeline import repetition
-from quintsched.prediction.stages import Kinds, recomputed_layers, stage_layers, stages_of_rank
+from quintsched.prediction.plans import num_stages, plan_of
+from quintsched.prediction.stages import Kinds, stages_of_rank
 from quintsched.prediction.step_pipeline import StageTimes
 from quintsched.prediction.table import distinct_blocks, distinct_stages, evaluate
 from quintsched.prediction.totals import stage_times
-from quintsched.schedules import find_schedule
 from quintsched.simulation.costs import Costs
 
 
@@ -78,26 +75,6 @@ def summing_s(model: Model, hardware: Hardware, strategy: Strategy, constants: C
     )
 
 
-def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -> Plan:
-    """Return the plan of a strategy, or of a step of fewer microbatches; raises `UsageError` where there is none."""
-    full = resolved(strategy)
-    layers = list(full.stages or stage_layers(model.layers, num_stages(full)))
-    again = recomputed_layers(layers, full.recompute)
-    every = [-(-count // number) if number else 0 for count, number in zip(layers, again, strict=True)]
-    twins = _twins(full)
-    sizes = {axis: getattr(full, axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
-    sharded = full.dp * full.cp * full.ep > 1
-    return compile_plan(
-        str(full.schedule),
-        mesh=Mesh(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "pp"}),
-        microbatches=microbatches or full.microbatches,
-        chunks=full.chunks,
-        stages=layers * twins,
-        recompute=every * twins,
-        zero=full.zero if sharded else 0,
-    )
-
-
 def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Costs:
     """Return what each stage of a strategy's plan takes, in seconds, and holds, in bytes."""
     table, stages, times = _stage_times(model, hardware, strategy, constants)
@@ -119,7 +96,7 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
         "activation": kept,
         "activation_checkpointed": kept,
     }
-    twins = _twins(strategy)
+    twins = num_stages(resolved(strategy)) // stages.dense.shape[1]  # of each piece of the model
     each_stage = {name: tuple(values[0].tolist()) * twins for name, values in columns.items()}
     return Costs.model_validate({"unit": "s", **each_stage})
 
@@ -130,8 +107,3 @@ def _stage_times(
     table = Table.of([strategy])
     stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table, constants)
     return table, stages, stage_times(model, hardware, table, blocks, stages, constants)
-
-
-def _twins(strategy: Strategy) -> int:
-    """How many stages of the plan are the same piece of the model."""
-    return 2 if find_schedule(str(resolved(strategy).schedule)).bidirectional else 1

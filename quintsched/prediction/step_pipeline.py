@@ -80,7 +80,8 @@ def spans(
         if not len(rows):
             continue
         s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
-        closed = alike & has_closed_form(schedule) | (table.pp[rows] * table.chunks[rows] == 1)
+        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
+        closed |= table.pp[rows] * table.chunks[rows] == 1
         ends = (_share(layer, reduction, each, rows) for layer in (blocks.first, blocks.last))
         found.exposed[rows] = exposed_reductions(schedule, s, reduction[rows].T, *ends)
         if closed.any():

@@ -16,19 +16,14 @@ from typing import Any
 
 import yaml
 
-from quintsched.compiler import compile
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
 from quintsched.descriptions.wording import strategy_name
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
-from quintsched.plan import Plan
-from quintsched.prediction.stages import stage_layers
-from quintsched.schedules.kit.registry import find_schedule
+from quintsched.prediction.plans import parallel, plan_of
 
-AXES = ("pp", "dp", "ep", "cp", "tp")
-"""As predictions lay them out: the ranks of tp are neighbours."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 OWN_MODEL = "my_model.py:build"
 OWN_DATA = "my_data.py:load"
@@ -55,19 +50,11 @@ def emit(model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
     except OSError as error:
         raise UsageError(f"{folder}: the directory cannot be made: {error.strerror or error}") from None
     strategy = resolved(strategy)
-    plan = make_plan(model, strategy)
+    plan = plan_of(model, strategy)
     written = Emitted(folder / "plan.json", folder / "job.yaml", tuple(notes(model, strategy)))
     plan.save(written.plan)
     write_whole(written.job, job_file(model, strategy), "the job file")
     return written
-
-
-def make_plan(model: Model, strategy: Strategy) -> Plan:
-    """Return the plan of a strategy, compiled and proved."""
-    settings = {name: value for name, value in parallel(model, strategy).items() if name != "sequence_parallel"}
-    stages = num_stages(strategy)
-    tied = {"embedding": (0, stages - 1)} if model.tied and stages > 1 else None
-    return compile(settings.pop("schedule"), tied=tied, **settings)
 
 
 def job_file(model: Model, strategy: Strategy) -> str:
@@ -90,29 +77,6 @@ def job_file(model: Model, strategy: Strategy) -> str:
     head = "".join(f"# {line}\n" for line in [*said, *notes(model, strategy)])
     sections = (yaml.safe_dump({section: job[section]}, sort_keys=False, width=110) for section in job)
     return head + "".join(sections)
-
-
-def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
-    """Return the job's section `parallel`, of a strategy that is resolved; what is usual is left out."""
-    mesh = ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(strategy, axis)) > 1)
-    found: dict[str, Any] = {
-        "mesh": mesh or "dp=1",
-        "schedule": strategy.schedule,
-        "microbatches": strategy.microbatches,
-    }
-    usual: dict[str, Any] = {
-        "chunks": None if strategy.chunks == find_schedule(str(strategy.schedule)).min_chunks else strategy.chunks,
-        "stages": _blocks_of_stages(model, strategy),
-        "zero": strategy.zero if strategy.zero and strategy.dp * strategy.cp * strategy.ep > 1 else None,
-        "recompute": _every(model, strategy),
-        "sequence_parallel": (strategy.sequence_parallel and strategy.tp > 1) or None,
-    }
-    return found | {name: value for name, value in usual.items() if value is not None}
-
-
-def num_stages(strategy: Strategy) -> int:
-    """Return how many stages a strategy's schedule has; twins count each."""
-    return len(find_schedule(str(strategy.schedule)).placed(strategy.pp, strategy.chunks))
 
 
 def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
@@ -178,31 +142,3 @@ def _data(model: Model, strategy: Strategy, *, own: bool) -> dict[str, Any]:
     if own:
         return {"name": OWN_DATA}
     return {"name": "digits"} if model.images else {"name": "text", "options": {"sequence": strategy.seq}}
-
-
-def _layers(model: Model, strategy: Strategy) -> tuple[int, ...]:
-    """Return the layers of each stage."""
-    return strategy.stages or stage_layers(model.layers, strategy.pp * (strategy.chunks or 1))
-
-
-def _blocks_of_stages(model: Model, strategy: Strategy) -> list[int] | None:
-    """Return the blocks of each stage: its layers, the embedding and the head; None for one stage, or with twins."""
-    if num_stages(strategy) == 1 or find_schedule(str(strategy.schedule)).bidirectional:
-        return None
-    blocks = list(_layers(model, strategy))
-    blocks[0] += 1
-    blocks[-1] += 1
-    return blocks
-
-
-def _every(model: Model, strategy: Strategy) -> int | list[int] | None:
-    """Return the job's `recompute`: k for every k-th block, the least that recomputes as many layers."""
-    asked = strategy.recompute
-    if asked in ("none", "selective", 0):
-        return None
-    if asked == "full":
-        return 1
-    layers = _layers(model, strategy)
-    numbers = asked if isinstance(asked, tuple) else (int(asked),) * len(layers)
-    every = [size // number if number else 0 for size, number in zip(layers, numbers, strict=True)]
-    return every[0] if len(set(every)) == 1 else every

@@ -8,7 +8,8 @@ from quintsched.descriptions.model import Experts, Images, Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
-from quintsched.tuning.emit import built_in, emit, job_file, make_plan
+from quintsched.prediction.plans import plan_of
+from quintsched.tuning.emit import built_in, emit, job_file
 
 GPT = Model(layers=6, hidden=64, heads=4, vocab=256, seq=64)
 
@@ -56,7 +57,7 @@ def test_the_files_say_the_strategy(tmp_path):
 
 def test_as_many_layers_are_recomputed_as_the_strategy_says_or_more():
     for number in range(7):
-        plan = make_plan(GPT, strategy(pp=1, gpus=2, schedule="1f1b", chunks=1, recompute=number))
+        plan = plan_of(GPT, strategy(pp=1, gpus=2, schedule="1f1b", chunks=1, recompute=number))
         every = plan.layout.recompute_every(0)
         again = sum(every > 0 and place % every == every - 1 for place in range(1, 7))
         assert number <= again <= max(number + 1, 0 if number < 4 else 6)
