@@ -121,8 +121,8 @@ def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
         fixed["sequence_parallel"] = job.parallel.sequence_parallel
     fixed["dtype"] = DTYPE_NAMES[job.runtime.precision]
     able = {"tp": _tensor_sizes(model, world), "cp": _context_sizes(job, model, world)}
-    wanted: dict[str, tuple[int, ...]] = dict(able)
-    wanted.update(job.parallel.auto.axes if job.parallel.auto else {})
+    axes = (job.parallel.auto or AutoConfig()).axes
+    wanted = {**able, **{str(axis): sizes for axis, sizes in axes.items()}}
     for axis, sizes in wanted.items():
         fixed[axis] = tuple(size for size in sizes if axis not in able or size in able[axis])
         if not fixed[axis]:
