@@ -1,6 +1,6 @@
 """Does what is predicted to be fastest on this machine, run fastest? Twelve strategies, predicted and run.
 
-    python benchmarks/predicted_steps.py [--rounds 12] [--hardware cpu.json] [--json]
+    python benchmarks/predicted_steps.py [--rounds 8] [--hardware cpu.json] [--json]
 
     calibrate ──▶ description of this machine ──▶ predicted seconds ─┐
                                                                      ├─ Kendall's τ, and what the choice costs
@@ -237,7 +237,7 @@ def table(predicted: Mapping[str, float], samples: Mapping[str, Sequence[tuple[f
 def main() -> int:
     """Predict, measure, print, and return whether a target was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8, choices=range(6, 101), metavar="N", help="6 to 100")
     parser.add_argument("--hardware", type=Path, help="a description by quintsched calibrate; default: made here")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
