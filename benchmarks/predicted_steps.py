@@ -40,13 +40,13 @@ import torch
 import torch.distributed as dist
 from paired import Interval, Target, median_interval
 
-import quintsched as qs
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.library import find_hardware
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
 from quintsched.descriptions.wording import strategy_name
+from quintsched.prediction.plans import plan_of
 from quintsched.prediction.step import predict
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
@@ -109,27 +109,11 @@ def _mesh(strategy: Strategy) -> tuple[int, ...]:
     return strategy.dp, strategy.tp, strategy.pp, strategy.cp
 
 
-def plan_of(strategy: Strategy) -> qs.Plan:
-    """Return the plan of a strategy, with as many layers on each stage as the prediction has."""
-    axes = {axis: getattr(strategy, axis) for axis in ("pp", "dp", "cp", "tp") if getattr(strategy, axis) > 1}
-    layers = [MODEL.layers // strategy.pp] * strategy.pp
-    layers[0] += 1
-    layers[-1] += 1
-    return qs.compile(
-        "1f1b",
-        mesh=axes,
-        microbatches=strategy.microbatches,
-        zero=strategy.zero,
-        recompute=1 if strategy.recompute == "full" else 0,
-        stages=layers,
-    )
-
-
 def engine_of(strategy: Strategy) -> Engine:
     """Return this rank's engine."""
     options = GPTOptions(hidden=MODEL.hidden, depth=MODEL.layers, heads=MODEL.heads)
     return Engine(
-        plan_of(strategy),
+        plan_of(MODEL, strategy),
         gpt(DataSpec(input_shape=(MODEL.seq,), num_classes=MODEL.vocab), options),
         cross_entropy_sum,
         partial(torch.optim.AdamW, lr=1e-4, foreach=True),
