@@ -108,7 +108,7 @@ def _latent(model: Model, sizes: Sizes) -> Any:
 def _scores(model: Model, sizes: Sizes) -> Any:
     """Of every pair of tokens, or, where scores are not materialised, of every token."""
     heads = _share(model.heads, sizes.tp)
-    if model.attention == "flash":
+    if model.attention != "unfused":
         return sizes.tokens * heads * FP32
     of_pair = 2 * sizes.element + 1 if model.dropout else sizes.element
     return sizes.tokens * sizes.seq * heads * of_pair
