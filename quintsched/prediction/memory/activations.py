@@ -53,14 +53,15 @@ class Sizes:
 
 
 def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False) -> dict[str, Any]:
-    """Return the bytes that a block keeps without recomputation, by kind (`KINDS`)."""
+    """Return the bytes that a block keeps without recomputation, by kind: those of `KINDS` that there are."""
     element, between = sizes.element, sizes.between
-    found = dict.fromkeys(KINDS, 0.0 * sizes.tokens)
-    found["tokens"] = between * element * model.hidden * 4  # inputs of both norms, and what they give
+    found = {
+        "tokens": between * element * model.hidden * 4,  # inputs of both norms, and what they give
+        "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
+        "scores": _scores(model, sizes),
+    }
     if model.dropout:
         found["masks"] = between * model.hidden * 2
-    found["attention"] = _latent(model, sizes) if model.latent else _attention(model, sizes)
-    found["scores"] = _scores(model, sizes)
     if has_experts:
         found["experts"], found["router"] = _experts(model, sizes)
     else:

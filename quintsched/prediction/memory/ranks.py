@@ -20,15 +20,30 @@ from quintsched.prediction.blocks import WIDTHS
 from quintsched.prediction.columns import Table
 from quintsched.prediction.memory.activations import Sizes
 from quintsched.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
+from quintsched.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.prediction.memory.terms import Mesh, Ranks, memory_terms
 from quintsched.prediction.stages import Kinds
 
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves."""
-    terms = memory_terms(model, *_cut(table), _ranks(table, kinds))
+    """Return the bytes of every kind of rank, (n, K), term by term, with what the hardware reserves.
+
+    On a CPU, which only this project's runtime is predicted for, activations and what ZeRO gathers are those that it
+    keeps.
+    """
+    sizes, mesh = _cut(table)
+    ranks = _ranks(table, kinds)
+    terms = memory_terms(model, sizes, mesh, ranks)
+    if hardware.measured is not None and hardware.measured.cores is not None:
+        others = {name: bytes_ for name, bytes_ in terms.items() if not _is_of_activations(name)}
+        whole = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
+        terms = others | own_activations(model, sizes, mesh, ranks) | {"gathered": own_gathered(whole, sizes, mesh)}
     terms["reserved"] = hardware.reserved_gb * 1e9
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, kinds.dense.shape)) for name, bytes_ in terms.items()}
+    return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
+
+
+def _is_of_activations(term: str) -> bool:
+    return term.startswith("activations") or term in ("logits", "temporary")
 
 
 def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:

@@ -143,7 +143,7 @@ def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
         kept = block_kept(model, sizes, has_experts=has_experts)
         scores = kept["scores"] if _can_recompute_scores(model) else 0.0
         again = np.where(np.asarray(full) > 0, sum(kept.values()), scores * np.asarray(mesh.selective))
-        wide = np.maximum(kept["ffn"] + kept["experts"], scores) / 2 + block_input(model, sizes)
+        wide = np.maximum(kept["experts" if has_experts else "ffn"], scores) / 2 + block_input(model, sizes)
         found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
     logits = head_kept(model, sizes)["logits"]
     return np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
