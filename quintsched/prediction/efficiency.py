@@ -190,8 +190,8 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
         zero = np.zeros_like(forward)
         return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
-    rate = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
-    rate = rate * attention.length / (attention.length + FUSED_HALF)
+    most = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
+    rate = most * attention.length / (attention.length + FUSED_HALF)
     kernel = kernel_s(hardware)
     forward = kernel + attention.flops / (rate * forward_share)
     backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
@@ -208,7 +208,8 @@ def _written_ring_s(attention: Attention, hardware: Hardware, dtype: str, consta
     of_step = attention.batch * attention.rows**2
     scores = of_step * (1 + (attention.ring - 1) / 2)
     product = Product("ring", attention.rows, attention.rows, np.full_like(scores, attention.head), scores)
-    one_s = product_s(product, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
+    shape = product.m, product.n, product.k
+    one_s = product_s(product, *shape, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
     passing_s = 4.0 / memory_rate(4.0 * of_step, hardware, constants)
     called_s = attention.ring * kernel_s(hardware)
     forward, backward = (
