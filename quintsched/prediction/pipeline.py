@@ -284,13 +284,13 @@ def exposed_reductions(
         tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
     """
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
-    b, up = chunk(s, "b"), chunk(s, "i" if late else "b")
+    b, up, w = chunk(s, "b"), chunk(s, "i" if late else "b"), chunk(s, "w")
     own = chunked(s, reduction, first, last)
     found = np.zeros_like(s.c)
     for run, rank, there in s.places():
         top = rank == 0
         sooner = s.before(up, rank) + s.c * rank + np.where(top, 0.0, s.first.i if late else s.first.b)
-        sooner = np.maximum(sooner - late * rank * chunk(s, "w")[run], 0.0)
+        sooner = np.maximum(sooner - late * rank * w[run], 0.0)
         of_first = own[run] + top * first
         exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
         if tied:

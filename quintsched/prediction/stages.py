@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +69,8 @@ class Kinds:
     """1 where the stages of each rank hold the same, but for embedding and head; of the layout, so in every column."""
 
     def take(self, index: NDArray[np.int64]) -> Kinds:
-        """Return the kinds of these layouts."""
-        return Kinds(**{name: values[index] for name, values in vars(self).items()})
+        """Return the kinds of these layouts; in memory, the values of all layouts lie together, kind by kind."""
+        return Kinds(**{name: np.take(values.T, index, axis=1).T for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,19 +168,23 @@ def has_experts(model: Model, layer: int) -> bool:
 
 def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of several layouts, each a run of equal ranks; `each_rank`: each is of one."""
-    columns: list[list[tuple[float, ...]]] = []
-    for layout in layouts:
-        runs: list[tuple[RankKind, list[int]]] = []
-        for rank, kind in enumerate(rank_kinds(model, layout)):
-            if each_rank or not runs or runs[-1][0] != kind:
-                runs.append((kind, []))
-            runs[-1][1].append(rank)
-        alike = _alike(model, layout)
-        columns.append([(*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs])
+    columns = [_columns(model, layout, each_rank) for layout in layouts]
     most = max(len(column) for column in columns)
     padding = (0.0,) * len(fields(Kinds))
-    table = np.array([column + [padding] * (most - len(column)) for column in columns], dtype=np.float64)
+    table = np.array([column + (padding,) * (most - len(column)) for column in columns], dtype=np.float64)
     return Kinds(*np.moveaxis(table, 2, 0))
+
+
+@lru_cache(maxsize=2**16)
+def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
+    """Return each kind of rank of a layout as the fields of `Kinds`."""
+    runs: list[tuple[RankKind, list[int]]] = []
+    for rank, kind in enumerate(rank_kinds(model, layout)):
+        if each_rank or not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(rank)
+    alike = _alike(model, layout)
+    return tuple((*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs)
 
 
 def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:

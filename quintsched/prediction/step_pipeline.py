@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.prediction.blocks import Blocks, Layer
+from quintsched.prediction.blocks import Blocks
 from quintsched.prediction.closed_forms import Pipelines
 from quintsched.prediction.columns import Table
 from quintsched.prediction.operators import Array
@@ -77,6 +77,8 @@ def spans(
         of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
         tied: whether the first and the last stage share weights.
     """
+    weights = each.weights + each.expert_weights
+    pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
     found = Spans(np.zeros(len(table)), np.zeros(len(table)), np.zeros(len(table), bool))
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(table.schedule == code)
@@ -85,8 +87,8 @@ def spans(
         s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
         closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
         closed |= table.pp[rows] * table.chunks[rows] == 1
-        ends = (_share(layer, reduction, each, rows) for layer in (blocks.first, blocks.last))
-        found.exposed[rows] = exposed_reductions(schedule, s, reduction[rows].T, *ends, tied=tied)
+        ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
+        found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
         if closed.any():
             found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
         if not closed.all():
@@ -119,20 +121,12 @@ def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
     first, last = blocks.first.take(rows), blocks.last.take(rows)
     return rank_pipelines(
         schedule,
-        ranks=kinds.ranks[rows].T,
+        ranks=kinds.ranks.T[:, rows],
         microbatches=table.microbatches[rows],
         chunks=table.chunks[rows],
-        forward=each.forward[rows].T,
-        backward_input=each.backward_input[rows].T,
-        backward_weight=each.compute_weight[rows].T,
+        forward=each.forward.T[:, rows],
+        backward_input=each.backward_input.T[:, rows],
+        backward_weight=each.compute_weight.T[:, rows],
         first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
         last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
     )
-
-
-def _share(layer: Layer, reduction: Array, each: PerMicrobatch, rows: Rows) -> Array:
-    """Return how much of adding up a rank's gradients is that of one layer at an end, by its weights."""
-    weights = each.weights + each.expert_weights
-    pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0)
-    found: Array = (pace.max(axis=1) * layer.weights)[rows]
-    return found

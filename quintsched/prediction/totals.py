@@ -104,16 +104,19 @@ def per_microbatch(
     """Return what a rank of each kind does for one microbatch."""
     selective = np.isin(table.recompute, _codes(table, "recompute", "selective")).astype(float)
 
-    def over(name: str) -> Array:
-        dense, mixture = getattr(blocks.dense, name)[:, None], getattr(blocks.mixture, name)[:, None]
-        first, last = getattr(blocks.first, name)[:, None], getattr(blocks.last, name)[:, None]
-        found: Array = kinds.dense * dense + kinds.mixture * mixture + kinds.first * first + kinds.last * last
+    def summed(name: str, **counts: Array) -> Array:
+        found = np.zeros_like(kinds.dense)
+        for layer, count in counts.items():
+            each = getattr(getattr(blocks, layer), name)
+            if each.any() and count.any():
+                found += count * each[:, None]
         return found
 
+    def over(name: str) -> Array:
+        return summed(name, dense=kinds.dense, mixture=kinds.mixture, first=kinds.first, last=kinds.last)
+
     def again(name: str) -> Array:
-        dense, mixture = getattr(blocks.dense, name)[:, None], getattr(blocks.mixture, name)[:, None]
-        found: Array = kinds.full_dense * dense + kinds.full_mixture * mixture
-        return found
+        return summed(name, dense=kinds.full_dense, mixture=kinds.full_mixture)
 
     forward = over("forward")
     exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
@@ -168,16 +171,19 @@ def sharded_s(
     width = _widths(table)
     gathers = (table.zero == 3) * 1.0
     scatters = (table.zero >= 2) * 1.0
-    exposed, hidden = np.zeros(kinds.dense.shape), np.zeros(kinds.dense.shape)
+    exposed, hidden = np.zeros_like(kinds.dense), np.zeros_like(kinds.dense)
     layers = (
         (blocks.dense, kinds.dense, True),
         (blocks.mixture, kinds.mixture, True),
         (blocks.first, kinds.first, False),
         (blocks.last, kinds.last, False),
     )
+    if not scatters.any():
+        return exposed, hidden
     for layer, count, overlaps in layers:
-        gather = _over_replicas(hardware, table, layer, width, constants)
-        scatter = _over_replicas(hardware, table, layer, width, constants)
+        if not count.any():
+            continue
+        gather = scatter = _over_replicas(hardware, table, layer, width, constants)
         beside_forward = layer.forward * overlaps
         beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
         forward = overlap(gathers * gather, beside_forward, constants)
@@ -192,8 +198,9 @@ def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array,
     stride = table.tp
     replicas = table.dp * table.cp * table.ep
     dense = ring_s(layer.weights * width, replicas, stride, hardware, constants)
-    expert = ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
-    return dense + expert
+    if not layer.expert_weights.any():
+        return dense
+    return dense + ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
 
 
 def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
@@ -204,9 +211,10 @@ def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: C
     expert_stride = stride * table.ep[:, None]
 
     def passed(size: Array) -> Array:
-        dense = ring_s(each.weights * size, replicas, stride, hardware, constants)
-        expert = ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
-        return np.where(size > 0, dense + expert, 0.0)
+        found = ring_s(each.weights * size, replicas, stride, hardware, constants)
+        if each.expert_weights.any():
+            found = found + ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
+        return np.where(size > 0, found, 0.0)
 
     summed = _by_dtype(table, GRADIENTS)[:, None]
     added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))

@@ -145,7 +145,7 @@ class Space:
         )
         words = sum(isinstance(one, str) for one in choices.recompute)
         most = _stage_layers(self.model, rows) - (FULL in self.recomputes)
-        numbers = (self.recomputes[words:] <= most[:, None]).sum(axis=1)
+        numbers = np.searchsorted(self.recomputes[words:], most, side="right")
         dtypes = np.full(len(rows), len(choices.dtype), np.int64)
         return dtypes, zeros, np.where(tp > 1, spread, 1), words + numbers
 

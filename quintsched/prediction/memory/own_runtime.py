@@ -27,7 +27,7 @@ INDEX = 8
 
 
 def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return what autograd keeps on a rank at its fullest, by kind; without dropout, and loads of experts being even.
+    """Return what autograd keeps on a rank at its fullest, by kind, loads of experts being even.
 
     Where blocks are recomputed, all of a stage are.
     """
@@ -109,12 +109,16 @@ def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
 
 
 def _embedding(model: Model, sizes: Sizes) -> Any:
-    """Return what the embedding keeps: patches, or positions, and where the vocabulary is cut, ids and a mask."""
+    """Return what the embedding keeps: patches, or positions, and where the vocabulary is cut, ids and a mask.
+
+    With dropout a mask of all tokens, also where blocks share them out over tp.
+    """
+    masks = sizes.tokens * model.hidden * model.dropout
     if model.images is not None:
         pixels = model.images.channels * model.images.patch**2
-        return sizes.microbatch * (model.images.tokens - 1) * pixels * sizes.element
+        return sizes.microbatch * (model.images.tokens - 1) * pixels * sizes.element + masks
     cut = np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX + 1), 0)
-    return cut + (INDEX * sizes.seq / sizes.cp if model.positions == "learned" else 0)
+    return cut + masks + (INDEX * sizes.seq / sizes.cp if model.positions == "learned" else 0)
 
 
 def _head(model: Model, sizes: Sizes) -> Any:

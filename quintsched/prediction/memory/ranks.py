@@ -52,7 +52,7 @@ def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[
     once = np.ones(stages.dense.shape)
     ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
     terms = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
-    return {name: np.ascontiguousarray(np.broadcast_to(bytes_, stages.dense.shape)) for name, bytes_ in terms.items()}
+    return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
 
 
 def _cut(table: Table) -> tuple[Sizes, Mesh]:
@@ -89,7 +89,7 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
 
 
 def _ranks(table: Table, kinds: Kinds) -> Ranks:
-    flight, (first, logits) = np.zeros(kinds.dense.shape), np.zeros((2, len(kinds.dense), 1))
+    flight, (first, logits) = np.zeros_like(kinds.dense), np.zeros((2, len(kinds.dense), 1))
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(np.asarray(table.schedule) == code)
         if len(rows):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import quintsched as qs
+from quintsched.descriptions.hardware import Hardware, Measured
 from quintsched.descriptions.model import Model
-from quintsched.prediction.memory.activations import Sizes, block_kept, embedding_kept, head_kept
-from quintsched.prediction.memory.eager import eager_block, eager_embedding, eager_head
-from quintsched.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
+from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
+from quintsched.prediction.table import held
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
@@ -21,6 +22,9 @@ from quintsched.runtime.train.losses import cross_entropy_sum
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS, SAMPLES = 64, 16, 4, 32, 4, 2
 GPT = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)
 LLAMA = GPT.model_copy(update={"kv_heads": 2, "activation": "swiglu", "norm": "rmsnorm", "positions": "rope"})
+CPU = Hardware(
+    tflops={"fp32": 1, "bf16": 1}, memory_gb=1, memory_gbps=1, link_gbps=1, network_gbps=1, measured=Measured(cores=2)
+)
 DROPPING = GPT.model_copy(update={"dropout": True})
 
 CASES: list[tuple[str, str, Model, int, dict[str, Any]]] = [
@@ -72,29 +76,22 @@ def _counted(plan: qs.Plan, model: Model, options: dict[str, Any]) -> list[int]:
     return run_local(plan.mesh.size, run, timeout_s=60)
 
 
-def _expected(plan: qs.Plan, model: Model, rank: int, options: dict[str, Any]) -> float:
+def _expected(plan: qs.Plan, model: Model, options: dict[str, Any]) -> list[float]:
     mesh, schedule = plan.mesh, plan.schedule
-    pp_rank = mesh.coordinates(rank).get("pp", 0)
-    sizes = Sizes(
-        SAMPLES,
-        SEQ,
-        tp=mesh.axis_size("tp"),
-        cp=mesh.axis_size("cp"),
-        sequence_parallel=int(options.get("sequence_parallel", False)),
-        element=options.get("dtype", torch.float32).itemsize,
+    strategy = Strategy(
+        gpus=mesh.size,
+        **{axis: mesh.axis_size(axis) for axis in ("dp", "tp", "pp", "cp")},
+        microbatch=SAMPLES,
+        batch=SAMPLES * schedule.microbatches * mesh.axis_size("dp"),
+        seq=SEQ,
+        schedule=schedule.name,
+        chunks=schedule.chunks,
+        dtype="bf16" if "dtype" in options else "fp32",
+        sequence_parallel=options.get("sequence_parallel", False),
     )
-    flight = in_flight(
-        schedule.name, pp=mesh.pp, microbatches=schedule.microbatches, chunks=schedule.chunks, rank=pp_rank
-    )
-    layer = sum(block_kept(model, sizes).values()) + eager_block(model, sizes)
-    found = DEPTH / mesh.pp * flight * layer
-    if pp_rank == 0:
-        first = first_in_flight(schedule.name, pp=mesh.pp, microbatches=schedule.microbatches, chunks=schedule.chunks)
-        found += first * (embedding_kept(model, sizes) + eager_embedding(model, sizes))
-    if pp_rank == mesh.pp - 1:
-        logits = logits_in_flight(schedule.name, microbatches=schedule.microbatches)
-        found += logits * (sum(head_kept(model, sizes).values()) + eager_head(model, sizes))
-    return float(found)
+    terms, _ = held(model, CPU, Table.of([strategy]), each_rank=True)
+    kept = sum(bytes_[0] for name, bytes_ in terms.items() if name.startswith("activations") or name == "logits")
+    return [float(kept[mesh.coordinates(rank).get("pp", 0)]) for rank in range(mesh.size)]
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "model", "microbatches", "options"), CASES)
@@ -102,5 +99,4 @@ def test_autograd_saves_so_many_bytes(
     schedule: str, mesh: str, model: Model, microbatches: int, options: dict[str, Any]
 ) -> None:
     plan = qs.compile(schedule, mesh=mesh, microbatches=microbatches)
-    expected = [_expected(plan, model, rank, options) for rank in range(plan.mesh.size)]
-    assert _counted(plan, model, options) == expected
+    assert _counted(plan, model, options) == _expected(plan, model, options)
