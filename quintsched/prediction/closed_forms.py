@@ -88,7 +88,7 @@ class Pipelines(Passes):
         """The sum of something over the ranks before one."""
         found = np.zeros_like(self.c)
         for run, amount in enumerate(each):
-            found = found + amount * np.clip(rank - self.begin[run], 0.0, self.ranks[run])
+            found = found + amount * np.minimum(np.maximum(rank - self.begin[run], 0.0), self.ranks[run])
         return found
 
     def places(self) -> Iterator[tuple[int, Values, npt.NDArray[np.bool_]]]:
