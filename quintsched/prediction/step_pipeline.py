@@ -52,7 +52,7 @@ class Spans:
     makespan: Array
     """When the last computation ends; a lower bound where it is not `exact`."""
     exposed: Array
-    """How much longer gradients are added up."""
+    """How much longer gradients are added up, where that overlaps with backwards."""
     exact: NDArray[np.bool_]
 
 
@@ -87,8 +87,9 @@ def spans(
         s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
         closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
         closed |= table.pp[rows] * table.chunks[rows] == 1
-        ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
-        found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
+        if table.overlap[rows].any():
+            ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
+            found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
         if closed.any():
             found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
         if not closed.all():
