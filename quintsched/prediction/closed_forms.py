@@ -141,7 +141,7 @@ class Each:
         """The sum over so many ranks, from the first on."""
         found = np.zeros_like(self.s.c)
         for run, amount in enumerate(self.amounts):
-            found = found + amount * np.clip(ranks - self.s.begin[run], 0.0, self.s.ranks[run])
+            found = found + amount * np.minimum(np.maximum(ranks - self.s.begin[run], 0.0), self.s.ranks[run])
         return found
 
 
