@@ -127,8 +127,7 @@ def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Arr
 
     Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
     """
-    found: Array = np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES])
-    return found
+    return np.asarray(np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES]))
 
 
 def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float) -> Array:
