@@ -17,18 +17,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quintsched.compiler import compile
+    from quintsched.descriptions.hardware import Hardware
+    from quintsched.descriptions.library import find_hardware, find_model
+    from quintsched.descriptions.model import Model
+    from quintsched.descriptions.strategy import Strategy
     from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
     from quintsched.ir.diagnostics import Finding
     from quintsched.ir.mesh import Mesh
     from quintsched.plan import Plan, simulate
+    from quintsched.prediction.step import Prediction, predict
     from quintsched.schedules import Schedule, Shape, all_schedules, schedule
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
+    from quintsched.tuning.tune import Tuning, tune
     from quintsched.verify.soundness import Verdict, check
 
 _HOMES = {
     "verify.soundness": ("Verdict", "check"),
     "compiler": ("compile",),
+    "descriptions.hardware": ("Hardware",),
+    "descriptions.library": ("find_hardware", "find_model"),
+    "descriptions.model": ("Model",),
+    "descriptions.strategy": ("Strategy",),
+    "prediction.step": ("Prediction", "predict"),
+    "tuning.tune": ("Tuning", "tune"),
     "simulation.costs": ("Costs",),
     "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
     "ir.diagnostics": ("Finding",),
@@ -42,23 +54,32 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "Costs",
     "Finding",
+    "Hardware",
     "InputError",
     "Mesh",
     "MisfitError",
+    "Model",
     "Plan",
+    "Prediction",
     "QuintschedError",
     "Schedule",
     "Shape",
     "Simulation",
     "StallError",
+    "Strategy",
+    "Tuning",
     "UnsoundError",
     "UsageError",
     "Verdict",
     "all_schedules",
     "check",
     "compile",
+    "find_hardware",
+    "find_model",
+    "predict",
     "schedule",
     "simulate",
+    "tune",
 ]
 
 

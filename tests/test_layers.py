@@ -40,6 +40,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "job",
     ),
     "quintsched.viz": (
+        "frontier",
         "timeline",
         "activation_panel",
         "legend",

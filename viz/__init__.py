@@ -1,6 +1,6 @@
 """Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step under it,
-`compare` stacks several plans on one time axis, `render_collective` draws a spelled-out collective, and `save_events`
-writes what Perfetto and Chrome show.
+`compare` stacks several plans on one time axis, `render_collective` draws a spelled-out collective, `render_tuning`
+what a search for strategies found, and `save_events` writes what Perfetto and Chrome show.
 
     from quintsched.viz import compare, render
 
@@ -16,16 +16,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .frontier import render_tuning
     from .perfetto import save_events
     from .timeline import compare, render, render_collective, render_measured
 
-__all__ = ["compare", "render", "render_collective", "render_measured", "save_events"]
+__all__ = ["compare", "render", "render_collective", "render_measured", "render_tuning", "save_events"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
-    home = ".perfetto" if name == "save_events" else ".timeline"
+    home = {"save_events": ".perfetto", "render_tuning": ".frontier"}.get(name, ".timeline")
     return getattr(import_module(home, __name__), name)
 
 

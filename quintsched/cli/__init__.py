@@ -19,6 +19,8 @@ from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
 from quintsched.cli.runs import run
+from quintsched.cli.strategies.predict import predict
+from quintsched.cli.strategies.tune import tune
 from quintsched.cli.timing import compare, simulate
 
 COMMANDS = (
@@ -33,6 +35,8 @@ COMMANDS = (
     export,
     import_,
     run,
+    predict,
+    tune,
     calibrate,
     new,
 )

@@ -30,7 +30,10 @@ def calibrate(
         str, typer.Option("--device", metavar="KIND", help="What to measure: cpu, or cuda and its like.")
     ] = CPU,
 ) -> None:
-    """Measure this machine: products, memory, links between processes; takes up to a minute."""
+    """Measure this machine for predictions: up to a minute.
+
+    Products, memory, and links between processes.
+    """
     from quintsched.descriptions.library import CALIBRATED
 
     if output is None and device != CPU:

@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,10 +32,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a job here, with one process per rank of its mesh."""
-    plan, job = _plan_and_job(files)
-    for file in filter(None, (plan, job)):
-        if not file.is_file():
-            raise UsageError(f"there is no file {str(file)!r}")
+    plan, job = plan_and_job(files)
     if importlib.util.find_spec("torch") is None:
         raise UsageError("running needs torch; pip install 'quintsched[runtime]'")
     arguments = ["--config", str(job), *([str(plan)] if plan else [])]
@@ -46,9 +44,13 @@ def run(
     raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.local", *arguments]))
 
 
-def _plan_and_job(files: list[Path]) -> tuple[Path | None, Path]:
+def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:
+    """Return the plan file, if there is one, and the job file; raises UsageError where they are none."""
     if len(files) > 2 or files[-1].suffix not in JOB_SUFFIXES:
-        raise UsageError("give a job file, and before it a plan file if wanted: quintsched run [plan.json] job.yaml")
+        raise UsageError("give a job file, and before it a plan file if wanted: [plan.json] job.yaml")
+    for file in files:
+        if not file.is_file():
+            raise UsageError(f"there is no file {str(file)!r}")
     return (files[0] if len(files) == 2 else None), files[-1]
 
 

@@ -27,9 +27,11 @@ class Measured(Description):
     """What `quintsched calibrate` found on this machine; what is missing comes from the datasheet's model."""
 
     matmul: dict[str, Curve] = Field(default_factory=dict)
-    """Matrix products by dtype: operations per second by operations."""
+    """Matrix products of layers with biases by dtype, backwards among them: operations per second by operations."""
     attention: dict[str, Curve] = Field(default_factory=dict)
-    """A causal attention's forward by dtype: operations per second by operations, of which it does half."""
+    """A causal attention's forward by dtype: operations per second by operations, what the mask hides left out."""
+    attention_backward: dict[str, Curve] = Field(default_factory=dict)
+    """Its backward: the forward's operations per second of the backward, by the forward's operations."""
     memory: Curve | None = None
     """Elementwise operations: bytes read and written per second, by bytes."""
     optimizer: Curve | None = None
@@ -39,9 +41,9 @@ class Measured(Description):
     all_reduce: dict[int, Curve] = Field(default_factory=dict)
     """A sum over that many ranks: bytes of the tensor per second, by bytes."""
     link_work: Curve | None = None
-    """On a CPU, what a message takes of the cores: bytes per second of both ends' CPU time together, by bytes."""
+    """On a CPU, what cores lose by a message, where many ranks compute: bytes per second of a core, by bytes."""
     all_reduce_work: dict[int, Curve] = Field(default_factory=dict)
-    """On a CPU, the same of a sum over that many ranks: bytes of the tensor per second of all ranks' CPU time."""
+    """The same by a sum over that many ranks: bytes of the tensor per second of a core."""
     kernel_s: float | None = None
     """What one operation takes however small it is."""
     cores: int | None = None
@@ -56,6 +58,8 @@ class Hardware(Description):
     name: str = "hardware"
     tflops: dict[str, float]
     """Peak of matrix products by dtype ("bf16", "fp16", "tf32", "fp32", "fp64"), dense, in 10^12 per second."""
+    processors: Size = 108
+    """Streaming multiprocessors, or what else makes the tiles of a matrix product side by side."""
     memory_gb: float = Field(gt=0)
     """Memory of one GPU in 10^9 bytes."""
     memory_gbps: float = Field(gt=0)
@@ -71,6 +75,8 @@ class Hardware(Description):
     efficiency: float = Field(default=1.0, gt=0)
     """The one constant of its own that a GPU other than the A100 may have: it multiplies the fitted efficiency of
     matrix products."""
+    attention: float = Field(default=1.0, gt=0)
+    """What share of the A100's efficiency fused attention reaches, where its kernels were written for that GPU."""
     measured: Measured | None = None
     sources: dict[str, str] = Field(default_factory=dict)
     """Where the figures come from."""

@@ -123,13 +123,17 @@ def active(model: Model, seq: int | None = None) -> int:
 def on_rank(weights: Iterable[Weight], *, tp: Ints, ep: Ints = 1) -> Held:
     """Return how many numbers of some weights a rank holds; experts divide over `ep`."""
     dense: Any = 0
-    experts: Any = 0
+    per_unit: dict[tuple[int, int], int] = {}
     for weight in weights:
-        here = weight.on_rank(tp)
-        if weight.copies > 1:
-            experts = experts + here * (weight.copies // ep)
+        if weight.is_cut:
+            alike = weight.units, weight.copies
+            per_unit[alike] = per_unit.get(alike, 0) + weight.each
         else:
-            dense = dense + here
+            dense = dense + weight.numbers
+    experts: Any = 0
+    for (units, copies), each in per_unit.items():
+        here = -(-units // tp) * each
+        dense, experts = (dense + here, experts) if copies == 1 else (dense, experts + here * (copies // ep))
     return Held(dense, experts)
 
 

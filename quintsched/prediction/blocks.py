@@ -8,7 +8,7 @@ A search has millions of strategies and only hundreds of keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction import operators
-from quintsched.prediction.collectives import all_reduce_s, all_to_all_s, message_s
+from quintsched.prediction.collectives import all_reduce_s, all_to_all_s, message_s, overlap
 from quintsched.prediction.efficiency import CONSTANTS, Constants, Times, operator_times
 from quintsched.prediction.operators import Array, Operator, Product, Sizes
 
@@ -53,6 +53,7 @@ class Layer(Rows):
     """Of the forward, what selective recomputation runs again."""
     tp_forward: Array
     tp_backward: Array
+    tp_hidden: Array
     cp_forward: Array
     cp_backward: Array
     cp_hidden: Array
@@ -95,10 +96,11 @@ def blocks(model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants
     mixture = operators.block(model, sizes, experts=True) if model.experts else dense
     first, last = operators.embedding(model, sizes), operators.head(model, sizes)
     layer = _LayerTimes(model, hardware, sizes, dtype, constants)
+    ends = layer(first, 1.0, 0.0, attends=False, mixes=False)
     return Blocks(
         dense=layer(dense, 2.0, 2.0, attends=True, mixes=False),
         mixture=layer(mixture, 2.0, 2.0, attends=True, mixes=bool(model.experts)),
-        first=layer(first, 1.0, 0.0, attends=False, mixes=False),
+        first=replace(ends, weights=ends.weights + _looked_up(model, sizes)),
         last=layer(last, 0.0, 1.0, attends=False, mixes=False),
     )
 
@@ -118,13 +120,15 @@ class _LayerTimes:
         total = sum(times, Times(zero, zero, zero, zero))
         cp_forward, cp_backward, cp_hidden = self._context(times, found) if attends else (zero, zero, zero)
         exchange = self._exchange() if mixes else zero
+        tp_backward, tp_hidden = self._tensor_backward(times, found, reduces_backward)
         return Layer(
             forward=total.forward,
             backward_input=total.backward_input,
             backward_weight=total.backward_weight,
             selective=total.selective,
             tp_forward=reduces_forward * self._reduce(),
-            tp_backward=reduces_backward * self._reduce(),
+            tp_backward=tp_backward,
+            tp_hidden=tp_hidden,
             cp_forward=cp_forward,
             cp_backward=cp_backward,
             cp_hidden=cp_hidden,
@@ -133,6 +137,26 @@ class _LayerTimes:
             weights=sum((_weights(operator) for operator in found if not _expert(operator)), zero),
             expert_weights=sum((_weights(operator) for operator in found if _expert(operator)), zero),
         )
+
+    def _tensor_backward(
+        self, times: Sequence[Times], found: Sequence[Operator], reduces: float
+    ) -> tuple[Array, Array]:
+        """Communication over tp in the backward, exposed and hidden, as Megatron-LM runs it.
+
+        The sum of an input's gradient runs beside the product of the weight's gradient. Sequence parallelism scatters
+        it instead, gathers the input once more beside the product of the input's gradient, and gathers the output's
+        gradient with nothing beside it.
+        """
+        columns = [time for time, operator in zip(times, found, strict=True) if getattr(operator, "column", False)]
+        weight = sum((time.backward_weight for time in columns), np.zeros_like(self.sizes.tokens))
+        inputs = sum((time.backward_input for time in columns), np.zeros_like(self.sizes.tokens))
+        whole = reduces * self._reduce()
+        summed, _ = overlap(whole, weight, self.constants)
+        scattered = overlap(whole / 2, weight, self.constants)[0] + overlap(whole / 2, inputs, self.constants)[0]
+        scattered = whole / 2 + scattered
+        exposed = np.where(self.sizes.sequence_parallel > 0, scattered, summed)
+        total = np.where(self.sizes.sequence_parallel > 0, 1.5 * whole, whole)
+        return exposed, total - exposed
 
     def _reduce(self) -> Array:
         """An all-reduce of a layer's output over tp, or its two halves with sequence parallelism."""
@@ -157,9 +181,14 @@ class _LayerTimes:
         hops = sizes.cp - 1
         forward = sum((time.forward for time in core), np.zeros_like(hop)) / sizes.cp
         backward = sum((time.backward for time in core), np.zeros_like(hop)) / sizes.cp
-        exposed_forward = hops * np.maximum(hop - forward, 0.0)
-        exposed_backward = hops * np.maximum(2 * hop - backward, 0.0)
-        return exposed_forward, exposed_backward, hops * 3 * hop - exposed_forward - exposed_backward
+        waits, hidden = overlap(hop, forward, self.constants)
+        waits_back, hidden_back = overlap(2 * hop, backward, self.constants)
+        return hops * waits, hops * waits_back, hops * (hidden + hidden_back)
+
+
+def _looked_up(model: Model, sizes: Sizes) -> Array:
+    """Parameters of an embedding of its own; one that is tied is the head's."""
+    return np.zeros_like(sizes.tokens) if model.tied else model.vocab * model.hidden / sizes.tp
 
 
 def _expert(operator: Operator) -> bool:

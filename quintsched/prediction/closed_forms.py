@@ -3,33 +3,32 @@
 Under 1F1B a path through the events goes down the ranks with forwards and up again with backwards, so often until all
 microbatches are done. Wherever it turns, it goes on with the rank's own order:
 
-    rank 0   F0 ┐        ┌ B0 ─▶ F4 ┐         └ B3      each rank that it passes adds f + b, each turn at the bottom a
-    rank 1      └ F0     B0         └ …   ⋯   B3        recomputation r, each step between ranks a message c: with n
-    rank 2        └ F0 ─▶ B0 …                          turns over P ranks, (M+P-1)(f+b) + 2c(M+P-1-n) + n·r
+    rank 0   F0 ┐           ┌ B0 ─▶ F4 ┐       B3     each rank that it passes adds f + b, each turn at the bottom a
+    rank 1      └ F0       B0          └ …  ⋯ B3      recomputation r, each step between ranks a message c; turning
+    rank 2           F0 ─▶ B0               B3        at ranks a and b, it takes up b - a + 1 microbatches
 
-A step takes as long as its longest path. Only few can be that: those that stay at one rank (the first, the last, one
-between them: as many turns as can be) and those that always go all the way (as few). Each formula here is the largest
-of such paths, so none is ever more than the simulator finds, and each says where it is the same. `f`, `i`, `w` are a
-forward and the halves of a backward of one stage between the first and the last, `b` = i + w; what the first and the
-last stage take besides is in `first` and `last`.
+A step takes as long as its longest path, and only few can be that: those that stay between two ranks a and b, each the
+first or the last of a run of equal ranks. Each formula here is the largest of such paths, so none says more than the
+simulator finds. They cost a few operations per pair of runs, however many ranks and microbatches there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Values: TypeAlias = npt.NDArray[np.float64]
-"""One per strategy."""
+"""One per pipeline, (n,), or one per run of ranks and pipeline, (K, n)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """What the passes of a stage take, in seconds, (n,) each."""
+    """What the passes of something take, in seconds: a forward and the two halves of a backward."""
 
     f: Values
     i: Values
@@ -38,158 +37,357 @@ class Passes:
     @property
     def b(self) -> Values:
         """A whole backward."""
-        return self.i + self.w
-
-    @property
-    def total(self) -> Values:
-        """All three."""
-        return self.f + self.i + self.w
+        return np.add(self.i, self.w)
 
 
 @dataclass(frozen=True, eq=False)
-class Pipelines:
-    """Pipelines under one schedule; every field has a value per pipeline, (n,), times in seconds.
+class Pipelines(Passes):
+    """n pipelines, each of K runs of equal ranks, in the order of the ranks; a run may be of no ranks.
 
-    `f`, `i`, `w`, `r`: forward, halves of a backward and recomputation of one microbatch on one stage; `c`: a message;
-    `first`, `last`: what the first and the last stage take more than others.
+    `f`, `i`, `w`, `r` (recomputation), (K, n), are what all stages of a rank take for a microbatch; `first` and `last`,
+    (n,), say how much of it belongs to the first and to the last stage alone; where that is not 0, their ranks are runs
+    of their own. `c` is a message, `p` the ranks, `m` the microbatches, `v` the chunks; `bent` says that the stages go
+    down the ranks and up again, so that the first rank has the last stage.
     """
 
+    r: Values
+    ranks: Values
+    c: Values
     p: Values
     m: Values
     v: Values
-    f: Values
-    i: Values
-    w: Values
-    r: Values
-    c: Values
     first: Passes
     last: Passes
+    bent: bool = False
+
+    @cached_property
+    def begin(self) -> Values:
+        """The first rank of each run."""
+        return np.asarray(np.cumsum(self.ranks, axis=0) - self.ranks)
+
+    @cached_property
+    def end(self) -> Values:
+        """The last rank of each run."""
+        return np.asarray(self.begin + self.ranks - 1)
+
+    def at(self, each: Values, rank: Values) -> Values:
+        """What one rank has of something."""
+        found: Values = each[0]
+        for run in range(1, len(each)):
+            found = np.where((self.begin[run] <= rank) & (self.ranks[run] > 0), each[run], found)
+        return found
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Both ends of each run, in the order of the ranks; not those that no pipeline has."""
+        found = []
+        for run, ranks in enumerate(self.ranks):
+            if (ranks > 0).any():
+                found.append(Place(run, self.begin[run], 0.0, ranks > 0))
+            if (ranks > 1).any():
+                found.append(Place(run, self.end[run], np.maximum(ranks - 1, 0.0), ranks > 1))
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A rank of each pipeline, at an end of a run; `inside` says how many ranks of the run are before it."""
+
+    run: int
+    rank: Values
+    inside: Values | float
+    exists: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Each:
+    """Something that each rank has, (K, n), and its sums over ranks."""
+
+    s: Pipelines
+    amounts: Values
+
+    @cached_property
+    def _sums(self) -> Values:
+        return np.asarray(np.cumsum(self.s.ranks * self.amounts, axis=0))
 
     @property
-    def b(self) -> Values:
-        """A whole backward."""
-        return self.i + self.w
+    def total(self) -> Values:
+        """Over all ranks."""
+        return np.asarray(self._sums[-1])
 
-    @property
-    def stage(self) -> Values:
-        """All that a stage does for a microbatch."""
-        return self.f + self.r + self.b
+    @cached_property
+    def last(self) -> Values:
+        """What the last rank has."""
+        return self.s.at(self.amounts, self.s.p - 1)
+
+    def at(self, place: Place) -> Values:
+        """What the rank at a place has."""
+        return np.asarray(self.amounts[place.run])
+
+    def before(self, place: Place) -> Values:
+        """The sum over the ranks before a place."""
+        within = place.inside * self.amounts[place.run]
+        return np.asarray(within if place.run == 0 else self._sums[place.run - 1] + within)
+
+    def through(self, place: Place) -> Values:
+        """The same with the rank there."""
+        return np.asarray(self.before(place) + self.amounts[place.run])
+
+    def after(self, place: Place) -> Values:
+        """The sum over the ranks after a place."""
+        return np.asarray(self.total - self.through(place))
+
+    def first(self, ranks: Values) -> Values:
+        """The sum over so many ranks, from the first on."""
+        found = np.zeros_like(self.s.c)
+        for run, amount in enumerate(self.amounts):
+            found = found + amount * np.minimum(np.maximum(ranks - self.s.begin[run], 0.0), self.s.ranks[run])
+        return found
 
 
 def gpipe(s: Pipelines) -> Values:
-    """All forwards, then all backwards: twice a line of stations, of which the slowest sets the pace. Exact."""
-    x, y, alone = s.first, s.last, s.p == 1
-    channel = np.where(alone, 0.0, s.c)
-    f_most = np.where(alone, s.f + x.f + y.f, s.f + np.maximum(np.maximum(x.f, y.f), _between(s)))
-    b_most = s.r + np.where(alone, s.b + x.b + y.b, s.b + np.maximum(np.maximum(x.b, y.b), _between(s)))
-    once = s.p * (s.f + s.b) + 2 * s.c * (s.p - 1) + s.r + x.total + y.total
-    return once + (s.m - 1) * (np.maximum(f_most, channel) + np.maximum(b_most, channel))
-
-
-def _between(s: Pipelines) -> Values:
-    """0 where there is a stage between the first and the last; else nothing that could be the most."""
-    return np.where(s.p * s.v > 2, 0.0, -np.inf)
+    """All forwards, then all backwards: twice a line of stations, of which the slowest sets the pace."""
+    channel = np.where(s.p > 1, s.c, 0.0)
+    there = s.ranks > 0
+    pace_forward = np.maximum(np.where(there, s.f, 0.0).max(axis=0), channel)
+    pace_backward = np.maximum(np.where(there, s.r + s.b, 0.0).max(axis=0), channel)
+    once = (s.ranks * (s.f + s.b)).sum(axis=0) + Each(s, s.r).last + 2 * s.c * (s.p - 1)
+    return np.asarray(once + (s.m - 1) * (pace_forward + pace_backward))
 
 
 def one_f_one_b(s: Pipelines) -> Values:
-    """1F1B with M microbatches on P ranks. Exact but for roundings of single stages where P does not divide M-1."""
-    x, y, passed = s.first.total, s.last.total, s.m + s.p - 1
-    down = s.p - 1
-
-    def path(turns: Values, at_first: Values | float, at_last: Values | float) -> Values:
-        return passed * (s.f + s.b) + 2 * s.c * (passed - turns) + turns * s.r + at_first * x + at_last * y
-
-    full = np.ceil(passed / s.p)
-    short = full * s.p > passed
-    beside = np.maximum(s.p - 1, 1)
-    stays_first = np.maximum(s.m - down, 1)
-    inner = 1 + np.ceil((s.m - 1) / beside)
-    paths = [
-        path(s.m, 1, s.m),
-        path(full, full - (short & (x <= y)), full - (short & (x > y) & (full > 2))),
-        np.where(s.m > s.p, path(stays_first, stays_first, np.minimum(stays_first, 2)), 0.0),
-        np.where((s.p > 2) & (s.m > 2), path(s.m - 1, 1, 2), 0.0),
-        np.where(s.p > 2, path(inner, 1, inner), 0.0),
-        s.m * (s.stage + x),
-        _ending_at_first(s),
-    ]
-    alone = s.m * (s.stage + x + y)
-    return np.where(s.p == 1, alone, np.maximum.reduce(paths))
-
-
-def _ending_at_first(s: Pipelines) -> Values:
-    """The path that stays at the first rank, where backwards with their recomputations end the step."""
-    x, tail = s.first, np.minimum(s.p, s.m) - 1
-    there = s.p * (s.f + s.b) + 2 * s.c * (s.p - 1) + s.r + x.total + s.last.total
-    return there + np.maximum(s.m - s.p, 0) * (s.stage + x.total) + tail * (s.r + s.b + x.b)
-
-
-def interleaved(s: Pipelines) -> Values:
-    """Interleaved 1F1B, where messages take no longer than a pass (c <= f, c <= b)."""
-    x, y, units = s.first, s.last, s.m * s.v
-    round_ = (s.v - 1) * s.p
-    pace = np.maximum(s.stage, np.maximum(s.f, s.b) + s.c)
-    staying = s.p * s.stage + (units - round_ - s.p) * ((s.v - 1) * pace + s.stage) / s.v
-    to_last = (s.v * s.p - 1) * (s.f + s.c) + x.f
-    from_last = round_ * (s.b + np.maximum(s.c, s.r)) + (s.p - 1) * (s.b + s.c) + x.b
-    last = to_last + staying + s.m * y.total + from_last
-    warm = np.minimum(2 * (s.p - 1) + round_, units)
-    first = (
-        to_last
-        + s.f
-        + y.total
-        + s.r
-        + s.p * s.b
-        + (s.p - 1) * s.c
-        + (units - warm - 1 + (warm == units)) * s.stage
-        + np.maximum(s.m - 2 * s.p + 1, 0) * x.f
-        + (warm - (warm == units)) * (s.r + s.b)
-        + s.m * x.b
-    )
-    alone = s.m * (s.v * s.stage + x.total + y.total)
-    paths = [last, np.where(s.p > 1, first, 0.0), s.m * (s.v * s.stage + x.total)]
-    return np.where(s.p == 1, alone, np.maximum.reduce(paths))
+    """1F1B."""
+    return _zigzag(s, s.f + s.b, np.zeros_like(s.f))
 
 
 def zb_h1(s: Pipelines) -> Values:
-    """ZB-H1: as 1F1B, but turns at the top add a weight half, and ranks end with those that they are late with."""
-    x, y, passed, down = s.first, s.last, s.m + s.p - 1, s.p - 1
-    xs, ys = x.f + x.i, y.f + y.i
-    up = down * (s.i + s.c) + x.i + s.w + x.w
-    end = np.maximum(0.0, np.minimum(s.p, s.m) * (s.w + y.w) - up)
+    """ZB-H1: as 1F1B with input halves alone; turns at the top add a weight half, and ranks end with those left."""
+    return _zigzag(s, s.f + s.i, s.w)
 
-    def path(
-        turns: Values, weights: Values, at_first: Values | float, at_last: Values | float, w_last: Values | float
+
+def _zigzag(s: Pipelines, passed: Values, late: Values) -> Values:
+    """Return the longest path that goes down and up the ranks.
+
+    `passed` is what a rank adds that is passed down and up, `late` what turns at its top add besides, from its
+    `rank`-th backward on.
+    """
+    z = _Zigzag(s, Each(s, passed), Each(s, s.f), Each(s, passed - s.f), Each(s, s.r), Each(s, late))
+    apart = bool(s.c.any())  # without messages, no path gains by going from rank to rank
+    found = z.once + z.ending + np.where(s.m > 1, z.again(), 0.0)
+    bottoms = [*z.bottoms()]
+    for top in s.places:
+        # Down to a rank and up to this one; to and fro from here to a later one; down to a rank and up again.
+        room = s.m - 1 - s.p + top.rank
+        around = z.around(top, bottoms)
+        for bottom in s.places if apart else (top,):
+            if bottom.run >= top.run:
+                possible = top.exists & bottom.exists & (bottom.rank >= top.rank) & (room >= 0)
+                found = np.where(possible, np.maximum(found, around + z.stays(top, bottom, room)), found)
+        found = np.where(top.exists, np.maximum(found, z.at_one_rank(top)), found)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Zigzag:
+    """What ranks add to a path that goes down and up: `both` is passed both ways, `f` down and `back` up."""
+
+    s: Pipelines
+    both: Each
+    f: Each
+    back: Each
+    r: Each
+    late: Each
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether turns at the top add anything."""
+        return bool(self.late.amounts.any())
+
+    @cached_property
+    def once(self) -> Values:
+        """Down all ranks and up again."""
+        return np.asarray(self.both.total + 2 * self.s.c * (self.s.p - 1) + self.r.last)
+
+    @cached_property
+    def ending(self) -> Values:
+        """What weight halves left at the end take, beyond what is passed on the way up to the first rank."""
+        s, found = self.s, np.asarray(self.late.amounts[0])
+        if not self.is_late:
+            return np.asarray(found)
+        deep = np.minimum(s.p, s.m) - 1
+        found = np.maximum(found, (deep + 1) * s.at(self.late.amounts, deep) - self.back.first(deep) - s.c * deep)
+        for place in s.places:
+            left = np.minimum(place.rank + 1, s.m) * self.late.at(place)
+            over = left - self.back.before(place) - s.c * place.rank
+            found = np.where(place.exists, np.maximum(found, over), found)
+        return np.asarray(found)
+
+    def again(self) -> Values:
+        """Return what a second way down and up adds, that turns at the top as low as it must."""
+        deepest = np.maximum(self.s.p + 1 - self.s.m, 0.0)
+        down = self.once - self.both.first(deepest) - 2 * self.s.c * deepest
+        return np.where(deepest < self.s.p, down, 0.0)
+
+    def bottoms(self) -> Iterator[tuple[Place, Values, Values]]:
+        """Yield (place, begins, ends) for the ranks at which paths may turn first and last.
+
+        `begins`: from the first forward to this rank's turn, its warm-up forwards done at the slowest rank on the way.
+        `ends`: from its last turn to the end, the backwards that are left done likewise.
+        """
+        s, (slow_f, slow_b) = self.s, np.zeros((2, *self.s.c.shape))
+        left = self.back.amounts + self.r.amounts
+        for place in s.places:
+            slow_f = np.where(place.exists, np.maximum(slow_f, self.f.at(place)), slow_f)
+            slow_b = np.where(place.exists, np.maximum(slow_b, left[place.run] + self.late.at(place)), slow_b)
+            ahead, way = s.p - 1 - place.rank, s.c * place.rank
+            begins = self.f.through(place) + way + ahead * slow_f + self.r.at(place)
+            ends = self.back.through(place) + way + ahead * slow_b
+            ends = ends + np.where(ahead > 0, self.late.amounts[0], self.ending)
+            if self.is_late:
+                weights = np.minimum(s.p, s.m) * self.late.at(place)
+                ends = np.maximum(ends, self.back.at(place) + ahead * left[place.run] + weights)
+            yield place, begins, self.r.at(place) + ends
+
+    def around(self, top: Place, bottoms: list[tuple[Place, Values, Values]]) -> Values:
+        """Return the longest ways to a rank's first backward, and from its last forward on."""
+        begins, ends = np.full((2, *self.s.c.shape), -np.inf)
+        for bottom, begun, ended in bottoms:
+            if bottom.run >= top.run:
+                beside, possible = self.s.c * (bottom.rank - top.rank), bottom.exists & (bottom.rank >= top.rank)
+                up = self.back.through(bottom) - self.back.before(top) + beside
+                on = self.f.through(bottom) - self.f.before(top) + beside
+                begins = np.where(possible, np.maximum(begins, begun + up), begins)
+                ends = np.where(possible, np.maximum(ends, on + ended), ends)
+        return np.asarray(begins + ends)
+
+    def stays(self, top: Place, bottom: Place, room: Values) -> Values:
+        """Return what a path adds that goes to and fro between two ranks while it passes `room` forwards."""
+        found = self._to_and_fro(top, bottom, room, 0.0)
+        if self.is_late:  # first one sweep of all ranks, whose turn is no less than theirs
+            swept = self._to_and_fro(top, bottom, room - self.s.p, self.s.p)
+            first = np.where(room >= self.s.p, self.once + self.late.amounts[0] + swept, 0.0)
+            found = np.maximum(found, first)
+        return found
+
+    def _to_and_fro(self, top: Place, bottom: Place, room: Values, turned: Values | float) -> Values:
+        """Return what it adds where so many backwards have been `turned` before."""
+        r_top, r_bottom, w_top = self.r.at(top), self.r.at(bottom), self.late.at(top)
+        room = np.maximum(room, 0.0)
+        if top is bottom:
+            turns = np.maximum(room + 1 - np.maximum(top.rank - turned, 0.0), 0.0)
+            return np.asarray(room * (self.both.at(top) + r_top) + turns * w_top)
+        length = np.maximum(bottom.rank - top.rank + 1, 1.0)
+        sweeps = np.floor(room / length)
+        rest = room - sweeps * length
+        sweep = self.both.through(bottom) - self.both.before(top) + 2 * self.s.c * (length - 1) + r_bottom
+        begun = sweeps * length + turned >= bottom.rank
+        high = self.both.first(top.rank + rest) - self.both.before(top) + r_top + begun * w_top
+        low = self.both.through(bottom) - self.both.first(bottom.rank + 1 - rest) + r_bottom
+        low = low + begun * self.late.at(bottom)
+        one = np.maximum(self.both.at(top) + r_top + begun * w_top, self.both.at(bottom) + r_bottom)
+        short = np.maximum(np.maximum(high, low) + 2 * self.s.c * (rest - 1), rest * one)
+        turns = np.maximum(sweeps + 1 - np.ceil(np.maximum(top.rank - turned, 0.0) / length), 0.0)
+        return np.asarray(sweeps * sweep + turns * w_top + np.where(rest > 0, short, 0.0))
+
+    def at_one_rank(self, place: Place) -> Values:
+        """Return the paths that end at one rank with its cool-down, from its warm-up or its first backward on."""
+        s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.at(place)
+        up = self.back.before(place) + s.c * place.rank
+        finish = np.maximum(s.m * w, np.maximum(s.m - 1 - place.rank, 0.0) * w + up + self.late.amounts[0])
+        rest = self.f.before(place) + s.c * place.rank + s.m * self.back.at(place) + finish
+        own = s.m * (self.f.at(place) + self.r.at(place))
+        below = self.both.after(place) + 2 * s.c * ahead + self.r.last
+        around = below + np.maximum(s.m - ahead, 1.0) * self.f.at(place) + (s.m - 1) * self.r.at(place)
+        return np.asarray(rest + np.maximum(own, np.where(ahead > 0, around, 0.0)))
+
+
+def interleaved(s: Pipelines) -> Values:
+    """Interleaved 1F1B: units go round and round, so a path that is at one rank goes on there, or once round the ring.
+
+    to a rank   ▶ its warm-up, or the ring ▶   all its own work   ▶ its cool-down, or the ring ▶   home
+    """
+    t = _Ring.of(s)
+    found = np.zeros_like(s.c)
+    for place in s.places:
+        run = place.run
+        work = s.m * (s.f[run] + s.b[run] + s.r[run])
+        if s.c.any():
+            slow = np.maximum(t.f.at(place), t.b.at(place)) + s.c - t.f.at(place) - t.r.at(place) - t.b.at(place)
+            work = work + np.maximum(s.m - s.p, 0.0) * t.rounds * np.maximum(slow, 0.0)
+        path = t.begins(place) + t.laps(place) + work + t.ends(place)
+        found = np.where(place.exists, np.maximum(found, path), found)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """The passes of one chunk, and of a way round all ranks, under a looped schedule.
+
+    `rounds` says how often a microbatch comes round before it is in the last chunk.
+    """
+
+    s: Pipelines
+    f: Each
+    b: Each
+    r: Each
+    rounds: Values
+
+    @classmethod
+    def of(cls, s: Pipelines) -> _Ring:
+        """Take a rank's passes apart."""
+        f, b = chunked(s, s.f, s.first.f, s.last.f), chunked(s, s.b, s.first.b, s.last.b)
+        return cls(s, Each(s, f), Each(s, b), Each(s, s.r / s.v), s.v - 1)
+
+    def begins(self, place: Place) -> Values:
+        """Return the way to a rank's first forward of the last chunk, beyond the forwards that it has done by then."""
+        return self._way(place, self.f, 0.0, 0.0, self.s.first.f)
+
+    def ends(self, place: Place) -> Values:
+        """Return the way from a rank's last backward of the last chunk, beyond the backwards that it has to do yet."""
+        return self._way(place, self.b, self.r.at(place), self.r.amounts[0], self.s.first.b)
+
+    def _way(
+        self, place: Place, each: Each, again: Values | float, again_first: Values | float, extra: Values
     ) -> Values:
-        passes = passed * (s.f + s.i) + 2 * s.c * (passed - turns) + turns * s.r + at_first * xs + at_last * ys
-        return passes + (weights + 1) * s.w + np.where(at_first > 1, at_first, 1) * x.w + w_last * y.w + end
+        """Return the longest of three: round the ring; rank by rank; a round at rank 0, and round the ring."""
+        s, top = self.s, place.rank == 0
+        own = self.rounds * s.p * (each.at(place) + again) + top * s.p * extra
+        ring = each.total + s.p * s.c
+        embeds = (s.p - 1) * (each.amounts[0] + again_first + extra) + each.at(place) + again - ring
+        straight = each.before(place) + s.c * place.rank + np.where(top, 0.0, extra)
+        around: Values = self.rounds * ring + np.maximum(embeds, 0.0) + top * extra
+        return np.asarray(straight + np.maximum(around - own, 0.0))
 
-    full = np.ceil(passed / s.p)
-    short = full * s.p > passed
-    weights = np.maximum(s.m - s.p, 0)
-    stays_first = np.maximum(s.m - down, 1)
-    ending = (
-        s.p * (s.f + s.i)
-        + 2 * s.c * down
-        + s.r
-        + s.w
-        + x.total
-        + ys
-        + weights * (s.stage + x.total)
-        + (np.minimum(s.p, s.m) - 1) * (s.r + s.i + s.w + x.i + x.w)
-    )
-    paths = [
-        path(s.m, weights, 1, s.m, weights),
-        path(
-            full, full - 1, full - (short & (x.total <= y.total)), full - (short & (x.total > y.total) & (full > 2)), 0
-        ),
-        np.where(s.m > s.p, path(stays_first, weights, stays_first, np.minimum(stays_first, 2), 0), 0.0),
-        np.where((s.p > 2) & (s.m > s.p), path(s.m - 1, weights, 1, 2, 0), 0.0),
-        s.m * (s.stage + x.total),
-        ending,
-    ]
-    alone = s.m * (s.stage + x.total + y.total)
-    return np.where(s.p == 1, alone, np.maximum.reduce(paths))
+    def laps(self, place: Place) -> Values:
+        """Return what ways over the last rank take longer than a rank's own warm-up and cool-down.
+
+        With its first backward, or after a round of units there with a forward; at the end after a round there too.
+        """
+        s, f, b, r = self.s, self.f.at(place), self.b.at(place), self.r.at(place)
+        ahead, top = s.p - 1 - place.rank, place.rank == 0
+        down, up = self.f.after(place) + s.c * ahead, self.b.after(place) + s.c * ahead
+        forwards = np.minimum(2 * ahead, s.m * s.v - 1 - self.rounds * s.p)
+        embedded = top * np.clip(forwards - s.p + 1, 0.0, s.p) * s.first.f
+        back = down + up + self.r.last + s.last.f + s.last.b - forwards * f - r - embedded
+        bottom = s.p * (self.f.last + self.r.last + self.b.last + s.last.f + s.last.b) + s.c
+        two, few = 2 * s.p - 1, 2 * (place.rank + 1)
+        to = self.f.before(place) + s.c * place.rank - top * s.p * s.first.f
+        home = self.b.before(place) + s.c * place.rank - top * s.p * s.first.b
+        begins = down + bottom + to - two * f - few * (r + b)
+        ends = up + bottom + home - two * b - (two + 1) * r - few * f
+        lap = np.maximum(back, np.where(s.m > s.p, begins, 0.0))
+        last = np.where(s.m > 2 * s.p, ends, 0.0)
+        return np.where(ahead > 0, np.maximum(lap, 0.0) + np.maximum(last, 0.0), 0.0)
+
+
+def chunked(s: Pipelines, each: Values, first: Values, last: Values) -> Values:
+    """Return what one chunk takes of each, (K, n), without what belongs to the first and to the last stage alone."""
+    rest = np.array(each)
+    rest[0] -= first
+    for run, end in enumerate(s.end):
+        has_last = (run == 0) if s.bent else (s.ranks[run] > 0) & (end == s.p - 1)
+        rest[run] -= has_last * last
+    return np.asarray(rest / s.v)
 
 
 CLOSED_FORMS: dict[str, Callable[[Pipelines], Values]] = {

@@ -8,12 +8,14 @@ min(link, g · network).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.hardware import Curve, Hardware
 from quintsched.prediction.efficiency import CONSTANTS, Constants, curve_rate
 from quintsched.prediction.operators import Array
 
@@ -35,7 +37,11 @@ def ring_s(
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
     # NCCL takes a tree where a ring of many hops would be slower.
     hops = np.minimum(hops, members - 1 + 2 * np.log2(np.maximum(ranks / members, 1)))
-    return np.where(ranks > 1, hops * latency + (ranks - 1) / np.maximum(ranks, 1) * moved / rate, 0.0)
+    found = np.where(ranks > 1, hops * latency + (ranks - 1) / np.maximum(ranks, 1) * moved / rate, 0.0)
+    if hardware.measured is not None and hardware.measured.all_reduce:
+        half = _measured_all_reduce_s(moved, ranks, hardware.measured.all_reduce) / 2
+        return np.where(ranks <= members, half, found)
+    return found
 
 
 def all_reduce_s(
@@ -62,8 +68,39 @@ def all_to_all_s(
 def message_s(moved: Array, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of one message to the rank `stride` further: by the network unless a node holds both."""
     near = 2 * stride <= hardware.gpus_per_node
+    if hardware.measured is not None and hardware.measured.link is not None:
+        across = NETWORK_LATENCY_S + moved / (hardware.network_gbps * 1e9 * constants.network)
+        return np.where(near, _curve_s(hardware.measured.link, moved), across)
     rate = np.where(near, _link(moved, hardware, constants), hardware.network_gbps * 1e9 * constants.network)
     return np.where(near, LINK_LATENCY_S, NETWORK_LATENCY_S) + moved / rate
+
+
+def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> tuple[Array, Array]:
+    """Return what a step waits for communication that runs beside so many seconds of computation, and what is hidden.
+
+    Collectives take some of the GPU's processors and memory from the computation beside them.
+    """
+    covered = np.minimum(seconds, beside)
+    exposed = seconds - covered * (1 - constants.contention)
+    return exposed, seconds - exposed
+
+
+def _measured_all_reduce_s(moved: Array, ranks: Numbers, curves: Mapping[int, Curve]) -> Array:
+    """Return the seconds of an all-reduce, linear in the number of ranks between those that were measured."""
+    moved, ranks = np.broadcast_arrays(moved, ranks)
+    numbers = [1, *sorted(curves)]
+    taken = [np.zeros_like(moved), *(_curve_s(curves[number], moved) for number in numbers[1:])]
+    found = np.where(ranks >= numbers[-1], taken[-1], 0.0)
+    for (low, of_low), (high, of_high) in pairwise(zip(numbers, taken, strict=True)):
+        share = (ranks - low) / (high - low)
+        found = np.where((ranks >= low) & (ranks < high), of_low + share * (of_high - of_low), found)
+    return found
+
+
+def _curve_s(curve: Curve, moved: Array) -> Array:
+    """Return the seconds of a message or a sum; one that is smaller than the smallest measured takes as long."""
+    size = np.maximum(moved, curve.sizes[0])
+    return size / curve_rate(curve, size)
 
 
 def _in_node(ranks: Numbers, stride: Numbers, hardware: Hardware) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """How long one operator takes on one GPU: the one place that knows efficiencies.
 
-    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))    e = E / (1 + H · (1/m + 1/n + 1/k))
+    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
+                e = E · share of processors that full waves of tiles keep busy · k / (k + H)
     attention:  kernel + flops / (peak · literature's figure for the kernel)
     pass:       kernel + bytes / (memory · e')
 
@@ -25,24 +26,38 @@ class Constants:
     product: float
     """Share of the peak that a large matrix product reaches."""
     half: float
-    """How far an edge of a product wastes work: one edge of this length alone halves the efficiency."""
+    """The inner dimension k of a matrix product that runs at half that rate."""
     memory: float
     """Share of the memory's rate that a large pass reaches."""
     link: float
     """Share of the links' rate inside a node that a large collective reaches."""
     network: float
     """Share of the network's rate between nodes."""
-    kernel_s: float
-    """What a kernel takes however small it is."""
+    contention: float
+    """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.85, half=64.0, memory=0.8, link=0.75, network=0.45, kernel_s=5e-6)
+CONSTANTS = Constants(product=0.8403, half=239.26, memory=0.8128, link=0.7811, network=0.26, contention=0.2333)
 
-FUSED = {"flash": (0.52, 0.48), "triton": (0.36, 0.28)}
-"""Shares of the peak of fused attention, forward and backward, heads of 128: FlashAttention-2 (arXiv:2307.08691,
-Figures 4 to 6) measures its own kernels and the first version in Triton on an A100, causal masks counted as half."""
+FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
+"""Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
+what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
+35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
+FUSED_HALF = 256.0
+"""How many keys a query sees where fused attention runs at half its rate: of FlashAttention-2's backward without mask,
+gpu-mode/ring-attention, issue 10, gives 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192 keys."""
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
+"""Tiles of a matrix product that one processor makes at a time, and their share of the largest ones' rate: the smaller,
+the more often each operand is read."""
+KERNEL_S = 5e-6
+"""What a kernel takes however small it is: launched back to back, not measured here."""
 BACKWARD_FLOPS = 2.5
 """Of fused attention's backward for each of the forward's: five products for two."""
+
+
+RING_PRODUCTS, RING_PASSES, RING_KERNELS = (2, 5), (13, 20), (14, 30)
+"""Of attention over the context axis on a CPU, which the runtime writes out: products of a step, forward and backward,
+passes over its scores, and operations in all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +87,12 @@ class Times:
 def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
     """Return the seconds of an operator; curves of `hardware.measured` come before the fitted model."""
     if isinstance(operator, Product):
-        forward = product_s(operator, hardware, dtype, constants)
+        m, n, k = operator.m, operator.n, operator.k
+        forward, inputs, weights = (
+            product_s(operator, *shape, hardware, dtype, constants) for shape in ((m, n, k), (m, k, n), (k, n, m))
+        )
         zero = np.zeros_like(forward)
-        halves = (forward, forward) if operator.weighted else (2 * forward, zero)
+        halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
         return Times(forward, *halves, forward if operator.selective else zero)
     if isinstance(operator, Attention):
         return _attention_times(operator, hardware, dtype, constants)
@@ -84,21 +102,47 @@ def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants
     return Times(forward, backward, zero, forward if operator.selective else zero)
 
 
-def product_s(product: Product, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Array:
-    """Return the seconds of a matrix product."""
-    flops = 2.0 * product.batch * product.m * product.n * product.k
+def product_s(
+    product: Product,
+    m: Array,
+    n: Array,
+    k: Array,
+    hardware: Hardware,
+    dtype: str,
+    constants: Constants = CONSTANTS,
+) -> Array:
+    """Return the seconds of one of a product's forward and backward matrix products, m × k by k × n."""
+    flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
-        return kernel_s(hardware, constants) + flops / curve_rate(measured.matmul[dtype], flops)
-    edges = constants.half * (1 / product.m + 1 / product.n + 1 / product.k)
-    rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
-    moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * product.width
-    return kernel_s(hardware, constants) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+        return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
+    shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
+    rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
+    moved = product.batch * (m * k + k * n + m * n) * product.width
+    return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+
+
+def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
+    """Return which share of a GPU's processors a product of m × n results keeps busy, with the best of some tiles.
+
+    Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
+    """
+    return np.asarray(np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES]))
+
+
+def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float) -> Array:
+    tiles = np.ceil(m / height) * np.ceil(n / width) * batch
+    made = np.ceil(tiles / processors) * processors * height * width
+    found: Array = share * m * n * batch / made
+    return found
 
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of a pass that reads and writes so many bytes."""
-    return np.where(moved > 0, kernel_s(hardware, constants) + moved / memory_rate(moved, hardware, constants), 0.0)
+    if hardware.measured is not None and hardware.measured.memory is not None:
+        seconds = np.maximum(kernel_s(hardware), moved / curve_rate(hardware.measured.memory, moved))
+        return np.where(moved > 0, seconds, 0.0)
+    return np.where(moved > 0, kernel_s(hardware) + moved / memory_rate(moved, hardware, constants), 0.0)
 
 
 def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
@@ -108,11 +152,11 @@ def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTAN
     return hardware.memory_gbps * 1e9 * constants.memory
 
 
-def kernel_s(hardware: Hardware, constants: Constants = CONSTANTS) -> float:
+def kernel_s(hardware: Hardware) -> float:
     """Return what an operator takes however small it is."""
     if hardware.measured is not None and hardware.measured.kernel_s is not None:
         return hardware.measured.kernel_s
-    return constants.kernel_s
+    return KERNEL_S
 
 
 def peak(hardware: Hardware, dtype: str) -> float:
@@ -131,10 +175,45 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 
 
 def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+    measured = hardware.measured
+    if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
+        curves = measured.attention[dtype], measured.attention_backward[dtype]
+        forward, backward = (
+            np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
+        )
+        if measured.cores is not None:
+            written = _written_ring_s(attention, hardware, dtype, constants)
+            forward, backward = (
+                np.where(attention.ring > 1, ours, fused)
+                for ours, fused in zip(written, (forward, backward), strict=True)
+            )
+        zero = np.zeros_like(forward)
+        return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
-    rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 128)
-    kernel = kernel_s(hardware, constants)
+    most = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
+    rate = most * attention.length / (attention.length + FUSED_HALF)
+    kernel = kernel_s(hardware)
     forward = kernel + attention.flops / (rate * forward_share)
     backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
     zero = np.zeros_like(forward)
     return Times(forward, backward, zero, forward if attention.selective else zero)
+
+
+def _written_ring_s(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> tuple[Array, Array]:
+    """Return the seconds of an attention in which keys pass by, written out: forward and backward.
+
+    A step of the ring has the scores of a rank's queries and the keys of one rank; those of other ranks are seen by
+    half of the queries, or half of them by all.
+    """
+    of_step = attention.batch * attention.rows**2
+    scores = of_step * (1 + (attention.ring - 1) / 2)
+    product = Product("ring", attention.rows, attention.rows, np.full_like(scores, attention.head), scores)
+    shape = product.m, product.n, product.k
+    one_s = product_s(product, *shape, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
+    passing_s = 4.0 / memory_rate(4.0 * of_step, hardware, constants)
+    called_s = attention.ring * kernel_s(hardware)
+    forward, backward = (
+        products * 2.0 * attention.head * scores * one_s + passes * scores * passing_s + kernels * called_s
+        for products, passes, kernels in zip(RING_PRODUCTS, RING_PASSES, RING_KERNELS, strict=True)
+    )
+    return forward, backward

@@ -45,8 +45,8 @@ class Levels:
         durations_of: for each event, its row in the table of durations, kinds x stages.
         sources: what events wait for, by the event that waits.
         segments: for each event after level 0, where its sources begin.
-        last_of: for each rank, the events after which it computes nothing more.
         last_backwards: for each stage, the event that ends its last backward.
+        reduced_in_turn: for each rank, its stages in the order in which their gradients are complete.
         stage_to_pp: where the stages lie.
     """
 
@@ -55,6 +55,7 @@ class Levels:
     sources: Ints
     segments: Ints
     last_backwards: Ints
+    reduced_in_turn: tuple[tuple[int, ...], ...]
     stage_to_pp: tuple[int, ...]
 
     @property
@@ -75,6 +76,24 @@ class Levels:
             ends[low:high] += np.maximum.reduceat(waited, segments[low - base : high - base] - begin, axis=0)
         return ends
 
+    def reduced(self, ends: Times, reduction: Times, tied: tuple[int, ...] = ()) -> Times:
+        """Return when replicas have added up all gradients, (n,); `ends` as above, `reduction` (stages, n).
+
+        Those of `tied` stages, which share weights, come after all backwards of these stages' ranks.
+        """
+        together = [rank for rank, stages in enumerate(self.reduced_in_turn) if set(stages) & set(tied)]
+        computed = [ends[self.last_backwards[list(stages)]].max(axis=0) for stages in self.reduced_in_turn]
+        synced = np.max([computed[rank] for rank in together], axis=0) if together else np.zeros(ends.shape[1])
+        found = np.zeros(ends.shape[1])
+        for stages in self.reduced_in_turn:
+            done = np.zeros(ends.shape[1])
+            for stage in sorted(stages, key=lambda one: one in tied):
+                done = (
+                    np.maximum(done, synced if stage in tied else ends[self.last_backwards[stage]]) + reduction[stage]
+                )
+            found = np.maximum(found, done)
+        return found
+
 
 @lru_cache(maxsize=256)
 def levels_of(
@@ -92,13 +111,15 @@ def levels_of(
     place[by_level] = np.arange(len(by_level))
     sources, targets = place[graph.sources], place[graph.targets]
     by_target = np.argsort(targets, kind="stable")
+    last = _last_backwards(plan)
     first = np.searchsorted(level[by_level], np.arange(level.max() + 2))
     return Levels(
         first=first,
         durations_of=_rows_of_table(plan)[events.first_rows][by_level],
         sources=sources[by_target],
         segments=np.searchsorted(targets[by_target], np.arange(first[1], len(level))),
-        last_backwards=place[events.of[_last_backwards(plan)]],
+        last_backwards=place[events.of[last]],
+        reduced_in_turn=tuple(tuple(sorted(plan.layout.stages_of(rank), key=last.__getitem__)) for rank in range(pp)),
         stage_to_pp=plan.stage_to_pp,
     )
 

@@ -9,7 +9,7 @@ here knows how fast anything is; `efficiency` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -61,6 +61,8 @@ class Product:
     """Whether one factor is a weight: its product of the backward is then the weight's half."""
     selective: bool = False
     """Whether selective recomputation runs it again."""
+    column: bool = False
+    """Whether tp cuts its columns: the gradient of its input is then summed over tp."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +74,16 @@ class Attention:
     """Of the forward, those that a causal mask spares left out."""
     head: int
     """Size of a head."""
+    length: Array
+    """How many keys a query sees in one call, on average: the ring of cp brings some at a time."""
     kernel: str
-    """Which kernel: "flash", or "triton" for its first version in Triton."""
+    """As `Model.attention` names it."""
+    batch: Array
+    """Samples times heads."""
+    rows: Array
+    """Queries of a sample here."""
+    ring: Array
+    """Ranks of the context axis, which the keys pass by."""
     selective: bool = True
 
 
@@ -114,9 +124,11 @@ def attention(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     tokens, width = sizes.tokens, sizes.width
     return (
         *_projections(model, sizes, heads, key_heads, head),
+        _split(model, tokens * (heads + 2 * key_heads) * head, width),
         *_rotary(model, tokens, heads + key_heads, head, width),
         *_core(model, sizes, heads, head, values),
         Product("projection", tokens, np.full_like(tokens, model.hidden), heads * values, width),
+        *_bias("projection", tokens * model.hidden, width, present=model.biases),
     )
 
 
@@ -129,8 +141,8 @@ def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     logits = rows * vocab
     return (
         _norm("final norm", sizes.between * model.hidden, width),
-        Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width),
-        Pass("cross-entropy", logits * (2 * width + FP32), logits * (width + FP32)),
+        Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width, column=True),
+        Pass("cross-entropy", logits * (width + 5 * FP32), logits * (3 * FP32 + width)),
     )
 
 
@@ -164,19 +176,19 @@ def _projections(model: Model, sizes: Sizes, heads: Array, key_heads: Array, hea
     tokens, width = sizes.tokens, sizes.width
     hidden = np.full_like(tokens, model.hidden)
     if model.latent is None:
-        return (Product("qkv", tokens, (heads + 2 * key_heads) * head, hidden, width),)
+        return (Product("qkv", tokens, (heads + 2 * key_heads) * head, hidden, width, column=True),)
     latent = model.latent
     rank = np.full_like(tokens, latent.kv_rank)
     narrow = np.full_like(tokens, latent.kv_rank + latent.rope_size)
     unroped = head - latent.rope_size
-    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width)
+    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width, column=True)
     compress = Product("kv down", tokens, narrow, hidden, width)
     if not latent.q_rank:
-        return (Product("q", tokens, heads * head, hidden, width), compress, expand)
+        return (Product("q", tokens, heads * head, hidden, width, column=True), compress, expand)
     queries = np.full_like(tokens, latent.q_rank)
     return (
         Product("q down", tokens, queries, hidden, width),
-        Product("q up", tokens, heads * head, queries, width),
+        Product("q up", tokens, heads * head, queries, width, column=True),
         compress,
         expand,
     )
@@ -196,7 +208,8 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
     scores = batch * rows * columns
     if model.attention != "unfused":
         seen = 0.5 if model.causal else 1.0
-        return (Attention("attention", 2 * scores * (head + values) * seen, head, model.attention),)
+        flops, length = 2 * scores * (head + values) * seen, columns * seen / sizes.cp
+        return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
     passes = Pass("softmax", scores * 2 * width, scores * 3 * width, selective=True)
     dropped = scores * (2 * width + 1)
@@ -215,9 +228,10 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
     inputs = 2 if gated(model) else 1
     touched = tokens * wide * sizes.width
     return (
-        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width),
+        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
         Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched),
         Product(f"{name} down", tokens, hidden, wide, sizes.width),
+        *_bias(name, tokens * (inputs * wide + model.hidden), sizes.width, present=model.biases),
     )
 
 
@@ -247,7 +261,7 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
 
     def repeat(operator: Operator) -> Operator:
         if isinstance(operator, Product):
-            return Product(operator.name, operator.m, operator.n, operator.k, operator.width, groups)
+            return replace(operator, batch=groups)
         if isinstance(operator, Pass):
             return Pass(operator.name, operator.forward * groups, operator.backward * groups)
         return operator
@@ -256,8 +270,19 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
 
 
 def _norm(name: str, elements: Array, width: Array) -> Pass:
-    """Read and write; the backward reads the input and the gradient, and writes one."""
-    return Pass(name, 2 * elements * width, 3 * elements * width)
+    """Read and write; the backward reads input and gradient once for the input's gradient, once for the weights'."""
+    return Pass(name, 2 * elements * width, 5 * elements * width)
+
+
+def _split(model: Model, elements: Array, width: Array) -> Pass:
+    """Queries, keys and values are views of one product; the backward puts their gradients together again."""
+    biased = model.biases if model.qkv_biases is None else model.qkv_biases
+    return Pass("split", np.zeros_like(elements), elements * width * (3 if biased else 2))
+
+
+def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[Pass, ...]:
+    """Added in the product's own kernel; the backward sums the gradient over tokens, in one of its own."""
+    return (Pass(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
 
 
 def _add(name: str, model: Model, sizes: Sizes) -> Pass:

@@ -9,13 +9,15 @@ Most layouts have two to four kinds of ranks, however many ranks there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Recompute
+from quintsched.prediction.operators import Array
 
 V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
 """Schedules whose second chunk runs back over the ranks."""
@@ -63,10 +65,51 @@ class Kinds:
     """How many ranks are of the kind; 0 pads."""
     rank: NDArray[np.float64]
     """The first rank of the kind."""
+    alike: NDArray[np.float64]
+    """1 where all stages hold the same but for embedding and head, or each rank has one; of the layout, so in every
+    column."""
 
     def take(self, index: NDArray[np.int64]) -> Kinds:
-        """Return the kinds of these layouts."""
-        return Kinds(**{name: values[index] for name, values in vars(self).items()})
+        """Return the kinds of these layouts; in memory, the values of all layouts lie together, kind by kind."""
+        return Kinds(**{name: np.take(values.T, index, axis=1).T for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True, eq=False)
+class PerMicrobatch:
+    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
+
+    compute_forward: Array
+    compute_input: Array
+    compute_weight: Array
+    recompute: Array
+    tp_forward: Array
+    tp_backward: Array
+    tp_hidden: Array
+    cp: Array
+    cp_hidden: Array
+    ep: Array
+    pp: Array
+    dp: Array
+    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
+    dp_hidden: Array
+    weights: Array
+    expert_weights: Array
+
+    @property
+    def forward(self) -> Array:
+        """Half of what is waited for counts here."""
+        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
+
+    @property
+    def backward_input(self) -> Array:
+        """With what is run again before it."""
+        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
+        return self.compute_input + self.recompute + waits
+
+    @property
+    def total(self) -> Array:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.compute_weight
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
@@ -84,24 +127,31 @@ def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int,
     return tuple(range(rank, pp * chunks, pp))
 
 
-def rank_kinds(model: Model, layout: Layout) -> list[RankKind]:
-    """Return what each pipeline rank holds."""
+def _together(stages: Sequence[RankKind]) -> RankKind:
+    """Return what a rank holds that holds these."""
+    return RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in stages), strict=True)))
+
+
+def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
+    """Return what each stage of each pipeline rank holds."""
     count = layout.pp * layout.chunks
     layers = layout.stages or stage_layers(model.layers, count)
-    full = _recomputed(layers, layout.recompute)
+    full = recomputed_layers(layers, layout.recompute)
     starts = np.concatenate(([0], np.cumsum(layers)))
     stages = []
     for stage in range(count):
         mixed = [has_experts(model, layer) for layer in range(starts[stage], starts[stage + 1])]
         again = mixed[: full[stage]]
-        stages.append(
-            (len(mixed) - sum(mixed), sum(mixed), len(again) - sum(again), sum(again), stage == 0, stage == count - 1)
-        )
-    found = []
-    for rank in range(layout.pp):
-        own = [stages[stage] for stage in stages_of_rank(rank, layout.pp, layout.chunks, layout.schedule)]
-        found.append(RankKind(*(int(sum(column)) for column in zip(*own, strict=True))))
-    return found
+        own = (len(mixed) - sum(mixed), sum(mixed), len(again) - sum(again), sum(again))
+        stages.append(RankKind(*own, int(stage == 0), int(stage == count - 1)))
+    held = (stages_of_rank(rank, layout.pp, layout.chunks, layout.schedule) for rank in range(layout.pp))
+    return [[stages[stage] for stage in of_rank] for of_rank in held]
+
+
+def _alike(layout: Layout, of_ranks: list[list[RankKind]]) -> float:
+    """1 where all stages hold the same but for embedding and head, or each rank has one; never for twins."""
+    several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}
+    return float(layout.schedule not in BIDIRECTIONAL and (layout.chunks == 1 or len(several) == 1))
 
 
 def has_experts(model: Model, layer: int) -> bool:
@@ -113,21 +163,29 @@ def has_experts(model: Model, layer: int) -> bool:
 
 
 def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
-    """Return the kinds of ranks of several layouts; `each_rank`: every rank is one, whatever it holds."""
-    columns: list[list[tuple[float, ...]]] = []
-    for layout in layouts:
-        ranks_of: dict[tuple[RankKind, int], list[int]] = {}
-        for rank, kind in enumerate(rank_kinds(model, layout)):
-            ranks_of.setdefault((kind, rank * each_rank), []).append(rank)
-        columns.append([(*vars(kind).values(), len(ranks), ranks[0]) for (kind, _), ranks in ranks_of.items()])
+    """Return the kinds of ranks of several layouts, each a run of equal ranks; `each_rank`: each is of one."""
+    columns = [_columns(model, layout, each_rank) for layout in layouts]
     most = max(len(column) for column in columns)
-    padding = (0.0,) * 8
-    table = np.array([column + [padding] * (most - len(column)) for column in columns], dtype=np.float64)
-    return Kinds(*(table[:, :, index] for index in range(8)))
+    padding = (0.0,) * len(fields(Kinds))
+    table = np.array([column + (padding,) * (most - len(column)) for column in columns], dtype=np.float64)
+    return Kinds(*np.moveaxis(table, 2, 0))
 
 
-def _recomputed(layers: Sequence[int], recompute: Recompute) -> list[int]:
-    """How many layers of each stage run their forward again."""
+@lru_cache(maxsize=2**16)
+def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
+    """Return each kind of rank of a layout as the fields of `Kinds`."""
+    runs: list[tuple[RankKind, list[int]]] = []
+    of_ranks = rank_stages(model, layout)
+    for rank, kind in enumerate(map(_together, of_ranks)):
+        if each_rank or not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(rank)
+    alike = _alike(layout, of_ranks)
+    return tuple((*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs)
+
+
+def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:
+    """Return how many layers of each stage run their forward again."""
     if recompute == "full":
         return list(layers)
     if isinstance(recompute, tuple):

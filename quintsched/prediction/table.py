@@ -9,93 +9,27 @@ Nothing is checked here: `placement.check` says whether a strategy can be placed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
-from quintsched.descriptions.strategy import Strategy
+from quintsched.descriptions.placement import resolved
 from quintsched.prediction.blocks import WIDTHS, Blocks, blocks
+from quintsched.prediction.columns import Ints, Table, distinct
 from quintsched.prediction.efficiency import CONSTANTS, Constants
+from quintsched.prediction.memory.ranks import held_terms
 from quintsched.prediction.operators import Array, Sizes
 from quintsched.prediction.stages import Kinds, Layout, kinds
-from quintsched.prediction.totals import held_terms, per_microbatch, step_terms
+from quintsched.prediction.totals import step_terms
 
-Ints = NDArray[np.int64]
-CODED = ("schedule", "recompute", "dtype", "stages")
-"""Columns that hold an index into the distinct values of `Table.values`."""
-ROWS_AT_ONCE = 1 << 16
+__all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]
+
+ROWS_AT_ONCE = 1 << 14
 """So many rows are worked on at a time, so that columns stay in the processor's cache."""
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """n strategies as columns of length n, named as the fields of Strategy."""
-
-    gpus: Ints
-    dp: Ints
-    tp: Ints
-    pp: Ints
-    cp: Ints
-    ep: Ints
-    microbatch: Ints
-    batch: Ints
-    seq: Ints
-    chunks: Ints
-    sequence_parallel: Ints
-    zero: Ints
-    schedule: Ints
-    recompute: Ints
-    dtype: Ints
-    stages: Ints
-    values: dict[str, tuple[Any, ...]]
-    """What the codes of the columns in CODED stand for."""
-
-    @classmethod
-    def of(cls, strategies: Iterable[Strategy]) -> Table:
-        """Return strategies as a table; defaults of `chunks` and `schedule` are filled in."""
-        rows = [resolved(strategy) for strategy in strategies]
-        columns: dict[str, Ints] = {}
-        values: dict[str, tuple[Any, ...]] = {}
-        for name in (field.name for field in fields(cls) if field.name != "values"):
-            column = [getattr(row, name) for row in rows]
-            if name in CODED:
-                values[name] = tuple(dict.fromkeys(column))
-                column = [values[name].index(value) for value in column]
-            columns[name] = np.array(column, dtype=np.int64)
-        return cls(**columns, values=values)
-
-    def __len__(self) -> int:
-        return len(self.gpus)
-
-    @property
-    def replicas(self) -> Ints:
-        """How many share out the batch."""
-        return self.dp * self.ep
-
-    @property
-    def microbatches(self) -> Ints:
-        """Of each replica."""
-        return self.batch // (self.replicas * self.microbatch)
-
-    def take(self, index: slice | NDArray[Any]) -> Table:
-        """Return the table of these rows."""
-        columns = {field.name: getattr(self, field.name)[index] for field in fields(self) if field.name != "values"}
-        return Table(**columns, values=self.values)
-
-    def strategy(self, row: int) -> Strategy:
-        """Return a row as a Strategy."""
-        found: dict[str, Any] = {}
-        for field in fields(self):
-            if field.name != "values":
-                code = int(getattr(self, field.name)[row])
-                found[field.name] = self.values[field.name][code] if field.name in CODED else code
-        return Strategy(**{**found, "sequence_parallel": bool(found["sequence_parallel"])})
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,50 +45,41 @@ class Evaluated:
     """Terms by name; those that do not end in `_hidden` add up to `step_s`."""
     bytes: dict[str, Array]
     """Terms of the fullest rank by name; they add up to `memory_bytes`."""
+    exact: NDArray[np.bool_]
+    """False where the time is a lower bound."""
 
 
-def resolved(strategy: Strategy) -> Strategy:
-    """Return a strategy with its schedule and chunks filled in."""
-    chunks, schedule = strategy.chunks, strategy.schedule
-    if schedule is None:
-        schedule = "interleaved-1f1b" if (chunks or 1) > 1 and strategy.pp > 1 else "1f1b"
-    if chunks is None:
-        chunks = 2 if schedule in TWO_CHUNKS else 1
-    return strategy.model_copy(update={"chunks": chunks, "schedule": schedule})
+def evaluate(
+    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, simulate: bool = False
+) -> Evaluated:
+    """Return time and memory of every row of a table.
 
-
-TWO_CHUNKS = frozenset({"interleaved-1f1b", "interleaved-zb", "bfs", "zbv", "v-half", "v-min", "dualpipe-v"})
-"""Schedules that take two chunks at least."""
-
-
-def evaluate(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Evaluated:
-    """Return time and memory of every row of a table."""
+    Where there is no closed form, the time is a lower bound, or, with `simulate`, that of a simulation.
+    """
     parts = [
-        _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants)
+        _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
         for start in range(0, len(table), ROWS_AT_ONCE)
     ]
     seconds = {name: np.concatenate([part[0][name] for part in parts]) for name in parts[0][0]}
     held = {name: np.concatenate([part[1][name] for part in parts]) for name in parts[0][1]}
     step_s = np.asarray(sum(values for name, values in seconds.items() if not name.endswith("_hidden")))
     memory = np.asarray(sum(held.values()))
-    return Evaluated(table, step_s, memory, memory <= hardware.memory_gb * 1e9, seconds, held)
+    exact = np.concatenate([part[2] for part in parts])
+    return Evaluated(table, step_s, memory, memory <= hardware.memory_gb * 1e9, seconds, held, exact)
 
 
 def _evaluate(
-    model: Model, hardware: Hardware, table: Table, constants: Constants
-) -> tuple[dict[str, Array], dict[str, Array]]:
+    model: Model, hardware: Hardware, table: Table, constants: Constants, simulate: bool
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
     found = distinct_blocks(model, hardware, table, constants)
-    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants)
+    stages = partial(distinct_stages, model) if simulate else None
+    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants, stages)
 
 
-def held(
-    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, each_rank: bool = False
-) -> tuple[dict[str, Array], Kinds]:
+def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
     """Return the bytes that every kind of rank holds, (n, K) by kind of bytes; `each_rank`: every rank is a kind."""
     found = distinct_kinds(model, table, each_rank=each_rank)
-    blocks_of = distinct_blocks(model, hardware, table, constants)
-    each = per_microbatch(model, hardware, table, blocks_of, found, constants)
-    return held_terms(model, hardware, table, each, found), found
+    return held_terms(model, hardware, table, found), found
 
 
 def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
@@ -174,8 +99,21 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
 
 def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of every row, worked out once for each distinct layout."""
+    layouts, which = _layouts(table)
+    return kinds(model, layouts, each_rank=each_rank).take(which)
+
+
+def distinct_stages(model: Model, table: Table) -> Kinds:
+    """Return the stages of every row, as if each were on a rank of its own."""
+    layouts, which = _layouts(table)
+    apart = [Layout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
+    return kinds(model, apart, each_rank=True).take(which)
+
+
+def _layouts(table: Table) -> tuple[list[Layout], Ints]:
+    """Return the distinct layouts, and which of them each row has."""
     names = ("pp", "chunks", "schedule", "stages", "recompute")
-    first, inverse = distinct([getattr(table, name) for name in names])
+    first, which = distinct([getattr(table, name) for name in names])
     layouts = [
         Layout(
             int(table.pp[row]),
@@ -186,7 +124,7 @@ def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Ki
         )
         for row in first
     ]
-    return kinds(model, layouts, each_rank=each_rank).take(inverse)
+    return layouts, which
 
 
 def sizes_of(table: Table, dtype: str) -> Sizes:
@@ -196,16 +134,3 @@ def sizes_of(table: Table, dtype: str) -> Sizes:
         for name in ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq")
     }
     return Sizes(**columns, width=np.full(len(table), WIDTHS[dtype]))
-
-
-def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return the first row of each distinct combination, and for every row which of those it is."""
-    key, room = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for column in columns:
-        span = int(column.max()) + 1
-        if room * span >= 2**62:
-            _, key = np.unique(key, return_inverse=True)
-            room = int(key.max()) + 1
-        key, room = key * span + column, room * span
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse

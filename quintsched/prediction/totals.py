@@ -8,71 +8,52 @@ Every quantity of a rank is an array (n, K): n strategies, K kinds of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
 from quintsched.prediction.blocks import WIDTHS, Blocks, Layer
-from quintsched.prediction.collectives import message_s, ring_s
-from quintsched.prediction.efficiency import Constants, memory_rate
+from quintsched.prediction.collectives import message_s, overlap, ring_s
+from quintsched.prediction.columns import Table
+from quintsched.prediction.efficiency import Constants, curve_rate, memory_rate
+from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
-from quintsched.prediction.stages import Kinds
+from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shared_sums_s, shares_cores, stepped_s
+from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+from quintsched.prediction.step_pipeline import Rows, StageTimes, spans
 
-if TYPE_CHECKING:
-    from quintsched.prediction.table import Table
-
-GRADIENT = 4.0
-"""Bytes of a gradient as it is summed over replicas."""
-STEP_BYTES = 42.0
-"""Bytes that the optimizer's step reads and writes for each parameter of its own: weight, master, two moments, gradient
-(norm, clip, step, clear)."""
-
-
-@dataclass(frozen=True, eq=False)
-class PerMicrobatch:
-    """What a rank of each kind does for one microbatch, in seconds; arrays (n, K)."""
-
-    compute_forward: Array
-    compute_input: Array
-    compute_weight: Array
-    recompute: Array
-    tp_forward: Array
-    tp_backward: Array
-    cp: Array
-    cp_hidden: Array
-    ep: Array
-    pp: Array
-    dp: Array
-    """Of gathers and reduce-scatters in every microbatch, what computation does not hide."""
-    dp_hidden: Array
-    weights: Array
-    expert_weights: Array
-
-    @property
-    def forward(self) -> Array:
-        """Half of what is waited for counts here."""
-        return self.compute_forward + self.tp_forward + (self.cp + self.ep + self.pp + self.dp) / 2
-
-    @property
-    def backward_input(self) -> Array:
-        """With what is run again before it."""
-        waits = self.tp_backward + (self.cp + self.ep + self.pp + self.dp) / 2
-        return self.compute_input + self.recompute + waits
-
-    @property
-    def total(self) -> Array:
-        """Forward and backward."""
-        return self.forward + self.backward_input + self.compute_weight
+GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its scale."""
+STEP_BYTES = 66.0
+"""Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
+the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
+and writes three of them (28); the master is rounded into the weight (6)."""
+ADAM_BYTES = 28.0
+"""What of them is Adam itself, which a calibration times."""
 
 
 def step_terms(
-    model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the terms of a step's time, and of the fullest rank's memory."""
-    each = per_microbatch(model, hardware, table, blocks, kinds, constants)
+    model: Model,
+    hardware: Hardware,
+    table: Table,
+    blocks: Blocks,
+    kinds: Kinds,
+    constants: Constants,
+    stages: Callable[[Table], Kinds] | None = None,
+) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
+    """Return the terms of a step's time, and of the fullest rank's memory, and whether the time is no bound only.
+
+    Where the schedule has no closed form, the bubble is the least that there can be. Where `stages` says what the
+    stages of such strategies hold, it is simulated.
+    """
+    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants), table)
+    shares = shares_cores(hardware)
+    if shares:
+        each = in_step(each, table, hardware, constants)
     microbatches = table.microbatches.astype(np.float64)
     held = kinds.ranks > 0
     total = np.where(held, each.total, -1.0)
@@ -88,18 +69,33 @@ def step_terms(
             ("ep", each.ep),
             ("pp", each.pp),
             ("dp", each.dp),
+            ("tp_hidden", each.tp_hidden),
             ("cp_hidden", each.cp_hidden),
             ("dp_hidden", each.dp_hidden),
         )
     }
-    seconds["bubble"] = bubble_s(table, each, kinds, busiest)
-    ends = [
-        end.max(axis=1)
-        for end in (reduce_s(hardware, table, each, constants), optimizer_s(hardware, table, each, constants))
-    ]
-    seconds["dp"] = seconds["dp"] + ends[0]
-    seconds["optimizer"] = ends[1]
-    return seconds, memory_terms(model, hardware, table, each, kinds)
+    reduction, gathering = reduce_s(hardware, table, each, constants)
+    stepping = optimizer_s(hardware, table, each, constants)
+    if shares:
+        reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
+        stepping = stepped_s(stepping, table, hardware)
+
+    def of_rows(rows: Rows) -> StageTimes:
+        assert stages is not None
+        some = table.take(rows)
+        return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
+
+    found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None, tied=model.tied)
+    makespan, summing = found.makespan, reduction.max(axis=1)
+    exposed = np.where(table.overlap > 0, found.exposed, summing)
+    seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
+    seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
+    seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(summing - exposed, 0.0)
+    seconds["optimizer"] = stepping.max(axis=1)
+    if shares:
+        seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, _widths(table)) - makespan, 0.0)
+        seconds["sums"] = shared_sums_s(table, hardware, constants)
+    return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
 
 
 def per_microbatch(
@@ -108,16 +104,19 @@ def per_microbatch(
     """Return what a rank of each kind does for one microbatch."""
     selective = np.isin(table.recompute, _codes(table, "recompute", "selective")).astype(float)
 
-    def over(name: str) -> Array:
-        dense, mixture = getattr(blocks.dense, name)[:, None], getattr(blocks.mixture, name)[:, None]
-        first, last = getattr(blocks.first, name)[:, None], getattr(blocks.last, name)[:, None]
-        found: Array = kinds.dense * dense + kinds.mixture * mixture + kinds.first * first + kinds.last * last
+    def summed(name: str, **counts: Array) -> Array:
+        found = np.zeros_like(kinds.dense)
+        for layer, count in counts.items():
+            each = getattr(getattr(blocks, layer), name)
+            if each.any() and count.any():
+                found += count * each[:, None]
         return found
 
+    def over(name: str) -> Array:
+        return summed(name, dense=kinds.dense, mixture=kinds.mixture, first=kinds.first, last=kinds.last)
+
     def again(name: str) -> Array:
-        dense, mixture = getattr(blocks.dense, name)[:, None], getattr(blocks.mixture, name)[:, None]
-        found: Array = kinds.full_dense * dense + kinds.full_mixture * mixture
-        return found
+        return summed(name, dense=kinds.full_dense, mixture=kinds.full_mixture)
 
     forward = over("forward")
     exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
@@ -129,6 +128,7 @@ def per_microbatch(
         recompute=again("forward") + selective[:, None] * over("selective"),
         tp_forward=over("tp_forward"),
         tp_backward=over("tp_backward") + again("tp_forward"),
+        tp_hidden=over("tp_hidden"),
         cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
         cp_hidden=over("cp_hidden"),
         ep=over("ep_forward") + over("ep_backward") + again("ep_forward"),
@@ -138,6 +138,16 @@ def per_microbatch(
         weights=over("weights"),
         expert_weights=over("expert_weights"),
     )
+
+
+def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
+    """Return what a microbatch takes where it passes one of a rank's two stages: half of what both do."""
+    passed = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 0.5, 1.0)[:, None]
+    if (passed == 1.0).all():
+        return each
+    whole = ("pp", "weights", "expert_weights")
+    halves = {one.name: getattr(each, one.name) * passed for one in fields(each) if one.name not in whole}
+    return replace(each, **halves)
 
 
 def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
@@ -161,23 +171,25 @@ def sharded_s(
     width = _widths(table)
     gathers = (table.zero == 3) * 1.0
     scatters = (table.zero >= 2) * 1.0
-    exposed, hidden = np.zeros(kinds.dense.shape), np.zeros(kinds.dense.shape)
+    exposed, hidden = np.zeros_like(kinds.dense), np.zeros_like(kinds.dense)
     layers = (
         (blocks.dense, kinds.dense, True),
         (blocks.mixture, kinds.mixture, True),
         (blocks.first, kinds.first, False),
         (blocks.last, kinds.last, False),
     )
+    if not scatters.any():
+        return exposed, hidden
     for layer, count, overlaps in layers:
-        gather = _over_replicas(hardware, table, layer, width, constants)
-        scatter = _over_replicas(hardware, table, layer, width, constants)
-        beside_forward = layer.forward if overlaps else 0.0
-        beside_backward = layer.backward_input + layer.backward_weight if overlaps else 0.0
-        forward = np.maximum(gathers * gather - beside_forward, 0.0)
-        backward = np.maximum(gathers * gather + scatters * scatter - beside_backward, 0.0)
-        whole = gathers * 2 * gather + scatters * scatter
-        exposed = exposed + count * (forward + backward)[:, None]
-        hidden = hidden + count * (whole - forward - backward)[:, None]
+        if not count.any():
+            continue
+        gather = scatter = _over_replicas(hardware, table, layer, width, constants)
+        beside_forward = layer.forward * overlaps
+        beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
+        forward = overlap(gathers * gather, beside_forward, constants)
+        backward = overlap(gathers * gather + scatters * scatter, beside_backward, constants)
+        exposed = exposed + count * (forward[0] + backward[0])[:, None]
+        hidden = hidden + count * (forward[1] + backward[1])[:, None]
     return exposed, hidden
 
 
@@ -186,83 +198,64 @@ def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array,
     stride = table.tp
     replicas = table.dp * table.cp * table.ep
     dense = ring_s(layer.weights * width, replicas, stride, hardware, constants)
-    expert = ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
-    return dense + expert
+    if not layer.expert_weights.any():
+        return dense
+    return dense + ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
 
 
-def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
-    """Return the reduction of gradients after the last backward, nothing beside it; ZeRO-1 and 2 gather weights too."""
+def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
+    """Return how long gradients are added up after a step's backwards, and weights gathered after it (ZeRO-1, 2)."""
     stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
     outer = (table.dp * table.cp)[:, None]
     width, zero = _widths(table)[:, None], table.zero[:, None]
     expert_stride = stride * table.ep[:, None]
-    halves = np.where(zero == 0, 2 * GRADIENT, np.where(zero == 1, GRADIENT + width, np.where(zero == 2, width, 0.0)))
-    dense = ring_s(each.weights * halves, replicas, stride, hardware, constants)
-    expert = ring_s(each.expert_weights * halves, outer, expert_stride, hardware, constants)
-    return dense + expert
+
+    def passed(size: Array) -> Array:
+        found = ring_s(each.weights * size, replicas, stride, hardware, constants)
+        if each.expert_weights.any():
+            found = found + ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
+        return np.where(size > 0, found, 0.0)
+
+    summed = _by_dtype(table, GRADIENTS)[:, None]
+    added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
+    return passed(added), passed(np.where((zero == 1) | (zero == 2), width, 0.0))
 
 
 def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
     """Return the optimizer's step, bound by memory; ZeRO shares it out over the replicas."""
     shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
     expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
-    moved = STEP_BYTES * (each.weights / shards + each.expert_weights / expert_shards)
+    numbers = each.weights / shards + each.expert_weights / expert_shards
+    if hardware.measured is not None and hardware.measured.optimizer is not None:
+        around = (STEP_BYTES - ADAM_BYTES) * numbers
+        stepped = numbers / curve_rate(hardware.measured.optimizer, numbers)
+        return stepped + around / memory_rate(around, hardware, constants)
+    moved = STEP_BYTES * numbers
     return moved / memory_rate(moved, hardware, constants)
 
 
-def bubble_s(table: Table, each: PerMicrobatch, kinds: Kinds, busiest: Array) -> Array:
-    """Return the time beyond the busiest rank's own work: the other ranks' share of filling and draining."""
-    rows = np.arange(len(busiest))
-
-    def others(values: Array) -> Array:
-        total = (kinds.ranks * values).sum(axis=1) - values[rows, busiest]
-        return total / np.maximum(table.pp - 1, 1)
-
-    forward, backward, weight = others(each.forward), others(each.backward_input), others(each.compute_weight)
-    found = (table.pp - 1) / table.chunks * (forward + backward + weight)
-    split = np.isin(table.schedule, _codes(table, "schedule", "zb-h1", "zb-1p", "zb-h2", "zbv", "interleaved-zb"))
-    return np.where(split, (table.pp - 1) / table.chunks * (forward + backward - np.minimum(forward, weight)), found)
-
-
-def memory_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of the fullest rank by kind."""
-    terms = held_terms(model, hardware, table, each, kinds)
-    fullest = np.where(kinds.ranks > 0, sum(terms.values()), -1.0).argmax(axis=1)
-    rows = np.arange(len(fullest))
-    return {name: np.asarray(values[rows, fullest]) for name, values in terms.items()}
-
-
-def held_terms(model: Model, hardware: Hardware, table: Table, each: PerMicrobatch, kinds: Kinds) -> dict[str, Array]:
-    """Return the bytes of every kind of rank, (n, K), by kind of bytes."""
-    width, zero = _widths(table)[:, None], table.zero[:, None]
-    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
-
-    def shared(level: int) -> Array:
-        divided: Array = each.weights / np.where(zero >= level, replicas, 1)
-        return divided + each.expert_weights / np.where(zero >= level, outer, 1)
-
-    tokens = (table.microbatch * table.seq / table.cp)[:, None]
-    full = kinds.full_dense + kinds.full_mixture
-    layers = kinds.dense + kinds.mixture
-    selective = np.isin(table.recompute, _codes(table, "recompute", "selective"))[:, None]
-    tp = table.tp[:, None]
-    scores = 0.0 if model.attention != "unfused" else 5 * model.heads * table.seq[:, None] / (model.hidden * tp)
-    rest = np.where(table.sequence_parallel[:, None] > 0, 34 / tp, 10 + 24 / tp)
-    layer = tokens * model.hidden * (rest + np.where(selective, 0.0, scores)) * width / 2
-    small = tokens * model.hidden * width
-    in_flight = np.minimum(table.pp[:, None] - kinds.rank, table.microbatches[:, None])
-    activations = in_flight * ((layers - full) * layer + full * small) + np.where(full > 0, layer, 0.0)
-    return {
-        "weights": width * shared(3),
-        "gradients": GRADIENT * shared(2),
-        "optimizer": 12.0 * shared(1),
-        "activations": activations,
-        "reserved": np.full(activations.shape, hardware.reserved_gb * 1e9),
-    }
+def stage_times(
+    model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds, constants: Constants
+) -> StageTimes:
+    """Return what each stage does for a microbatch and at the end of a step; `stages` are the kinds of ranks."""
+    each = per_microbatch(model, hardware, table, blocks, stages, constants)
+    each = replace(each, pp=each.pp / table.chunks[:, None])
+    reduction, gathering = reduce_s(hardware, table, each, constants)
+    stepping = optimizer_s(hardware, table, each, constants)
+    if shares_cores(hardware):
+        each = in_step(each, table, hardware, constants)
+        reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
+        stepping = stepped_s(stepping, table, hardware)
+    return StageTimes(each, reduction, gathering, stepping)
 
 
 def _widths(table: Table) -> Array:
-    return np.array([WIDTHS[name] for name in table.values["dtype"]])[table.dtype]
+    return _by_dtype(table, WIDTHS)
+
+
+def _by_dtype(table: Table, values: dict[str, float]) -> Array:
+    found: Array = np.array([values[name] for name in table.values["dtype"]])[table.dtype]
+    return found
 
 
 def _codes(table: Table, name: str, *wanted: str) -> list[int]:

@@ -7,9 +7,8 @@
     mesh    the least of its frames'                              the least of its frames'
 
 Each figure is the prediction's own, for a row in which all terms are least. So bounds follow where the prediction
-changes, as long as three things hold of it: more recomputation makes no pipeline faster, and ZeRO none; higher levels
-of ZeRO hold no more of weights, gradients and optimizer state; and what a rank holds is least with one of the extreme
-numbers of recomputed layers.
+changes, as long as two things hold of it: more recomputation makes no pipeline faster, and ZeRO none; and what a rank
+holds is least with one of the extreme numbers of recomputed layers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.tuning.evaluator import Evaluator, Floats
+from quintsched.tuning.evaluator import STATE, Evaluator, Floats
 from quintsched.tuning.space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
 
 SLACK = 1e-9
@@ -37,18 +36,25 @@ def frame_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Bounds:
     """Return what no leaf of each of these frames falls below."""
     time = np.full(len(frames), np.inf)
     memory = np.full(len(frames), np.inf)
-    spread = np.array([max(space.choices.sequence_parallel)])
     for dtype in range(len(space.choices.dtype)):
         for sequence_parallel in space.choices.sequence_parallel:
             for code in least_recomputes(space):
                 rows = relaxed(space, frames, dtype, 0, int(sequence_parallel), code)
                 time = np.minimum(time, evaluator.pipeline_s(rows))
-        held = [
-            evaluator.resident_bytes(relaxed(space, frames, dtype, max(space.choices.zero), int(spread[0]), code))
-            for code in extreme_recomputes(space)
-        ]
-        memory = np.minimum(memory, np.minimum.reduce(held).max(axis=1))
+        memory = np.minimum(memory, _least_bytes(space, evaluator, frames, dtype))
     return Bounds(time * (1 - SLACK), memory * (1 - SLACK))
+
+
+def _least_bytes(space: Space, evaluator: Evaluator, frames: Ints, dtype: int) -> Floats:
+    """Return what the fullest rank of each frame holds at least."""
+    spread, zeros, codes = int(max(space.choices.sequence_parallel)), space.choices.zero, extreme_recomputes(space)
+    state: list[Floats] = []
+    others: list[Floats] = []
+    for zero, code in [*((zero, codes[0]) for zero in zeros), *((zeros[0], code) for code in codes[1:])]:
+        terms = evaluator.resident_bytes(relaxed(space, frames, dtype, zero, spread, code))
+        state.append(sum((terms[name] for name in STATE), np.zeros(1)))
+        others.append(sum((held for name, held in terms.items() if name not in STATE), np.zeros(1)))
+    return np.asarray((np.minimum.reduce(state) + np.minimum.reduce(others)).max(axis=1))
 
 
 def mesh_bounds(space: Space, frames: Bounds) -> Bounds:
@@ -63,7 +69,7 @@ def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel
     switches = {"dtype": dtype, "zero": zero, "sequence_parallel": sequence_parallel, "recompute": recompute}
     for name, value in switches.items():
         columns[name] = np.full(len(frames), value, np.int64)
-    columns["sequence_parallel"] = columns["sequence_parallel"] * (columns["tp"] > 1)
+    columns["sequence_parallel"] *= space.tokens_divide(frames)
     return columns
 
 

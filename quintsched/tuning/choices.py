@@ -20,7 +20,7 @@ from quintsched.errors import UsageError, suggest
 Recompute = Literal["none", "selective", "full", "per-stage"] | int
 """Of each stage's layers: none, the attention's scores alone, all, K of them; or another number in each stage."""
 DType = Literal["bf16", "fp16", "fp32", "fp64"]
-SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "gpipe")
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
 """Schedules that are searched unless the user names others."""
 UNLIMITED = 2**40
 

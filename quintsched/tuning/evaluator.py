@@ -1,11 +1,12 @@
 """What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
 
 time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
-memory  ≥ the fullest of resident     the rest: buffers, fragmentation
+memory  ≥ the fullest of resident     the rest: what comes and goes
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,16 +16,16 @@ from numpy.typing import NDArray
 
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.strategy import Strategy
-from quintsched.prediction.pipeline import has_closed_form
-from quintsched.prediction.table import Evaluated, Table, evaluate, held
-from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
+from quintsched.prediction.columns import Table
+from quintsched.prediction.memory.terms import COMES_AND_GOES
+from quintsched.prediction.table import Evaluated, evaluate, held
+from quintsched.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 
 Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 ENDS = ("dp", "optimizer")
 """Terms of a step's time that a pipeline without ZeRO has after its last backward."""
-RESIDENT = ("weights", "gradients", "optimizer", "activations", "reserved")
-"""Kinds of bytes that bounds count."""
+STATE = ("weights", "gradients", "optimizer")
+"""Terms of a rank's memory that ZeRO cuts; the others that stay do not depend on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class Outcome:
     memory_bytes: Floats
     """Of the fullest rank."""
     exact: Mask
-    """False where the schedule has no closed form: the time is then a lower bound."""
+    """False where there is no closed form: the time is then a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,31 @@ class Evaluator:
         `numbers` (rows, pp), where all rows have that pp: how many layers the stages of each rank recompute.
         """
         found = self._evaluated(self.table(columns, numbers))
-        closed = np.array([has_closed_form(name) for name in self.space.choices.schedule])
-        return Outcome(found.step_s, found.memory_bytes, closed[columns["schedule"]] | (columns["pp"] == 1))
+        return Outcome(found.step_s, found.memory_bytes, found.exact)
 
     def pipeline_s(self, columns: Columns) -> Floats:
         """Return what the step takes without what ends it, for rows without ZeRO."""
         found = self._evaluated(self.table(columns))
         return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
 
-    def resident_bytes(self, columns: Columns) -> Floats:
-        """Return (rows, kinds): weights, gradients, optimizer state and activations of each kind of rank.
+    def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
+        """Return weights, gradients, optimizer state and activations of each kind of rank, (rows, kinds) by term.
 
         Rows that differ in `SWITCHES` alone have the same kinds; those that are missing hold 0.
         """
         terms, kinds = held(self.space.model, self.hardware, self.table(columns))
-        return np.where(kinds.ranks > 0, sum(terms[name] for name in RESIDENT), 0.0)
+        present = kinds.ranks > 0
+        return {name: held * present for name, held in terms.items() if name not in COMES_AND_GOES}
 
     def rank_bytes(self, columns: Columns) -> Floats:
         """Return (rows, pp), where all rows have that pp: all that each pipeline rank holds."""
         terms, _ = held(self.space.model, self.hardware, self.table(columns), each_rank=True)
         return np.asarray(sum(terms.values()))
 
-    def simulate(self, strategy: Strategy) -> float:
-        """Return the seconds of a step whose schedule has no closed form."""
-        raise NotImplementedError
+    def simulate(self, strategies: Sequence[Strategy]) -> Floats:
+        """Return the seconds of steps whose schedules have no closed form."""
+        found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
+        return np.asarray(found.step_s)
 
     def table(self, columns: Columns, numbers: Ints | None = None) -> Table:
         """Return rows as the prediction's table."""
@@ -96,6 +98,7 @@ class Evaluator:
             **constant,
             recompute=recompute,
             stages=np.zeros(rows, np.int64),
+            overlap=np.zeros(rows, np.int64),
             values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
         )
 
@@ -112,8 +115,9 @@ class Evaluator:
     @cached_property
     def _words(self) -> tuple[Any, ...]:
         """What a column of recomputation says, from PER_STAGE up."""
+        most = max(self.space.model.layers, int(self.space.recomputes.max()))
         words = {PER_STAGE: "none", FULL: "full", SELECTIVE: "selective", NONE: "none"}
-        return tuple(words.get(code, code) for code in range(PER_STAGE, self.space.model.layers + 1))
+        return tuple(words.get(code, code) for code in range(PER_STAGE, most + 1))
 
     def _evaluated(self, table: Table) -> Evaluated:
         return evaluate(self.space.model, self.hardware, table)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quintsched.tuning.evaluator import Floats, Mask
-from quintsched.tuning.space import Ints
+from quintsched.tuning.evaluator import Floats
+from quintsched.tuning.space import Ints, Mask
 
 
 def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:

@@ -12,57 +12,66 @@ fit, the one that is least in every rank takes least time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.tuning.evaluator import Evaluator, Mask, Outcome
-from quintsched.tuning.space import FULL, NONE, Columns, Ints, Space
+from quintsched.tuning.evaluator import Evaluator
+from quintsched.tuning.ranking import Candidates, nobody
+from quintsched.tuning.space import FULL, NONE, Ints, Mask, Space
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """The best tuples of some rows: of which rows, and what they take; rows where none fits are not among them."""
+    """What was found of leaves with as many pipeline ranks."""
 
-    rows: Ints
-    numbers: tuple[tuple[int, ...], ...]
-    """Layers recomputed by the stages of each pipeline rank."""
-    outcome: Outcome
-
-
-def solve(space: Space, evaluator: Evaluator, place: Ints) -> list[Solved]:
-    """Return the best tuples of the rows at these places, (rows, 2), by the number of pipeline ranks."""
-    pp = space.column("pp", place[:, 0])
-    return [_solve(space, evaluator, place, np.flatnonzero(pp == size), int(size)) for size in np.unique(pp)]
+    place: Ints
+    """(n, 2): the leaves."""
+    least: Ints
+    """(n, pp): the least number of recomputed layers with which each rank fits; more than it has where none does."""
+    found: Candidates
+    """The tuples of `least`, where they fit and have no other name."""
+    exact: Mask
+    """Of those, which have a closed form."""
 
 
-def _solve(space: Space, evaluator: Evaluator, place: Ints, rows: Ints, pp: int) -> Solved:
-    columns = space.rows(place[rows])
-    numbers, fits = least_numbers(space, evaluator, columns, place[rows, 0], pp)
-    rows = rows[fits]
-    if not len(rows):
-        return Solved(rows, (), Outcome(np.zeros(0), np.zeros(0), np.zeros(0, bool)))
-    kept = {name: values[fits] for name, values in columns.items()}
-    found = numbers[fits]
-    outcome = evaluator.evaluate(kept, found)
-    return Solved(rows, tuple(tuple(row) for row in found.tolist()), outcome)
+def solve(space: Space, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
+    """Yield the best tuples of the leaves at these places, (n, 2), by the number of pipeline ranks."""
+    sizes = space.column("pp", place[:, 0])
+    for pp in np.unique(sizes).tolist():
+        members = place[sizes == pp]
+        least = least_numbers(space, evaluator, members, pp)
+        rows = np.flatnonzero(is_new(space, members[:, 0], least))
+        if not len(rows):
+            yield Solved(members, least, nobody(), np.zeros(0, bool))
+            continue
+        outcome = evaluator.evaluate(space.rows(members[rows]), least[rows])
+        numbers = tuple(tuple(row) for row in least[rows].tolist())
+        found = Candidates(outcome.time_s, outcome.memory_bytes, members[rows], numbers)
+        yield Solved(members, least, found, outcome.exact)
 
 
-def least_numbers(space: Space, evaluator: Evaluator, columns: Columns, frames: Ints, pp: int) -> tuple[Ints, Mask]:
-    """Return the least numbers that fit, (rows, pp), and for which rows they do and are called by no other word."""
-    most = int(space.stage_layers(frames).max(initial=0))
-    least = np.full((len(frames), pp), most + 1)
-    for number in range(most, -1, -1):
-        held = evaluator.rank_bytes({**columns, "recompute": np.full(len(frames), number, np.int64)})
+def least_numbers(space: Space, evaluator: Evaluator, place: Ints, pp: int) -> Ints:
+    """Return (n, pp): the least number of recomputed layers with which each rank fits, one more than all if none."""
+    columns = space.rows(place)
+    most = int(space.stage_layers(place[:, 0]).max(initial=0))
+    least = np.full((len(place), pp), most + 1)
+    for number in range(most, -1, -1):  # falling, so that the least is what remains
+        held = evaluator.rank_bytes({**columns, "recompute": np.full(len(place), number, np.int64)})
         least[held <= evaluator.capacity_bytes] = number
-        # Written in falling order, so that the least number that fits is what remains.
-    layers = rank_layers(space, frames, pp)
-    fits = (least <= layers).all(axis=1)
+    return least
+
+
+def is_new(space: Space, frames: Ints, numbers: Ints) -> Mask:
+    """Return for each tuple whether it can be placed, and no other word names it."""
+    layers = rank_layers(space, frames, numbers.shape[1])
+    found = np.all(numbers <= layers, axis=1)
     if NONE in space.recomputes:
-        fits &= least.any(axis=1)
+        found &= np.any(numbers, axis=1)
     if FULL in space.recomputes:
-        fits &= (least < layers).any(axis=1)
-    return least, np.asarray(fits)
+        found &= np.any(numbers < layers, axis=1)
+    return np.asarray(found)
 
 
 def rank_layers(space: Space, frames: Ints, pp: int) -> Ints:

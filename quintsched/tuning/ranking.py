@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quintsched.tuning.evaluator import Floats, Mask
+from quintsched.tuning.evaluator import Floats
 from quintsched.tuning.pareto import dominated, pareto
-from quintsched.tuning.space import Ints
+from quintsched.tuning.space import Ints, Mask
 
 
 @dataclass(frozen=True, eq=False)

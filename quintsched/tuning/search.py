@@ -19,10 +19,10 @@ import numpy as np
 
 from quintsched.descriptions.strategy import Strategy
 from quintsched.tuning.bounds import SLACK, Bounds, frame_bounds
-from quintsched.tuning.evaluator import Evaluator, Mask
+from quintsched.tuning.evaluator import Evaluator
 from quintsched.tuning.per_stage import solve
 from quintsched.tuning.ranking import Candidates, Ranking, nobody
-from quintsched.tuning.space import PER_STAGE, Ints, Space
+from quintsched.tuning.space import PER_STAGE, Ints, Mask, Space
 
 ROWS_AT_ONCE = 1 << 16
 """So many leaves are evaluated before what is left is looked at again."""
@@ -30,6 +30,8 @@ FIRST_ROWS = 1 << 12
 """Fewer at first, for a time to prune by."""
 GROUPS_AT_ONCE = 1 << 9
 """So many groups of per-stage recomputation are solved at once."""
+SIMULATED_AT_ONCE = 1 << 4
+"""So many steps are simulated at once."""
 
 Progress = Callable[[int, int, float], None]
 """Called with frames done, frames in all, and the best time so far (inf: none)."""
@@ -44,6 +46,8 @@ class Found:
     """Of every frame; None where nothing was pruned."""
     evaluated: Ints
     """Frames of which every leaf was evaluated, rising; the others were pruned."""
+    solved: tuple[tuple[Ints, Ints], ...]
+    """Leaves of per-stage recomputation that were solved: places (n, 2), and the least number of each rank, (n, pp)."""
     rows: int
     """Strategies that were evaluated."""
     put_off: int
@@ -68,6 +72,7 @@ class Search:
         self.ranking = Ranking(top, front)
         self.by_stage, self.unknown = [nobody()], [nobody()]
         """What is put off, with the lower bounds of their times: to be solved, and to be simulated."""
+        self.solved: list[tuple[Ints, Ints]] = []
         self.rows = self.put_off = self.worked_out = 0
 
     def run(self) -> Found:
@@ -81,7 +86,8 @@ class Search:
         evaluated = self._frames(frames, bounds)
         self._solve()
         self._simulate()
-        return Found(self.ranking, bounds, np.sort(evaluated), self.rows, self.put_off, self.worked_out)
+        solved = tuple(self.solved)
+        return Found(self.ranking, bounds, np.sort(evaluated), solved, self.rows, self.put_off, self.worked_out)
 
     def _frames(self, frames: Ints, bounds: Bounds | None) -> Ints:
         """Evaluate every leaf of these frames, in order, but of those whose bounds have become hopeless."""
@@ -138,21 +144,21 @@ class Search:
             place = later.place[near]
             self.worked_out += len(place)
             for part in solve(self.space, self.evaluator, place):
-                outcome = part.outcome
-                found = Candidates(outcome.time_s, outcome.memory_bytes, place[part.rows], part.numbers)
-                self._take(found, outcome.exact, np.arange(len(found)))
+                self.solved.append((part.place, part.least))
+                self._take(part.found, part.exact, np.arange(len(part.found)))
 
     def _simulate(self) -> None:
         """Simulate what has no closed form, by rising bound."""
         later = _sorted(self.unknown)
         self.put_off += len(later)
-        for row in range(len(later)):
-            if later.time_s[row] > self.ranking.limit_s:
+        for start in range(0, len(later), SIMULATED_AT_ONCE):
+            part = later.take(np.arange(start, min(start + SIMULATED_AT_ONCE, len(later))))
+            near = part.take(np.flatnonzero(part.time_s <= self.ranking.limit_s))
+            if not len(near):
                 break
-            one = later.take(np.array([row]))
-            self.worked_out += 1
-            seconds = self.evaluator.simulate(strategy_at(self.space, one, 0))
-            self.ranking.offer(replace(one, time_s=np.array([seconds])))
+            self.worked_out += len(near)
+            seconds = self.evaluator.simulate([strategy_at(self.space, near, row) for row in range(len(near))])
+            self.ranking.offer(replace(near, time_s=seconds))
 
 
 def strategy_at(space: Space, found: Candidates, row: int) -> Strategy:

@@ -21,20 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.descriptions.model import Model
+from quintsched.descriptions.placement import check
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
+from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
-from quintsched.tuning.choices import UNLIMITED, Choices, allows
+from quintsched.tuning.choices import SCHEDULES, UNLIMITED, Choices, allows
 
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 Columns = dict[str, Ints]
 MESH = ("pp", "tp", "cp", "ep", "dp")
 FRAME = (*MESH, "schedule", "chunks", "microbatch")
 SWITCHES = ("dtype", "zero", "sequence_parallel", "recompute")
 NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
 """What the column `recompute` says in place of a number of layers."""
-_NAMES = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
-_WORDS: dict[int, Any] = {code: name for name, code in _NAMES.items()}
+WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
+_WORDS: dict[int, Any] = {code: name for name, code in WORDS.items()}
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Space:
     def frames(self) -> Ints:
         """(frames, 8): the columns of `FRAME`, in rising order; a schedule is its number in `choices.schedule`."""
         rows = [row for mesh in self._meshes() for row in self._frames_of(*mesh)]
-        return np.array(sorted(rows), np.int64).reshape(-1, len(FRAME))
+        found = np.array(sorted(rows), np.int64).reshape(-1, len(FRAME))
+        return found[self._leaves(found) > 0]
 
     @cached_property
     def starts(self) -> Ints:
@@ -64,8 +68,10 @@ class Space:
     @cached_property
     def leaves(self) -> Ints:
         """(frames,): how many leaves each frame has."""
-        radix = self._radices(np.arange(len(self.frames)))
-        return np.asarray(np.prod(np.stack(radix), axis=0))
+        return self._leaves(self.frames)
+
+    def _leaves(self, rows: Ints) -> Ints:
+        return np.asarray(np.prod(np.stack(self._radices(rows)), axis=0))
 
     @property
     def num_frames(self) -> int:
@@ -78,7 +84,7 @@ class Space:
         leaves = self.leaves[chosen]
         if PER_STAGE not in self.recomputes:
             return int(leaves.sum())
-        groups = leaves // self._radices(chosen)[3]
+        groups = leaves // self._radices(self.frames[chosen])[3]
         pp, layers = self.column("pp", chosen), self.stage_layers(chosen)
         alike: dict[tuple[int, int, int], int] = {}
         for key in zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True):
@@ -97,12 +103,16 @@ class Space:
 
     def stage_layers(self, frames: Ints) -> Ints:
         """Return how many layers the largest stage of each frame has."""
-        return -(-self.model.layers // (self.column("pp", frames) * self.column("chunks", frames)))
+        return _stage_layers(self.model, self.frames[frames])
 
     def large_stages(self, frames: Ints) -> Ints:
         """Return how many stages of each frame have `stage_layers`; the others, behind them, have one less."""
         stages = self.column("pp", frames) * self.column("chunks", frames)
         return self.model.layers - (self.stage_layers(frames) - 1) * stages
+
+    def tokens_divide(self, frames: Ints) -> Mask:
+        """Whether tp divides the tokens that a rank has of a sample, as sequence parallelism asks."""
+        return _tokens_divide(self.seq, self.frames[frames])
 
     def expand(self, frames: Ints) -> tuple[Columns, Ints]:
         """Return every leaf of these frames as columns, and its (frame, leaf) as two columns, (rows, 2)."""
@@ -116,31 +126,34 @@ class Space:
         """Return the columns of the strategies at these places, (rows, 2)."""
         frames, rest = place[:, 0], place[:, 1]
         columns: Columns = {name: self.column(name, frames) for name in FRAME}
-        _, zeros, spread, recomputes = self._radices(frames)
+        _, zeros, spread, recomputes = self._radices(self.frames[frames])
         rest, chosen = np.divmod(rest, recomputes)
         columns["recompute"] = self.recomputes[chosen]
         rest, chosen = np.divmod(rest, spread)
         columns["sequence_parallel"] = np.asarray(self.choices.sequence_parallel, np.int64)[chosen]
+        columns["sequence_parallel"] *= self.tokens_divide(frames)
         columns["dtype"], chosen = np.divmod(rest, zeros)
         columns["zero"] = np.asarray(self.choices.zero, np.int64)[chosen]
         return columns
 
-    def _radices(self, frames: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """How many choices of each of `SWITCHES` these frames have."""
-        shards = self.column("dp", frames) * self.column("cp", frames) * self.column("ep", frames)
-        whole = np.ones(len(frames), np.int64)
-        zeros = np.where(shards > 1, len(self.choices.zero), 1)
-        spread = np.where(self.column("tp", frames) > 1, len(self.choices.sequence_parallel), 1)
-        words = sum(isinstance(one, str) for one in self.choices.recompute)
-        layers = self.stage_layers(frames)
-        most = layers - (FULL in self.recomputes)
-        numbers = (self.recomputes[words:] <= most[:, None]).sum(axis=1)
-        return whole * len(self.choices.dtype), zeros, spread, words + numbers
+    def _radices(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """How many choices of each of `SWITCHES` these frames, (n, 8), have."""
+        _, tp, cp, ep, dp, *_ = rows.T
+        choices = self.choices
+        zeros = np.where(dp * cp * ep > 1, len(choices.zero), 1)
+        spread = np.where(
+            _tokens_divide(self.seq, rows), len(choices.sequence_parallel), False in choices.sequence_parallel
+        )
+        words = sum(isinstance(one, str) for one in choices.recompute)
+        most = _stage_layers(self.model, rows) - (FULL in self.recomputes)
+        numbers = np.searchsorted(self.recomputes[words:], most, side="right")
+        dtypes = np.full(len(rows), len(choices.dtype), np.int64)
+        return dtypes, zeros, np.where(tp > 1, spread, 1), words + numbers
 
     @cached_property
     def recomputes(self) -> Ints:
         """Codes of the choices: words first, then numbers of layers, rising, of which a frame takes those it can."""
-        words = [_NAMES[one] for one in self.choices.recompute if isinstance(one, str)]
+        words = [WORDS[one] for one in self.choices.recompute if isinstance(one, str)]
         numbers = {one for one in self.choices.recompute if not isinstance(one, str)}
         return np.array(words + sorted(numbers - set(words)), np.int64)
 
@@ -171,18 +184,19 @@ class Space:
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         for pp in self._sizes("pp", self.gpus, self.model.layers):
             for tp in self._sizes("tp", self.gpus // pp, UNLIMITED):
-                if not _tp_divides(self.model, tp):
-                    continue
                 for cp in self._sizes("cp", self.gpus // (pp * tp), self.seq):
-                    for ep in self._sizes("ep", self.gpus // (pp * tp * cp), UNLIMITED):
+                    for ep in self._sizes("ep", self.gpus // (pp * tp * cp), experts_of(self.model)):
                         dp = self.gpus // (pp * tp * cp * ep)
-                        if self._divides(cp, ep, dp):
+                        if allows(self.choices.dp, dp) and self._placeable(pp, tp, cp, ep, dp):
                             yield pp, tp, cp, ep, dp
 
-    def _divides(self, cp: int, ep: int, dp: int) -> bool:
-        experts = self.model.experts.count if self.model.experts else 1
-        shared_out = allows(self.choices.dp, dp) and self.batch % (dp * ep) == 0
-        return shared_out and experts % ep == 0 and (cp == 1 or self.seq % (2 * cp) == 0)
+    def _placeable(self, pp: int, tp: int, cp: int, ep: int, dp: int) -> bool:
+        sizes: dict[str, Any] = {"gpus": self.gpus, "batch": self.batch, "seq": self.seq}
+        try:
+            check(self.model, None, Strategy(pp=pp, tp=tp, cp=cp, ep=ep, dp=dp, schedule="1f1b", **sizes))
+        except UsageError:
+            return False
+        return True
 
     def _sizes(self, axis: str, of: int, most: int) -> list[int]:
         choice = getattr(self.choices, axis)
@@ -192,18 +206,18 @@ class Space:
         local = self.batch // (dp * ep)
         sizes = [size for size in divisors(local) if allows(self.choices.microbatch, size)]
         for number, name in enumerate(self.choices.schedule):
-            if pp == 1 and number:
-                break
+            if pp == 1 and self.choices.schedule == SCHEDULES and number:
+                break  # without a pipeline they are alike, unless they are asked for
             for chunks in self._chunks(name, pp):
                 for size in sizes:
-                    if pp == 1 or takes(name, pp, local // size, chunks):
+                    if takes(name, pp, local // size, chunks):
                         yield pp, tp, cp, ep, dp, number, chunks, size
 
     def _chunks(self, name: str, pp: int) -> list[int]:
         """How many chunks are tried: all that leave no stage empty, and where layers can be even, only even ones."""
-        if pp == 1:
-            return [1]
         least, most = find_schedule(name).min_chunks, find_schedule(name).max_chunks
+        if pp == 1 and self.choices.chunks is None:
+            return [least] if least <= self.model.layers else []
         room = [v for v in range(least, min(most, self.model.layers // pp) + 1) if allows(self.choices.chunks, v)]
         even = [v for v in room if self.model.layers % (pp * v) == 0]
         return even if even or self.choices.even else room[:1]
@@ -211,9 +225,9 @@ class Space:
 
 def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> Space:
     """Return the space; raises `UsageError` where nothing in it can be placed at all."""
-    for what, value in (("gpus", gpus), ("batch", batch), ("seq", seq)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1")
+    for what, value, most in (("gpus", gpus, MAX_RANKS), ("batch", batch, UNLIMITED), ("seq", seq, UNLIMITED)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1 to {most}")
     for name in choices.schedule:
         find_schedule(name)
     space = Space(model, gpus, batch, seq, choices)
@@ -221,9 +235,19 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
         raise UsageError(
             f"tune: no mesh of {gpus} GPUs can hold {model.name} ({model.layers} layers, {model.heads} heads) with a "
             f"batch of {batch} and these choices: dp·tp·pp·cp·ep = gpus, tp divides the heads, pp is at most the "
-            f"layers, and dp·ep divides the batch; free an axis or change the number of GPUs"
+            f"layers, and dp·ep and the microbatch divide the batch; {_way_out(space)}"
         )
     return space
+
+
+def _way_out(space: Space) -> str:
+    """Return which choice stands in the way by itself; where none does alone, a word on all of them."""
+    given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
+    for name in given:
+        freed = Choices.read({other: value for other, value in given.items() if other != name})
+        if Space(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
+            return f"without {name} = {', '.join(map(str, given[name]))} there would be one"
+    return "free an axis or change the number of GPUs"
 
 
 def divisors(number: int) -> list[int]:
@@ -232,9 +256,19 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _tp_divides(model: Model, tp: int) -> bool:
-    kv_heads = model.kv_heads or model.heads
-    return model.heads % tp == 0 and model.hidden % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+def experts_of(model: Model) -> int:
+    """How many experts there are to share out; 1: none."""
+    return model.experts.count if model.experts else 1
+
+
+def _stage_layers(model: Model, rows: Ints) -> Ints:
+    stages = rows[:, FRAME.index("pp")] * rows[:, FRAME.index("chunks")]
+    return np.asarray(-(-model.layers // stages))
+
+
+def _tokens_divide(seq: int, rows: Ints) -> Mask:
+    tokens = seq // rows[:, FRAME.index("cp")]
+    return np.asarray(tokens % rows[:, FRAME.index("tp")] == 0)
 
 
 @lru_cache(maxsize=2**16)

@@ -12,15 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Model
+from quintsched.descriptions.placement import check
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
+from quintsched.tuning.bounds import relaxed
 from quintsched.tuning.choices import Choices
 from quintsched.tuning.evaluator import Evaluator
 from quintsched.tuning.ranking import Candidates
 from quintsched.tuning.search import Found, Progress, Search, strategy_at
-from quintsched.tuning.space import Space, make_space
+from quintsched.tuning.space import FULL, Space, make_space
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ def tune(
         raise UsageError(f"tune: top is {top!r}; give a whole number from 1")
     began = time.perf_counter()
     space = make_space(model, gpus, batch, model.seq if seq is None else seq, Choices.read(fixed))
+    for dtype in range(len(space.choices.dtype)):
+        check(model, hardware, space.strategy(relaxed(space, np.zeros(1, np.int64), dtype, 0, 0, FULL), 0))
     search = Search(space, Evaluator(space, hardware), top=top, front=front, prune=prune, progress=progress)
     found = search.run()
     return Tuning(

@@ -1,54 +1,72 @@
 """What ranks say to each other, timed between real processes, and how they share the cores of a machine.
 
-    message      rank 0 ──▶ rank 1 ──▶ rank 0                 half of a round
-    all-reduce   ranks 0 … n-1, the others wait               for n = 2, 4, 8
-    sharing      ranks 0 … n-1 each multiply matrices         by how much a core does less for one of n ranks
+    message      rank 0 ──▶ rank 1 ──▶ rank 0                     half of a round
+    sum          ranks 0 … n-1, the others wait                   for n = 2, 4, 8
+    lost         all ranks, in a chain or in groups of n:         what cores did not compute meanwhile, whether they
+                 ▓▓ ▶ ▓▓ ▶ ▓▓ ▶ with messages, and without        saw to messages or waited for them
+    sharing      ranks 0 … n-1 each multiply matrices             by how much a core does less for one of n ranks
 
-Times are those of the clock on the wall, for waiting is what a message is; beside them stands, on a CPU, how long cores
-worked for it in all processes, which is what is lost to others that share them.
+Sums, and messages where losses are concerned, come after a little training, less what that takes: ranks that have
+computed do not come together at the same moment, as they do in a loop of sums, and who waits on a core that others
+use meanwhile finds its caches empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from quintsched.descriptions.hardware import Curve
 
-from ..comm import Group, Transport
-from ..comm.clock import process_computed_s, settled_s
+from ..comm import Group, ReduceOp, Transport, Work
+from ..comm.clock import settled_s
 from ..comm.device import is_accelerator, num_devices
+from .cores import count_cores
 from .processes import run_processes
 from .timing import call_s
 
 PARTIES = (2, 4, 8)
 """How many ranks share a sum."""
-SIZES: tuple[tuple[int, int], ...] = ((2**10, 60), (2**14, 60), (2**18, 30), (2**20, 12), (2**22, 6), (2**24, 3))
-"""Bytes of a message, and how many are measured."""
+SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
+"""Bytes of a message."""
+MOST_CALLS, MOST_BYTES = 20, 2**26
+"""A message is sent so often, or of the longest fewer."""
+ROWS, INPUTS, OUTPUTS = 256, 256, 512
+"""Of the layers that are trained before a sum or a message."""
+LAYERS, LAYERS_AT_A_TIME = 32, 3
+"""How many take turns, and how many of them come before one sum."""
 EDGE = 256
-"""Rows and columns of the matrices that ranks multiply side by side."""
+"""Of those that ranks multiply side by side."""
 SHARING_S = 0.4
 TIMEOUT_S = 60.0
 
-
-class Cost(NamedTuple):
-    """What a message or a sum of some bytes takes: seconds, and seconds of all ranks' cores together."""
-
-    seconds: float
-    work_s: float
+Call = Callable[[], object]
 
 
 class Links(NamedTuple):
     """What was measured between processes; see `descriptions.hardware.Measured`."""
 
     link: Curve
-    link_work: Curve
+    link_work: Curve | None
     all_reduce: dict[int, Curve]
     all_reduce_work: dict[int, Curve]
     sharing: dict[int, float]
+
+
+class Seconds(NamedTuple):
+    """What one rank found, the same on all: seconds by size, of messages and of sums by their number of ranks."""
+
+    messages: list[float]
+    lost: list[float]
+    """Of a core, by a message while all ranks compute; empty where they share none."""
+    sums: dict[int, list[float]]
+    lost_by_sums: dict[int, list[float]]
+    rates: dict[int, float]
+    """Products that a core does in a second for one of so many ranks."""
 
 
 def measure_links(device: torch.device) -> Links | None:
@@ -57,92 +75,144 @@ def measure_links(device: torch.device) -> Links | None:
     num_processes = max(PARTIES) if devices is None else min(devices, max(PARTIES))
     if num_processes < min(PARTIES):
         return None
-    messages, sums, rates = run_processes(measure_rank, num_processes, device, TIMEOUT_S)[0]
+    found = Seconds(*run_processes(measure_rank, num_processes, device, TIMEOUT_S)[0])
     return Links(
-        *_curves(messages),
-        {int(parties): _curves(costs)[0] for parties, costs in sums.items()},
-        {int(parties): _curves(costs)[1] for parties, costs in sums.items()},
-        {} if is_accelerator(device) else {int(parties): rate / rates["1"] for parties, rate in rates.items()},
+        link=_curve(found.messages),
+        link_work=_curve(found.lost) if found.lost else None,
+        all_reduce={int(parties): _curve(seconds) for parties, seconds in found.sums.items()},
+        all_reduce_work={int(parties): _curve(seconds) for parties, seconds in found.lost_by_sums.items()},
+        sharing={int(parties): rate / next(iter(found.rates.values())) for parties, rate in found.rates.items()},
     )
 
 
-def measure_rank(transport: Transport) -> tuple[list[Cost], dict[int, list[Cost]], dict[int, float]]:
-    """Measure messages, sums by the number of ranks, and rates by the number of ranks that compute, on one rank."""
-    parties = [number for number in PARTIES if number <= transport.world_size]
-    groups = {number: _first(transport, number) for number in parties}
-    world = _first(transport, transport.world_size)
-    transport.open_channels([(0, 1), (1, 0)])
-    messages = _messages(transport, groups[2], world)
-    sums = {number: _sums(group, world) for number, group in groups.items()}
-    rates = {number: _rate(transport.rank < number, world) for number in (1, *parties)}
-    return messages, sums, rates
+def measure_rank(transport: Transport) -> Seconds:
+    """Measure on one rank; all call this."""
+    return _Rank(transport).measure()
 
 
-def _first(transport: Transport, number: int) -> Group:
-    """Return the group of the first `number` ranks; each of the others is by itself."""
-    rest = [(rank,) for rank in range(number, transport.world_size)]
-    return transport.make_group([tuple(range(number)), *rest])
+class _Rank:
+    """One of the ranks that measure together."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.rank, self.ranks = transport, transport.rank, transport.world_size
+        self.shares_cores = not is_accelerator(transport.device)
+        self.world = transport.make_group([tuple(range(self.ranks))])
+        transport.open_channels([(rank, rank + 1) for rank in range(self.ranks - 1)] + [(1, 0)])
+        self._given = torch.randn(ROWS, INPUTS, device=transport.device)
+        weights = torch.randn(LAYERS, INPUTS, OUTPUTS, device=transport.device)
+        self._layers = cycle(zip(weights, torch.zeros_like(weights), strict=True))
+
+    def measure(self) -> Seconds:
+        """Measure everything."""
+        parties = [number for number in PARTIES if number <= self.ranks]
+        sums = {number: self._sums(number) for number in parties}
+        return Seconds(
+            messages=[self._round_s(size) / 2 for size in SIZES],
+            lost=self._lost_by_messages() if self.shares_cores else [],
+            sums=sums,
+            lost_by_sums={number: self._lost_by_sums(number) for number in parties} if self.shares_cores else {},
+            rates={number: self._rate(number) for number in (1, *parties)} if self.shares_cores else {},
+        )
+
+    def _round_s(self, size: int) -> float:
+        tensor, peer = self._tensor(size), 1 - self.rank
+        moves = (self.transport.send, self.transport.recv)
+
+        def there_and_back() -> None:
+            for move in moves if self.rank == 0 else reversed(moves):
+                move(tensor, peer, 0).wait()
+
+        return self._together_s(there_and_back, size, 2)
+
+    def _sums(self, number: int) -> list[float]:
+        """Return the seconds of sums over the first `number` ranks; each of the others is by itself."""
+        rest = [(rank,) for rank in range(number, self.ranks)]
+        group = self.transport.make_group([tuple(range(number)), *rest])
+        return [self._after_layers_s(partial_sum(group, self._tensor(size)), size, number) for size in SIZES]
+
+    def _lost_by_sums(self, number: int) -> list[float]:
+        """Return what cores lose by a sum over one of the groups of `number` ranks that all ranks are in."""
+        groups = self.ranks // number
+        group = self.transport.make_group([*(tuple(range(k * number, (k + 1) * number)) for k in range(groups))])
+        seconds = (self._after_layers_s(partial_sum(group, self._tensor(size)), size, self.ranks) for size in SIZES)
+        return [taken * self._cores / groups for taken in seconds]
+
+    def _lost_by_messages(self) -> list[float]:
+        """Return what cores lose by a message from one rank to the next, all ranks being in a chain."""
+        return [
+            self._after_layers_s(self._chain(size), size, self.ranks) * self._cores / (self.ranks - 1) for size in SIZES
+        ]
+
+    def _chain(self, size: int) -> Call:
+        """Return what receives from the rank before and sends to the next, without waiting until that has come."""
+        arriving, leaving = self._tensor(size), self._tensor(size)
+        sent: list[Work] = []
+
+        def pass_on() -> None:
+            while sent:
+                sent.pop().wait()
+            if self.rank + 1 < self.ranks:
+                sent.append(self.transport.send(leaving, self.rank + 1, 0))
+            if self.rank:
+                self.transport.recv(arriving, self.rank - 1, 0).wait()
+
+        return pass_on
+
+    @property
+    def _cores(self) -> int:
+        return min(count_cores(), self.ranks)
+
+    def _after_layers_s(self, call: Call, size: int, number: int) -> float:
+        """Return the seconds that a call takes after some layers, theirs left out; a tenth at least is left."""
+
+        def both() -> None:
+            self._train()
+            call()
+
+        alone, whole = self._together_s(self._train, size, number), self._together_s(both, size, number)
+        return max(whole - alone, whole / 10)
+
+    def _train(self) -> None:
+        """Do what some layers do, products and passes; others than the last time."""
+        for weight, gradient in islice(self._layers, LAYERS_AT_A_TIME):
+            gradient.add_(self._given.T @ functional.gelu(self._given @ weight))
+
+    def _together_s(self, call: Call, size: int, number: int) -> float:
+        """Return the seconds of a call that the first `number` ranks make side by side: of the slowest, the mean."""
+        calls = max(1, min(MOST_CALLS, MOST_BYTES // size))
+        taken = torch.zeros(1, dtype=torch.float64, device=self.transport.device)
+        if self.rank < number:
+            call()
+        self.world.all_reduce(torch.zeros(1, device=self.transport.device)).wait()
+        if self.rank < number:
+            begun_s = settled_s(self.transport.device)
+            for _ in range(calls):
+                call()
+            taken += (settled_s(self.transport.device) - begun_s) / calls
+        self.world.all_reduce(taken, ReduceOp.MAX).wait()
+        return taken.item()
+
+    def _rate(self, number: int) -> float:
+        """Return the products that a core does in a second for one of the first `number` ranks, the mean over them."""
+        rate = torch.zeros(1, dtype=torch.float64)
+        self.world.all_reduce(torch.zeros(1)).wait()
+        if self.rank < number:
+            left, right = torch.randn(2, EDGE, EDGE)
+            rate += 1.0 / call_s(lambda: left @ right, self.transport.device, SHARING_S) / number
+        self.world.all_reduce(rate).wait()
+        return rate.item()
+
+    def _tensor(self, size: int) -> torch.Tensor:
+        return torch.zeros(size // 4, device=self.transport.device)
 
 
-def _messages(transport: Transport, pair: Group, world: Group) -> list[Cost]:
-    def round_of(tensor: torch.Tensor) -> Callable[[], None]:
-        move = (transport.send, transport.recv) if transport.rank == 0 else (transport.recv, transport.send)
-
-        def run() -> None:
-            for one_way in move:
-                one_way(tensor, 1 - transport.rank, 0).wait()
-
-        return run
-
-    costs = [_cost(round_of, size, number, pair, world) for size, number in SIZES]
-    return [Cost(cost.seconds / 2, cost.work_s / 2) for cost in costs]
+def partial_sum(group: Group, tensor: torch.Tensor) -> Call:
+    """Return what sums a tensor over a group."""
+    return lambda: group.all_reduce(tensor).wait()
 
 
-def _sums(group: Group, world: Group) -> list[Cost]:
-    return [
-        _cost(lambda tensor: lambda: group.all_reduce(tensor).wait(), size, number, group, world)
-        for size, number in SIZES
-    ]
-
-
-def _cost(
-    call_of: Callable[[torch.Tensor], Callable[[], None]], size: int, number: int, group: Group, world: Group
-) -> Cost:
-    """Return what a call takes that the ranks of a group make together, while the others wait."""
-    seconds, work_s = [0.0], 0.0
-    if group.size > 1:
-        call = call_of(torch.zeros(size // 4, device=group.device))
-        call()
-        begun_s = process_computed_s()
-        seconds = [_once_s(call, group) for _ in range(number)]
-        work_s = (process_computed_s() - begun_s) / number
-    total = torch.tensor([work_s], dtype=torch.float64, device=world.device)
-    world.all_reduce(total).wait()
-    return Cost(median(seconds), total.item())
-
-
-def _once_s(call: Callable[[], None], group: Group) -> float:
-    begun_s = settled_s(group.device)
-    call()
-    return settled_s(group.device) - begun_s
-
-
-def _rate(takes_part: bool, world: Group) -> float:
-    """Return the products that a core does in a second for one of the ranks that take part, the mean over them."""
-    rate = torch.zeros(2, dtype=torch.float64, device=world.device)
-    world.all_reduce(torch.zeros(1, device=world.device)).wait()
-    if takes_part:
-        left, right = torch.randn(2, EDGE, EDGE, device=world.device)
-        rate = rate.new_tensor([1.0 / call_s(lambda: left @ right, world.device, SHARING_S), 1.0])
-    world.all_reduce(rate).wait()
-    return float(rate[0] / rate[1])
-
-
-def _curves(costs: list[tuple[float, float]]) -> tuple[Curve, Curve]:
-    """Return bytes per second, and bytes per second of cores."""
-    sizes = tuple(float(size) for size, _ in SIZES)
-    by_time, by_work = (
-        Curve(sizes=sizes, rates=tuple(size / max(cost[which], 1e-9) for size, cost in zip(sizes, costs, strict=True)))
-        for which in (0, 1)
-    )
-    return by_time, by_work
+def _curve(seconds: Sequence[float]) -> Curve:
+    """Return bytes per second; what took longer than something larger was disturbed."""
+    undisturbed = list(accumulate(reversed(seconds), min))[::-1]
+    sizes = tuple(float(size) for size in SIZES)
+    return Curve(sizes=sizes, rates=tuple(size / taken for size, taken in zip(sizes, undisturbed, strict=True)))

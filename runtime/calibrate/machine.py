@@ -7,9 +7,7 @@ links, if any     ─┘
 
 from __future__ import annotations
 
-import os
 import platform
-from pathlib import Path
 
 import torch
 
@@ -18,10 +16,8 @@ from quintsched.errors import MisfitError
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes
 from . import operations
+from .cores import count_cores
 from .links import Links, measure_links
-
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Where Linux says how much of the cores a container may use: microseconds of work per period, and the period."""
 
 
 def calibrate(device: torch.device) -> Hardware:
@@ -31,12 +27,13 @@ def calibrate(device: torch.device) -> Hardware:
     """
     _require(device)
     torch.set_num_threads(1)  # as the ranks of a run have it
-    matmul, memory = operations.matmul_curves(device), operations.memory_curve(device)
+    forward, backward = operations.attention_curves(device)
     links = measure_links(device)
     measured = Measured(
-        matmul=matmul,
-        attention=operations.attention_curves(device),
-        memory=memory,
+        matmul=operations.matmul_curves(device),
+        attention=forward,
+        attention_backward=backward,
+        memory=operations.memory_curve(device),
         optimizer=operations.optimizer_curve(device),
         kernel_s=operations.kernel_s(device),
         cores=None if is_accelerator(device) else count_cores(),
@@ -63,16 +60,6 @@ def _described(device: torch.device, measured: Measured, links: Links | None) ->
         measured=measured,
         sources={"measured": f"quintsched calibrate on {platform.machine()}, torch {torch.__version__}"},
     )
-
-
-def count_cores() -> int:
-    """Return how many cores this process may use: those it may run on, or fewer where a container has a quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = QUOTA.read_text().split()
-        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return cores
 
 
 def _most(curve: Curve) -> float:

@@ -6,13 +6,15 @@
         │ ──────╯  here the calling itself takes longer: kernel_s
         └──────────────────────▶ operations of one product
 
-Every size is one point of a curve. A size is left out where one smaller took long already.
+Every size is one point of a curve. A size is left out where one smaller took long already. Tensors take turns, so that
+none of them is in a cache when it is used again, as in a training step, where much else lies between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from types import MappingProxyType
 
 import torch
@@ -35,11 +37,13 @@ HEADS, HEAD_SIZE = 8, 64
 ELEMENTS = {False: (2**12, 2**15, 2**18, 2**21, 2**23), True: (2**18, 2**21, 2**24, 2**27)}
 WIDTH = 256
 """Of the rows that are normalised."""
-PASSES = 13
-"""How often the elementwise operations of `_elementwise` read or write all numbers, backward included."""
+PASSES, PASSING = 16, 6
+"""How often the operations of `_elementwise` read or write all numbers, backward included, and how many there are."""
 STEPPED = {False: (2**14, 2**18, 2**22, 2**24), True: (2**20, 2**24, 2**27)}
 TENSORS = 8
 """How many parameters share the numbers that are stepped."""
+PRODUCTS = 3
+"""Of a layer, backward included."""
 TINY = 8
 TINY_OPERATIONS = 12
 """Operations of `_tiny_block`, backward included."""
@@ -47,38 +51,41 @@ LONG_S = 0.1
 """What took longer is not measured at a larger size."""
 BUDGET_S = 0.1
 """How long each point is measured."""
+CACHED_BYTES, MOST_TURNS = 2**27, 64
+"""Tensors that take turns have so many bytes together, unless there were too many."""
 
 
 def matmul_curves(device: torch.device) -> dict[str, Curve]:
-    """Return the rates of square products, operations per second by operations, of every type the device has."""
+    """Return the rates of square layers, operations per second by operations, of every type the device has."""
     edges = EDGES[is_accelerator(device)]
     return {
-        name: _curve(edges, lambda edge: 2.0 * edge**3, partial(_product, dtype, device), device)
+        name: _curve(edges, lambda edge: 2.0 * edge**3, partial(_layer, dtype, device), device, repeats=PRODUCTS)
         for name, dtype in DTYPES.items()
     }
 
 
-def attention_curves(device: torch.device) -> dict[str, Curve]:
-    """Return the rates of a causal attention's forward, all scores counted though half of them are hidden."""
-    lengths = LENGTHS[is_accelerator(device)]
-    return {
-        name: _curve(
-            lengths, lambda length: 4.0 * HEADS * HEAD_SIZE * length**2, partial(_attention, dtype, device), device
-        )
-        for name, dtype in DTYPES.items()
-    }
+def attention_curves(device: torch.device) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """Return the rates of a causal attention's forward and of its backward, by the operations of the forward."""
+    both: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
+    for name, dtype in DTYPES.items():
+        for found, make in zip(both, (_attention, _attention_backward), strict=True):
+            found[name] = _curve(
+                LENGTHS[is_accelerator(device)],
+                lambda length: 2.0 * HEADS * HEAD_SIZE * length**2,
+                partial(make, dtype, device),
+                device,
+            )
+    return both
 
 
 def memory_curve(device: torch.device) -> Curve:
     """Return bytes per second of elementwise operations in float32, by the bytes of one of them."""
-    sizes = ELEMENTS[is_accelerator(device)]
-    operations = 5
     return _curve(
-        sizes,
-        lambda size: 4.0 * PASSES * size / operations,
+        ELEMENTS[is_accelerator(device)],
+        lambda size: 4.0 * PASSES * size / PASSING,
         lambda size: _elementwise(size, device),
         device,
-        repeats=operations,
+        repeats=PASSING,
     )
 
 
@@ -108,24 +115,69 @@ def _curve(
     return curve_of([work(size) for size in sizes[: len(seconds)]], seconds)
 
 
-def _product(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], object]:
-    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-    return lambda: left @ right
+def _in_turn(make: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """Yield tensors that `make` makes, again and again, so many that none is still in a cache."""
+    first = make()
+    turns = min(MOST_TURNS, max(1, CACHED_BYTES // first.nbytes))
+    return cycle([first, *(make() for _ in range(turns - 1))])
+
+
+def _layer(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], object]:
+    """Return forward and backward of a layer with a bias, square in all: three products."""
+
+    def make() -> Tensor:
+        return torch.randn(edge, edge, device=device).to(dtype).requires_grad_()
+
+    inputs, weights, gradients = _in_turn(make), _in_turn(make), _in_turn(make)
+    bias = torch.zeros(edge, device=device, dtype=dtype, requires_grad=True)
+
+    def run() -> None:
+        given, weight = next(inputs), next(weights)
+        torch.autograd.grad(F.linear(given, weight, bias), (given, weight, bias), next(gradients))
+
+    return run
 
 
 def _attention(dtype: torch.dtype, device: torch.device, length: int) -> Callable[[], object]:
-    query, key, value = torch.randn(3, 1, HEADS, length, HEAD_SIZE, device=device).to(dtype)
-    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    heads = _in_turn(lambda: _heads(dtype, device, length))
+    return lambda: _attend(next(heads))
+
+
+def _attention_backward(dtype: torch.dtype, device: torch.device, length: int) -> Callable[[], object]:
+    """Return the backward of forwards that were made before."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        heads = _heads(dtype, device, length).requires_grad_()
+        return heads, _attend(heads)
+
+    turns = cycle([make() for _ in range(4)])
+    gradient = torch.ones(1, HEADS, length, HEAD_SIZE, device=device, dtype=dtype)
+
+    def run() -> None:
+        heads, mixed = next(turns)
+        torch.autograd.grad(mixed, heads, gradient, retain_graph=True)
+
+    return run
+
+
+def _attend(heads: Tensor) -> Tensor:
+    query, key, value = heads
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _heads(dtype: torch.dtype, device: torch.device, length: int) -> Tensor:
+    """Return queries, keys and values."""
+    return torch.randn(3, 1, HEADS, length, HEAD_SIZE, device=device).to(dtype)
 
 
 def _elementwise(size: int, device: torch.device) -> Callable[[], object]:
-    """Return forward and backward of a norm, a GELU and an addition: 2 + 3, 2 + 3 and 3 passes over the numbers."""
-    given = torch.randn(size // WIDTH, WIDTH, device=device, requires_grad=True)
+    """Return forward and backward of a norm, a GELU and an addition: 2 + 3, 2 + 3 and 3 + 3 passes over the numbers."""
+    inputs = _in_turn(lambda: torch.randn(size // WIDTH, WIDTH, device=device, requires_grad=True))
     gradient = torch.randn(size // WIDTH, WIDTH, device=device)
 
     def run() -> None:
-        F.gelu(F.layer_norm(given, (WIDTH,))).add(given.detach()).backward(gradient)
-        given.grad = None
+        given = next(inputs)
+        torch.autograd.grad(F.gelu(F.layer_norm(given, (WIDTH,))) + given, given, gradient)
 
     return run
 

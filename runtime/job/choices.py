@@ -7,7 +7,9 @@ How gradients are summed over replicas is the planner's to say: `quintsched.coll
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Literal
 
 WireName = Literal["auto", "gloo", "nccl"]
@@ -27,6 +29,9 @@ nccl        tags ignored, the k-th send of a directed channel meets its k-th rec
 
 Precision = Literal["float32", "float64", "bfloat16"]
 """Type to compute in."""
+
+DTYPE_NAMES: Mapping[Precision, str] = MappingProxyType({"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"})
+"""What strategies and descriptions of hardware call them."""
 
 ContextMethod = Literal["ring", "gather", "ulysses"]
 """How attention reaches over the slices of a sequence that lie on the ranks of cp."""

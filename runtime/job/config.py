@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, create_model, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, create_model, model_validator
 
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
@@ -25,6 +25,12 @@ from .settings import Settings
 from .tensor_rules import read_rule
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+Axis = Literal["dp", "pp", "tp", "cp", "ep"]
+Sizes = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(lambda given: (given,) if isinstance(given, int) else given),
+    Field(strict=False, min_length=1),
+]
 
 
 def _rule_data(value: Any) -> Any:
@@ -89,8 +95,36 @@ class DataConfig(Settings):
     """Those of "text": {sequence: 128, max_bytes: null}; or those of a user's function. The others have none."""
 
 
+class AutoConfig(Settings):
+    """`parallel.auto`: the mesh, the schedule and all that a prediction can judge are chosen by `quintsched tune`."""
+
+    world: int | None = Field(default=None, ge=1)
+    """Ranks; none: as many processes as were started, or for `quintsched run` as this machine has devices, or cores."""
+    hardware: str = "cpu"
+    """What the ranks run on: a preset, a file, or "cpu": this machine, as `quintsched calibrate` has measured it."""
+    axes: dict[Axis, Sizes] = Field(default_factory=dict)
+    """Axes that are not free, and the sizes they may have: {tp: 1, pp: [2, 4]}."""
+
+
+def spell_out_auto(parallel: Any) -> Any:
+    """Return the section `parallel` with what `auto` stands for: `parallel: auto`, and `auto: true` in it."""
+    if parallel == "auto":
+        return {"auto": {}}
+    if isinstance(parallel, dict) and isinstance(parallel.get("auto"), bool):
+        return {**parallel, "auto": {} if parallel["auto"] else None}
+    return parallel
+
+
 class ParallelConfig(PlanSettings):
     """The section `parallel`: the plan, which is compiled or read from a file, and how it is carried out."""
+
+    auto: AutoConfig | None = None
+    """Chooses what the section does not say of the plan; see `auto`. `parallel: auto` leaves everything to it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_spelled_out(cls, given: Any) -> Any:
+        return spell_out_auto(given)
 
     @property
     def given(self) -> dict[str, Any]:

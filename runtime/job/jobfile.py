@@ -12,7 +12,7 @@ from typing import Any
 from quintsched.errors import UsageError
 from quintsched.files.strictyaml import parse_yaml
 
-from .config import JobConfig
+from .config import JobConfig, spell_out_auto
 from .settings import read_settings
 
 
@@ -22,8 +22,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     Raises UsageError that names the file and lists every fault.
     """
     values = _without_empty_sections(_read_mapping(Path(path)))
-    for override in overrides:
-        _put(values, override)
+    for override in (None, *overrides):
+        if override is not None:
+            _put(values, override)
+        if "parallel" in values:
+            values["parallel"] = spell_out_auto(values["parallel"])
     return read_settings(JobConfig, values, _source(path, overrides))
 
 

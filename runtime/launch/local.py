@@ -9,13 +9,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quintsched.errors import QuintschedError
 
 from . import worker
+
+if TYPE_CHECKING:
+    from ..job.config import JobConfig
 
 DIED = 4
 
@@ -27,21 +32,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nproc", type=int)
     known, rest = parser.parse_known_args(arguments)
     try:
-        num_ranks, in_process = _ranks(worker.parse(rest), known.nproc)
+        num_ranks, in_process, more = _ranks(worker.parse(rest), known.nproc)
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    return worker.main(rest) if in_process else _launch(num_ranks, rest)
+    return worker.main([*rest, *more]) if in_process else _launch(num_ranks, [*rest, *more])
 
 
-def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool]:
-    """Return how many ranks to start, and whether this process can run them itself."""
+def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool, list[str]]:
+    """Return how many ranks to start, whether this process can run them itself, and what they are told besides."""
     from ..job.jobfile import load_job
     from .to_plan import plan_of
 
     job = load_job(arguments.config, arguments.set)
-    num_ranks = wanted or plan_of(job, arguments.plan).mesh.size
-    return num_ranks, job.runtime.transport == "local" or num_ranks == 1
+    more: list[str] = []
+    if job.parallel.auto is not None and arguments.plan is None:
+        from .auto import world_size
+
+        _measure_first(job)
+        num_ranks = wanted or world_size(job)
+        more = ["--set", f"parallel.auto.world={num_ranks}"]
+    else:
+        num_ranks = wanted or plan_of(job, arguments.plan).mesh.size
+    return num_ranks, job.runtime.transport == "local" or num_ranks == 1, more
+
+
+def _measure_first(job: JobConfig) -> None:
+    """Measure this machine, once for all ranks, where the job's choice needs that and it was never done."""
+    from quintsched.descriptions.library import CALIBRATED
+
+    file = CALIBRATED.expanduser()
+    if job.parallel.auto is None or job.parallel.auto.hardware != "cpu" or file.is_file():
+        return
+    sys.stderr.write(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
 
 
 def _launch(num_ranks: int, arguments: Sequence[str]) -> int:

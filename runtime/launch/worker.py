@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", 0))
     try:
-        job, plan = prepare(arguments)
+        job, plan, notes = prepare(arguments)
     except QuintschedError as error:
         from .exit_together import leave_together
 
         return leave_together(error, rank)
     try:
-        run(job, plan, resume=arguments.resume)
+        run(job, plan, resume=arguments.resume, notes=notes)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -57,20 +57,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[JobConfig, Plan]:
-    """Read the job and its plan, and see that the world is of the plan's size; torch is not needed for that."""
+def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobConfig, Plan, tuple[str, ...]]:
+    """Return the job, its plan, and what is to be said of how it was chosen.
+
+    Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
+    """
     from ..job.jobfile import load_job
-    from .to_plan import plan_of
 
     traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
     job = load_job(arguments.config, [*arguments.set, *traced])
-    plan = plan_of(job, arguments.plan)
-    if job.runtime.transport != "local":
+    job, plan, notes = _planned(job, arguments.plan)
+    if job.runtime.transport != "local" and not alone:
         plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
-    return job, plan
+    return job, plan, notes
 
 
-def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
+def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tuple[str, ...]]:
+    from .to_plan import plan_of
+
+    if job.parallel.auto is None or plan_path is not None:
+        return job, plan_of(job, plan_path), ()
+    from .auto import choose
+
+    return choose(job)
+
+
+def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) -> None:
     """Train the job on the transport it names."""
     from ..comm import run_local
     from ..comm.connection import connect_for
@@ -78,19 +90,22 @@ def run(job: JobConfig, plan: Plan, *, resume: bool) -> None:
     if job.runtime.transport == "local":
         rules = job.runtime.rules or "mailbox"
         run_local(
-            plan.mesh.size, lambda transport: train(job, plan, transport, resume), job.runtime.timeout_s, rules=rules
+            plan.mesh.size,
+            lambda transport: train(job, plan, transport, resume, notes),
+            job.runtime.timeout_s,
+            rules=rules,
         )
         return
     transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
     try:
-        train(job, plan, transport, resume)
+        train(job, plan, transport, resume, notes)
     except BaseException as error:
         transport.abort(error)
         raise
     transport.close()
 
 
-def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool) -> None:
+def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool, notes: Sequence[str] = ()) -> None:
     """Train as one rank; rank 0 reports."""
     from ..train.reporter import Reporter
     from ..train.trainer import Trainer
@@ -99,7 +114,8 @@ def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool) -> Non
     say = _say if speaks else _say_nothing
     watched = speaks and sys.stderr.isatty()
     reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
-    reporter.say(plan.title)
+    for line in (*notes, plan.title):
+        reporter.say(line)
     Trainer(job, plan, transport, reporter).fit(resume=resume)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import nn
 
+from quintsched.descriptions.model import Model
 from quintsched.errors import UsageError, suggest
 from quintsched.user_code import call_object, names_file
 
@@ -21,9 +22,9 @@ from ..blocks.blocks import Blocks
 from ..data import DataSpec
 from ..job.config import ModelConfig
 from ..job.settings import Settings, read_settings
-from .gpt import GPTOptions, gpt, gpt_tied
-from .moe_gpt import MoEGPTOptions, moe_gpt
-from .vit import ViTOptions, vit
+from .gpt import GPTOptions, gpt, gpt_sizes, gpt_tied
+from .moe_gpt import MoEGPTOptions, moe_gpt, moe_gpt_sizes
+from .vit import ViTOptions, vit, vit_sizes
 
 Builder: TypeAlias = Callable[[], nn.Module]
 TiedNames: TypeAlias = dict[str, tuple[str, ...]]
@@ -32,13 +33,14 @@ Options = TypeVar("Options", bound=Settings)
 
 @dataclass(frozen=True)
 class ModelKind(Generic[Options]):
-    """A built-in model: the class of its options, and the function that turns sizes and options into blocks.
+    """A built-in model: the class of its options, and the functions that turn data and options into blocks and sizes.
 
     `tied` says which of its weights are one, by their names in the whole model.
     """
 
     options: type[Options]
     build: Callable[[DataSpec, Options], list[Builder]]
+    sizes: Callable[[DataSpec, Options], Model]
     tied: Callable[[Options], TiedNames] = lambda _: {}
 
     def read(self, options: Mapping[str, Any]) -> Options:
@@ -48,9 +50,9 @@ class ModelKind(Generic[Options]):
 
 MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
     {
-        "vit": ModelKind(ViTOptions, vit),
-        "gpt": ModelKind(GPTOptions, gpt, gpt_tied),
-        "moe-gpt": ModelKind(MoEGPTOptions, moe_gpt, gpt_tied),
+        "vit": ModelKind(ViTOptions, vit, vit_sizes),
+        "gpt": ModelKind(GPTOptions, gpt, gpt_sizes, gpt_tied),
+        "moe-gpt": ModelKind(MoEGPTOptions, moe_gpt, moe_gpt_sizes, gpt_tied),
     }
 )
 
@@ -77,6 +79,21 @@ def tied_weights(config: ModelConfig) -> TiedNames:
         return dict(config.tied)
     kind = _kind(config.name)
     return kind.tied(kind.read(config.options))
+
+
+def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
+    """Return a job's model by its sizes, as predictions take it.
+
+    Raises UsageError for a user's function, whose sizes nobody knows, and as `build_model` does.
+    """
+    if names_file(config.name):
+        raise UsageError(
+            f"model.name: {config.name} is a function, whose sizes no prediction knows; there is: " + ", ".join(MODELS)
+        )
+    kind = _kind(config.name)
+    options = kind.read(config.options)
+    kind.build(data, options)
+    return kind.sizes(data, options)
 
 
 def _kind(name: str) -> ModelKind[Any]:

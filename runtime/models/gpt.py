@@ -34,6 +34,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from quintsched.descriptions.model import Model
 from quintsched.errors import MisfitError, UsageError
 
 from ..autograd.kv_store import Past
@@ -110,6 +111,25 @@ def gpt(data: DataSpec, options: GPTOptions) -> list[Callable[[], nn.Module]]:
 def gpt_tied(options: GPTOptions) -> dict[str, tuple[str, ...]]:
     """Return which weights are one, by their names in the whole model."""
     return {"embedding": ("0.tokens.weight", f"{options.depth + 1}.head.weight")} if options.tied else {}
+
+
+def gpt_sizes(data: DataSpec, options: GPTOptions) -> Model:
+    """Return the model by its sizes, for predictions."""
+    return Model(
+        name="gpt",
+        layers=options.depth,
+        hidden=options.hidden,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        ffn=options.hidden * options.mlp_ratio,
+        activation="swiglu" if options.activation == "swiglu" else "gelu",
+        vocab=data.num_classes,
+        positions=options.positions,
+        seq=data.input_shape[0],
+        tied=options.tied,
+        norm=options.norm,
+        dropout=options.dropout > 0,
+    )
 
 
 class Embedding(nn.Module):

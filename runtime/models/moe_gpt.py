@@ -17,11 +17,12 @@ from functools import partial
 from pydantic import Field, model_validator
 from torch import nn
 
+from quintsched.descriptions.model import Experts, Model
 from quintsched.errors import UsageError
 
 from ..data import DataSpec
 from ..parallel.expert.moe import MoE
-from .gpt import Block, GPTOptions, feed_forward, gpt
+from .gpt import Block, GPTOptions, feed_forward, gpt, gpt_sizes
 
 
 class MoEGPTOptions(GPTOptions):
@@ -62,6 +63,18 @@ def moe_gpt(data: DataSpec, options: MoEGPTOptions) -> list[Callable[[], nn.Modu
     for number in range(options.every, options.depth + 1, options.every):
         blocks[number] = partial(_block, options, length)
     return blocks
+
+
+def moe_gpt_sizes(data: DataSpec, options: MoEGPTOptions) -> Model:
+    """Return the model by its sizes, for predictions."""
+    experts = Experts(
+        count=options.experts,
+        top_k=options.top_k,
+        ffn=options.hidden * options.mlp_ratio,
+        shared=options.shared_experts,
+        every=options.every,
+    )
+    return gpt_sizes(data, options).model_copy(update={"name": "moe-gpt", "experts": experts})
 
 
 def _block(options: MoEGPTOptions, length: int) -> Block:

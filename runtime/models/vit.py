@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quintsched.descriptions.model import Images, Model
 from quintsched.errors import MisfitError, UsageError
 
 from ..data import DataSpec
@@ -59,7 +60,7 @@ def vit(data: DataSpec, options: ViTOptions) -> list[Callable[[], nn.Module]]:
     if len(data.input_shape) != 3:
         raise MisfitError(f"vit needs images of shape (C, H, W), but a sample has the shape {data.input_shape}")
     channels, height, width = data.input_shape
-    patch = options.patch or (2 if min(height, width) < SMALL_IMAGE else 4)
+    patch = _patch(data, options)
     if height % patch or width % patch:
         raise MisfitError(f"vit: an image of {height} x {width} pixels does not divide into patches of {patch}")
     num_patches = (height // patch) * (width // patch)
@@ -69,6 +70,31 @@ def vit(data: DataSpec, options: ViTOptions) -> list[Callable[[], nn.Module]]:
         *[block] * options.depth,
         partial(Head, options.hidden, data.num_classes),
     ]
+
+
+def vit_sizes(data: DataSpec, options: ViTOptions) -> Model:
+    """Return the model by its sizes, for predictions; raises MisfitError where images are not square."""
+    channels, height, width = data.input_shape
+    if height != width:
+        raise MisfitError(f"vit: predictions are for square images, but these have {height} x {width} pixels")
+    images = Images(size=height, patch=_patch(data, options), channels=channels, classes=data.num_classes)
+    return Model(
+        name="vit",
+        layers=options.depth,
+        hidden=options.hidden,
+        heads=options.heads,
+        ffn=options.hidden * options.mlp_ratio,
+        vocab=0,
+        seq=images.tokens,
+        tied=False,
+        dropout=options.dropout > 0,
+        causal=False,
+        images=images,
+    )
+
+
+def _patch(data: DataSpec, options: ViTOptions) -> int:
+    return options.patch or (2 if min(data.input_shape[1:]) < SMALL_IMAGE else 4)
 
 
 class PatchEmbedding(nn.Module):

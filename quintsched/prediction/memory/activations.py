@@ -16,6 +16,7 @@ scores, but one number in 32 bits per head and token; without dropout there are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,26 +41,27 @@ class Sizes:
     element: Any = 2
     """Bytes of an activation's element."""
 
-    @property
+    @cached_property
     def tokens(self) -> Any:
         """Of a microbatch, on one rank of cp."""
         return self.microbatch * self.seq / self.cp
 
-    @property
+    @cached_property
     def between(self) -> Any:
         """Tokens of a rank outside of what tp cuts."""
         return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
 
 
 def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False) -> dict[str, Any]:
-    """Return the bytes that a block keeps without recomputation, by kind (`KINDS`)."""
+    """Return the bytes that a block keeps without recomputation, by kind: those of `KINDS` that there are."""
     element, between = sizes.element, sizes.between
-    found = dict.fromkeys(KINDS, 0.0 * sizes.tokens)
-    found["tokens"] = between * element * model.hidden * 4  # inputs of both norms, and what they give
+    found = {
+        "tokens": between * element * model.hidden * 4,  # inputs of both norms, and what they give
+        "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
+        "scores": _scores(model, sizes),
+    }
     if model.dropout:
         found["masks"] = between * model.hidden * 2
-    found["attention"] = _latent(model, sizes) if model.latent else _attention(model, sizes)
-    found["scores"] = _scores(model, sizes)
     if has_experts:
         found["experts"], found["router"] = _experts(model, sizes)
     else:
@@ -107,7 +109,7 @@ def _latent(model: Model, sizes: Sizes) -> Any:
 def _scores(model: Model, sizes: Sizes) -> Any:
     """Of every pair of tokens, or, where scores are not materialised, of every token."""
     heads = _share(model.heads, sizes.tp)
-    if model.attention == "flash":
+    if model.attention != "unfused":
         return sizes.tokens * heads * FP32
     of_pair = 2 * sizes.element + 1 if model.dropout else sizes.element
     return sizes.tokens * sizes.seq * heads * of_pair
@@ -137,4 +139,4 @@ def _experts(model: Model, sizes: Sizes) -> tuple[Any, Any]:
 
 def _share(total: int, parts: Any) -> Any:
     """Return the largest of `parts` even parts."""
-    return -(-total // np.asarray(parts))
+    return np.ceil(total / np.asarray(parts))

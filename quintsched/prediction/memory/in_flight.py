@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError
+from quintsched.prediction.pipeline import peak_activations
 from quintsched.schedules import find_schedule
 
 Form = Callable[[Any, Any, Any, Any], Any]
@@ -40,6 +41,10 @@ def _interleaved(pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
 
 def _as_many_as_ranks(pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> Any:
     return np.minimum(pp, microbatches) * chunks
+
+
+def _twice_as_many_as_ranks(pp: Any) -> Any:
+    return 2 * pp
 
 
 def _zb_h2(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
@@ -85,17 +90,44 @@ _FORMS: Mapping[str, Form] = MappingProxyType(
         "dualpipe-v": _dualpipe_v,
     }
 )
+_FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {"v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
+)
+"""Ranks of the pipeline → microbatches of the first stage in flight, where several chunks are not twice the ranks."""
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 """Schedules whose last stage has all its forwards before its first backward."""
 
 
 def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
-    """Return the microbatches of a whole rank that `rank` holds at most; raises `UsageError` for other schedules."""
-    name = find_schedule(schedule).name
-    if name not in _FORMS:
-        raise UsageError(f"schedule {schedule!r}: what it holds is not known in closed form{suggest(name, _FORMS)}")
-    per_rank = 1 if name == "dualpipe" else chunks
-    return _FORMS[name](pp, microbatches, chunks, rank) / per_rank
+    """Return the microbatches of a whole rank that `rank` holds at most.
+
+    A schedule that is not built in has no closed form: its order is made, once for each distinct shape. Where a rank
+    holds twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
+    """
+    found = find_schedule(schedule)
+    if found.mode != "train":
+        raise UsageError(f"schedule {schedule!r} does not train: it holds no activations")
+    held = _FORMS[found.name](pp, microbatches, chunks, rank) if found.name in _FORMS else None
+    if held is None:
+        return _of_orders(found.name, pp, microbatches, chunks, rank)
+    return held / (2 if found.bidirectional else chunks)
+
+
+def _of_orders(schedule: str, *shape: Any) -> Any:
+    """Return what the schedule's own order holds."""
+    pp, microbatches, chunks, rank = (np.asarray(size) for size in np.broadcast_arrays(*shape))
+    rows = np.stack([pp.ravel(), microbatches.ravel(), chunks.ravel(), rank.ravel()], axis=1).tolist()
+    held = [peak_activations(schedule, p, m, v)[r] / v for p, m, v, r in rows]
+    return np.reshape(held, pp.shape)
+
+
+def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -> Any:
+    """Return the microbatches of the first stage that its rank holds at its fullest: those that the embedding keeps."""
+    found = find_schedule(schedule)
+    if found.max_chunks == 1:
+        return in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=0) * (1 + found.bidirectional)
+    most = _FIRST_STAGE.get(found.name, _twice_as_many_as_ranks)(pp)
+    return microbatches if found.name in KEEPS_LOGITS else np.minimum(most, microbatches)
 
 
 def logits_in_flight(schedule: str, *, microbatches: Any) -> Any:

@@ -23,6 +23,9 @@ from quintsched.descriptions.parameters import Held
 
 KINDS = ("weights", "gradients", "optimizer", "gathered")
 
+SHARDED_FROM = {"weights": 3, "gradients": 2, "optimizer": 1}
+"""From which stage of ZeRO on."""
+
 AHEAD = 2
 """Units of ZeRO-3 that are full at once: the one that is computed with, and the next."""
 
@@ -60,17 +63,12 @@ def state_bytes(
         replicas: how many hold the same dense numbers.
         expert_replicas: how many hold the same experts.
     """
-    zero = np.asarray(zero)
+    sharded = {kind: np.asarray(zero) >= stage for kind, stage in SHARDED_FROM.items()}
     full = held.dense + held.experts
-    shard = -(-held.dense // replicas) + -(-held.experts // expert_replicas)
-    at_once = np.where(np.asarray(replicas) > 1, unit.dense, 0) + np.where(
-        np.asarray(expert_replicas) > 1, unit.experts, 0
-    )
-    ahead = np.minimum(AHEAD * at_once, full)
-    return {
-        "weights": precision.weight * np.where(zero >= 3, shard, full),
-        "gradients": precision.gradient * np.where(zero >= 2, shard, full),
-        "optimizer": precision.optimizer * np.where(zero >= 1, shard, full),
-        "gathered": np.where(zero >= 3, precision.weight * ahead, 0)
-        + np.where(zero >= 2, precision.gradient * at_once, 0),
+    shard = np.ceil(held.dense / replicas) + np.ceil(held.experts / expert_replicas)
+    at_once = unit.dense * (np.asarray(replicas) > 1) + unit.experts * (np.asarray(expert_replicas) > 1)
+    gathered = precision.weight * sharded["weights"] * np.minimum(AHEAD * at_once, full)
+    each = {"weights": precision.weight, "gradients": precision.gradient, "optimizer": precision.optimizer}
+    return {kind: bytes_ * ~sharded[kind] * full + bytes_ * sharded[kind] * shard for kind, bytes_ in each.items()} | {
+        "gathered": gathered + precision.gradient * sharded["gradients"] * at_once
     }

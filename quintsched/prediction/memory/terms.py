@@ -24,12 +24,13 @@ from quintsched.descriptions.parameters import (
     on_rank,
 )
 from quintsched.prediction.memory.activations import FP32, Sizes, block_input, block_kept, embedding_kept, head_kept
-from quintsched.prediction.memory.in_flight import in_flight, logits_in_flight
 from quintsched.prediction.memory.state import Precision, state_bytes
-from quintsched.schedules import find_schedule
 
 FRAGMENTATION = 0.03
 """Of all that comes and goes: what an allocator has reserved and cannot use. An assumption, fitted to nothing."""
+
+COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
+"""Terms that are no weights, gradients, optimizer state or activations."""
 
 MESSAGES = 4
 """Messages between stages that a rank has room for: two each of activations and of gradients."""
@@ -48,8 +49,12 @@ class Ranks:
     """1 with the embedding."""
     last: Any
     """1 with the head."""
-    rank: Any
-    """Which of the pipeline's."""
+    in_flight: Any
+    """Microbatches whose activations they hold; see `in_flight`."""
+    first_in_flight: Any
+    """Microbatches of the first stage."""
+    logits_in_flight: Any
+    """Microbatches whose logits the last one holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,18 +66,14 @@ class Mesh:
     ep: Any
     zero: Any
     chunks: Any
-    microbatches: Any
     selective: Any = 0
     """1 where scores are recomputed."""
 
 
-def memory_terms(model: Model, schedule: str, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves.
-
-    Raises `UsageError` for a schedule whose activations in flight are not known in closed form.
-    """
+def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of each term; they add up to the peak of a rank, without what the hardware reserves."""
     state = _state(model, sizes, mesh, ranks)
-    kept = _activations(model, schedule, sizes, mesh, ranks)
+    kept = _activations(model, sizes, mesh, ranks)
     input_bytes = block_input(model, sizes)
     buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGES * input_bytes, 0.0)
     temporary = _temporary(model, sizes, mesh, ranks)
@@ -80,54 +81,34 @@ def memory_terms(model: Model, schedule: str, sizes: Sizes, mesh: Mesh, ranks: R
     return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
 
 
-def held_numbers(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Held:
-    """Return how many numbers of weights a rank holds where nothing is sharded over replicas.
+def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes of weights, gradients and optimizer state.
 
     A tied head is a second copy, unless its stage is that of the embedding.
     """
-    plain, mixture = _blocks(model, sizes, mesh)
-    before = on_rank(embedding_weights(model, sizes.seq), tp=sizes.tp).dense
-    behind = on_rank(head_weights(model), tp=sizes.tp).dense
-    one_stage = np.asarray(mesh.pp) * mesh.chunks == 1
-    joined = on_rank(embedding_weights(model)[:1], tp=sizes.tp).dense if model.tied else 0
-    dense = ranks.dense * plain.dense + ranks.mixture * mixture.dense + ranks.first * before + ranks.last * behind
-    return Held(dense - one_stage * joined, ranks.mixture * mixture.experts)
-
-
-def _blocks(model: Model, sizes: Sizes, mesh: Mesh) -> tuple[Held, Held]:
-    """Return the numbers of a block with the plain network, and with experts."""
-    plain = on_rank(block_weights(model, has_experts=False), tp=sizes.tp)
-    if model.experts is None:
-        return plain, Held(0, 0)
-    return plain, on_rank(block_weights(model, has_experts=True), tp=sizes.tp, ep=mesh.ep)
-
-
-def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    plain, mixture = _blocks(model, sizes, mesh)
-    before = on_rank(embedding_weights(model, sizes.seq), tp=sizes.tp).dense
-    has_plain, has_mixture = np.asarray(ranks.dense) > 0, np.asarray(ranks.mixture) > 0
-    dense = np.maximum(plain.dense * has_plain, mixture.dense * has_mixture)
-    unit = Held(np.maximum(dense, before * ranks.first), mixture.experts * has_mixture)
+    tp, first = sizes.tp, embedding_weights(model, sizes.seq)
+    plain = on_rank(block_weights(model, has_experts=False), tp=tp)
+    mixture = on_rank(block_weights(model, has_experts=True), tp=tp, ep=mesh.ep) if model.experts else Held(0, 0)
+    before, behind = on_rank(first, tp=tp).dense, on_rank(head_weights(model), tp=tp).dense
+    joined = on_rank(first[:1], tp=tp).dense * (np.asarray(mesh.pp) * mesh.chunks == 1) if model.tied else 0.0
+    dense = ranks.dense * plain.dense + ranks.first * before + ranks.last * (behind - joined)
+    unit = np.maximum(plain.dense * (np.asarray(ranks.dense) > 0), before * ranks.first)
+    held, units = Held(dense, 0.0), Held(unit, 0.0)
+    if model.experts:
+        held = Held(dense + ranks.mixture * mixture.dense, ranks.mixture * mixture.experts)
+        has_mixture = np.asarray(ranks.mixture) > 0
+        units = Held(np.maximum(unit, mixture.dense * has_mixture), mixture.experts * has_mixture)
     outer = mesh.dp * sizes.cp
-    return state_bytes(
-        held_numbers(model, sizes, mesh, ranks),
-        unit,
-        Precision.of(sizes.element),
-        zero=mesh.zero,
-        replicas=outer * mesh.ep,
-        expert_replicas=outer,
-    )
+    precision = Precision.of(sizes.element)
+    return state_bytes(held, units, precision, zero=mesh.zero, replicas=outer * mesh.ep, expert_replicas=outer)
 
 
-def _activations(model: Model, schedule: str, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Return what is in flight, by kind; through a rank with twins of stages a microbatch passes half of its layers."""
-    flight = in_flight(schedule, pp=mesh.pp, microbatches=mesh.microbatches, chunks=mesh.chunks, rank=ranks.rank)
-    passed = 0.5 if find_schedule(schedule).bidirectional else 1.0
-    found = {
-        f"activations_{kind}": bytes_ * flight * passed for kind, bytes_ in _kept(model, sizes, mesh, ranks).items()
-    }
-    found["activations_embedding"] = ranks.first * flight * embedding_kept(model, sizes)
-    behind, logits = head_kept(model, sizes), logits_in_flight(schedule, microbatches=mesh.microbatches)
+def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """Return what is in flight, by kind."""
+    kept = _kept(model, sizes, mesh, ranks)
+    found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
+    found["activations_embedding"] = ranks.first * ranks.first_in_flight * embedding_kept(model, sizes)
+    behind, logits = head_kept(model, sizes), ranks.logits_in_flight
     found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
     return found | {"logits": ranks.last * logits * behind["logits"]}
 
@@ -153,7 +134,7 @@ def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any
 def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
     """Return what a backward needs besides: what is recomputed, and gradients of the widest activations.
 
-    Of one block at a time, or of logits.
+    Of one block at a time, or of logits, whose gradient is made in place and then rounded to the model's precision.
     """
     found: Any = 0.0
     for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
@@ -162,10 +143,10 @@ def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
         kept = block_kept(model, sizes, has_experts=has_experts)
         scores = kept["scores"] if _can_recompute_scores(model) else 0.0
         again = np.where(np.asarray(full) > 0, sum(kept.values()), scores * np.asarray(mesh.selective))
-        wide = np.maximum(kept["ffn"] + kept["experts"], scores) / 2 + block_input(model, sizes)
+        wide = np.maximum(kept["experts" if has_experts else "ffn"], scores) / 2 + block_input(model, sizes)
         found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
     logits = head_kept(model, sizes)["logits"]
-    return np.maximum(found, ranks.last * logits * (1 + np.asarray(sizes.element) / FP32))
+    return np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
 
 
 def _can_recompute_scores(model: Model) -> bool:

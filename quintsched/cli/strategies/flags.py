@@ -1,0 +1,164 @@
+"""The flags of a strategy, which `predict` and `tune` share: one value each, or for `tune` several to choose among.
+
+predict --tp 8 --recompute 1,2      {"tp": 8, "recompute": "1,2"}       a number for each stage
+tune --tp 4,8 --schedule 1f1b,zbv   {"tp": [4, 8], "schedule": ["1f1b", "zbv"]}
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from quintsched.errors import UsageError, suggest
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag: its value in the help, what it means, and whether that is a number."""
+
+    metavar: str
+    doc: str
+    is_number: bool = True
+    has_choice: bool = True
+    """Whether `tune` takes several values."""
+
+
+FLAGS: dict[str, Flag] = {
+    "model": Flag("MODEL", "A preset, a file, or transformers' config.json.", is_number=False, has_choice=False),
+    "hardware": Flag(
+        "HARDWARE", "A preset, a file, or cpu: this machine, measured.", is_number=False, has_choice=False
+    ),
+    "gpus": Flag("N", "GPUs in all.", has_choice=False),
+    "gpus_per_node": Flag("N", "GPUs of a node; default: the hardware's.", has_choice=False),
+    "dp": Flag("N", "Data-parallel ranks."),
+    "tp": Flag("N", "Tensor-parallel ranks."),
+    "pp": Flag("N", "Pipeline ranks."),
+    "cp": Flag("N", "Context-parallel ranks: slices of the sequence."),
+    "ep": Flag("N", "Expert-parallel ranks."),
+    "microbatch": Flag("B", "Samples of a microbatch."),
+    "batch": Flag("B", "Samples of a step, over all replicas.", has_choice=False),
+    "seq": Flag("S", "Tokens of a sample; default: the model's longest sequence.", has_choice=False),
+    "chunks": Flag("V", "Stages per pipeline rank."),
+    "schedule": Flag("NAME", "The pipeline's schedule.", is_number=False),
+    "recompute": Flag("WHAT", "none, selective, full, or a number of layers of each stage.", is_number=False),
+    "zero": Flag("0-3", "What is sharded over replicas: optimizer state, gradients, weights."),
+    "dtype": Flag("TYPE", "bf16, fp16, fp32 or fp64.", is_number=False),
+    "stages": Flag("LAYERS", "Layers of each stage, 3,4,4,3; default: as even as can be.", is_number=False),
+}
+"""Those with a value."""
+
+SWITCHES: dict[str, str] = {
+    "sequence_parallel": "Whether tp's ranks share out the tokens between products.",
+    "overlap": "Whether replicas add up gradients beside the last backwards, not after them.",
+}
+"""Those that are yes or no."""
+
+CHOSEN = tuple(name for name in FLAGS if name != "stages")
+"""Those of `tune`."""
+
+
+def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags, or those named; it gets the values of those that were given as `flags`."""
+    chosen = {name: FLAGS[name] for name in (names or FLAGS)}
+    switches = [name for name in SWITCHES if not several or name != "overlap"]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**options: Any) -> None:
+            texts = {name: options.pop(name) for name in (*chosen, *switches)}
+            given = {name: read_flag(name, text, several) for name, text in texts.items() if text is not None}
+            command(flags=given, **options)
+
+        others = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "flags"]
+        first = [one for one in others if one.default is inspect.Parameter.empty or _is_argument(one)]
+        rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in others if one not in first]
+        first = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in first]
+        both = [
+            *first,
+            *(_option(name, flag, several) for name, flag in chosen.items()),
+            *map(_switch, switches),
+            *rest,
+        ]
+        run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return any(isinstance(one, typer.models.ArgumentInfo) for one in getattr(parameter.annotation, "__metadata__", ()))
+
+
+def _option(name: str, flag: Flag, several: bool) -> inspect.Parameter:
+    choice = several and flag.has_choice
+    words = f"{flag.doc.removesuffix('.')}; several to choose among: A,B." if choice else flag.doc
+    kind = Annotated[str | None, typer.Option(option_of(name), metavar=flag.metavar, help=words)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def _switch(name: str) -> inspect.Parameter:
+    option = typer.Option(f"{option_of(name)}/{option_of(f'no_{name}')}", help=SWITCHES[name])
+    kind = Annotated[bool | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def option_of(name: str) -> str:
+    """Return the option of a key: "--gpus-per-node"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def read_flag(name: str, text: Any, several: bool = False) -> Any:
+    """Return the value of a flag, or a list of values where several may be given; raises UsageError."""
+    if name in SWITCHES:
+        return text if isinstance(text, bool) else _truth(name, text)
+    flag = FLAGS[name]
+    if several and flag.has_choice:
+        return [_number(name, part) if _looks_whole(part) or flag.is_number else part for part in _parts(name, text)]
+    return _number(name, text) if flag.is_number else text
+
+
+def read_settings(option: str, text: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what "dp=8,tp=4,recompute=full" says, as a row; several numbers of one key are joined: recompute=1+0+0.
+
+    `others` are keys that are no flags, whose values are text.
+    """
+    found: dict[str, Any] = {}
+    known = (*FLAGS, "sequence_parallel", *others)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = name.replace("-", "_")
+        if name not in known:
+            raise UsageError(f"{option}: unknown key {name!r}{suggest(name, known)}")
+        if not equals or not value:
+            raise UsageError(f"{option}: cannot read {part!r} in {text!r}; write it like dp=8,tp=4,recompute=full")
+        found[name] = value if name in others else read_flag(name, value.replace("+", ","))
+    return found
+
+
+def _truth(name: str, value: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if value.lower() not in words:
+        raise UsageError(f"{name} is {value!r}; give true or false")
+    return words[value.lower()]
+
+
+def _parts(name: str, text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UsageError(f"{option_of(name)}: cannot read {text!r}; write the values with commas between: 1,2,4")
+    return parts
+
+
+def _looks_whole(text: str) -> bool:
+    return re.fullmatch(r"[+-]?\d{1,18}", text.strip()) is not None
+
+
+def _number(name: str, text: str) -> int:
+    if not _looks_whole(text):
+        raise UsageError(f"{option_of(name)}: cannot read {text!r}; give a whole number")
+    return int(text)

@@ -1,0 +1,30 @@
+"""What a job file and its plan come to, as a row of flags; a process of the runtime finds out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from quintsched.cli.runs import plan_and_job
+from quintsched.errors import UsageError
+
+
+def row_of_job(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the row of a job file, or of a plan file and a job file; exits as that process does where it refuses."""
+    plan, job = plan_and_job(files)
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("the sizes of a job's model are found with torch; pip install 'quintsched[runtime]'")
+    arguments = ["--config", str(job), *([str(plan)] if plan else [])]
+    command = [sys.executable, "-m", "quintsched.runtime.launch.to_row", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,133 @@
+"""The pipeline of each of n strategies: from what ranks do for a microbatch to the end of a step's last computation.
+
+what ranks do ──▶ closed form                    where the schedule has one, and a rank's stages are alike
+             └──▶ lower bound                    elsewhere, while many are compared
+what stages do ──▶ simulation, shape by shape    elsewhere, where it is asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.prediction.blocks import Blocks
+from quintsched.prediction.closed_forms import Pipelines
+from quintsched.prediction.columns import Table
+from quintsched.prediction.operators import Array
+from quintsched.prediction.pipeline import (
+    bound_of,
+    exposed_reductions,
+    has_closed_form,
+    of_pipelines,
+    rank_pipelines,
+    stage_durations,
+    staged,
+)
+from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """What each stage of n strategies takes, (n, S) each, in seconds."""
+
+    each: PerMicrobatch
+    """For a microbatch."""
+    reduction: Array
+    """For adding up its gradients."""
+    gathering: Array
+    """For gathering its weights after the optimizer's step."""
+    stepping: Array
+    """For that step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Of a step, (n,) each."""
+
+    makespan: Array
+    """When the last computation ends; a lower bound where it is not `exact`."""
+    exposed: Array
+    """How much longer gradients are added up, where that overlaps with backwards."""
+    exact: NDArray[np.bool_]
+
+
+def spans(
+    table: Table,
+    each: PerMicrobatch,
+    blocks: Blocks,
+    kinds: Kinds,
+    reduction: Array,
+    of_stages: Callable[[Rows], StageTimes] | None,
+    *,
+    tied: bool,
+) -> Spans:
+    """Return the spans of each strategy.
+
+    Args:
+        table: the strategies.
+        each: what ranks of each kind do, (n, K).
+        blocks: what the first and the last stage do besides, among others.
+        kinds: which ranks there are.
+        reduction: how long each kind of rank adds up gradients, (n, K).
+        of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
+        tied: whether the first and the last stage share weights.
+    """
+    weights = each.weights + each.expert_weights
+    pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
+    found = Spans(np.zeros(len(table)), np.zeros(len(table)), np.zeros(len(table), bool))
+    for code, schedule in enumerate(table.values["schedule"]):
+        rows = np.flatnonzero(table.schedule == code)
+        if not len(rows):
+            continue
+        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
+        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
+        closed |= table.pp[rows] * table.chunks[rows] == 1
+        if table.overlap[rows].any():
+            ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
+            found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
+        if closed.any():
+            found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
+        if not closed.all():
+            found.makespan[rows] = np.where(closed, found.makespan[rows], bound_of(schedule, s, alike))
+        found.exact[rows] = closed
+    if of_stages is not None:
+        _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
+    return found
+
+
+def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes], *, tied: bool) -> None:
+    """Simulate rows, all of one shape at once."""
+    shapes = np.stack([table.schedule, table.pp, table.microbatches, table.chunks])[:, rows]
+    distinct, which = np.unique(shapes, axis=1, return_inverse=True)
+    for number, (code, pp, microbatches, chunks) in enumerate(distinct.T.tolist()):
+        members = rows[which.reshape(-1) == number]
+        times, schedule = of_stages(members), table.values["schedule"][code]
+        durations = stage_durations(times.each.forward.T, times.each.backward_input.T, times.each.compute_weight.T)
+        if schedule in BIDIRECTIONAL:  # its other half are twins of the same pieces
+            durations, reduction = np.concatenate([durations] * 2, axis=1), np.concatenate([times.reduction.T] * 2)
+        else:
+            reduction = times.reduction.T
+        ends = (0, len(reduction) - 1) if tied and schedule not in BIDIRECTIONAL else ()
+        makespan, exposed = staged(schedule, pp, microbatches, chunks, durations, reduction, ends)
+        found.makespan[members], found.exposed[members], found.exact[members] = makespan, exposed, True
+
+
+def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+    """Return the pipelines of rows of one schedule."""
+    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return rank_pipelines(
+        schedule,
+        ranks=kinds.ranks.T[:, rows],
+        microbatches=table.microbatches[rows],
+        chunks=table.chunks[rows],
+        forward=each.forward.T[:, rows],
+        backward_input=each.backward_input.T[:, rows],
+        backward_weight=each.compute_weight.T[:, rows],
+        first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
+        last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+    )

@@ -1,0 +1,170 @@
+"""`parallel: auto`: what the section does not say of the plan is chosen by a search, before anything starts.
+
+    model, data, batch ──▶ sizes ─┐
+    ranks, hardware               ├──▶ tune ──▶ the best that compiles ──▶ mesh, schedule, microbatches, …
+    what the section says ────────┘
+
+Every rank chooses for itself, from the same figures, and so the same. On several machines, `hardware` names a preset or
+one file for all of them: what each measured of itself might differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from quintsched.descriptions.library import find_hardware
+from quintsched.descriptions.model import Model
+from quintsched.descriptions.strategy import Strategy
+from quintsched.descriptions.wording import duration, strategy_name
+from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.plan import Plan
+from quintsched.prediction.step import predict
+from quintsched.tuning.reasons import reasons
+from quintsched.tuning.tune import Tuning, tune
+
+from ..comm.device import find_accelerator, num_devices
+from ..data import load_dataset
+from ..job.choices import DTYPE_NAMES
+from ..job.config import AutoConfig, JobConfig, ParallelConfig
+from ..models import model_sizes
+from .to_plan import plan_of
+
+TRIED = 20
+"""So many of the best are tried, if the first do not compile."""
+
+AXES = ("pp", "dp", "ep", "cp", "tp")
+"""As predictions lay them out: neighbours are those of tp."""
+
+KEPT = (
+    "schedule",
+    "chunks",
+    "zero",
+    "recompute",
+    "buckets_per_stage",
+    "communication",
+    "latency_s",
+    "bandwidth",
+    "tied",
+    "zero_every",
+)
+"""What a section may say of the plan beside `auto`; the first four are searched where it does not."""
+
+
+class Chosen(NamedTuple):
+    """A job whose plan is settled, and why."""
+
+    job: JobConfig
+    plan: Plan
+    notes: tuple[str, ...]
+    """For people."""
+
+
+def choose(job: JobConfig) -> Chosen:
+    """Return the job with the best strategy in place of `parallel.auto`, and its plan.
+
+    Raises `UsageError` for what no search knows, `MisfitError` where nothing fits or nothing compiles.
+    """
+    auto = job.parallel.auto or AutoConfig()
+    _require_free(job.parallel)
+    data = load_dataset(job.data).spec
+    model, hardware = model_sizes(job.model, data), find_hardware(auto.hardware)
+    world = world_size(job)
+    found = tune(
+        model, hardware, world, job.train.batch_size, model.seq, fixed=_fixed(job, model, world), top=TRIED, front=False
+    )
+    refusal: QuintschedError | None = None
+    for candidate in found.best:
+        settled = _settled(job, candidate.strategy)
+        try:
+            return Chosen(settled, plan_of(settled), tuple(_notes(found, candidate.strategy)))
+        except QuintschedError as error:
+            refusal = error
+    raise MisfitError(
+        f"parallel.auto: of {found.strategies:,} strategies on {world} ranks none fits {hardware.name} with "
+        f"{hardware.memory_gb:g} GB" + (f" and compiles; the last one tried: {refusal}" if refusal else "")
+    )
+
+
+def world_size(job: JobConfig) -> int:
+    """Return how many ranks there are to be: as `auto.world` says, as were started, or as this machine has devices."""
+    if job.parallel.auto is not None and job.parallel.auto.world is not None:
+        return job.parallel.auto.world
+    if job.runtime.transport != "local" and "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    accelerator = find_accelerator()
+    return (num_devices(accelerator) if accelerator else None) or len(os.sched_getaffinity(0))
+
+
+def _require_free(parallel: ParallelConfig) -> None:
+    """Raise `UsageError` where the section settles what is to be chosen."""
+    settled = [name for name in (*parallel.given, *(["plan"] if parallel.plan else [])) if name not in KEPT]
+    if settled:
+        raise UsageError(
+            f"parallel.auto chooses the plan, but the section says {', '.join(settled)} too; leave out one of them "
+            "(sizes of axes go into parallel.auto.axes)"
+        )
+    if parallel.given.get("recompute") not in (None, 0, 1):
+        raise UsageError("parallel.auto knows recompute 0 and 1; leave it out, and it chooses one of them")
+
+
+def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
+    """Return what is not free: what the section says, and what the runtime and the model cannot do."""
+    given = job.parallel.given
+    fixed: dict[str, Any] = {
+        name: given[name] for name in ("schedule", "chunks", "zero") if given.get(name) is not None
+    }
+    asked = given.get("recompute")
+    fixed["recompute"] = ("none", "full") if asked is None else ("full" if asked else "none",)
+    if "sequence_parallel" in job.parallel.model_fields_set:
+        fixed["sequence_parallel"] = job.parallel.sequence_parallel
+    fixed["dtype"] = DTYPE_NAMES[job.runtime.precision]
+    able = {"tp": _tensor_sizes(model, world), "cp": _context_sizes(job, model, world)}
+    axes = (job.parallel.auto or AutoConfig()).axes
+    wanted = {**able, **{str(axis): sizes for axis, sizes in axes.items()}}
+    for axis, sizes in wanted.items():
+        fixed[axis] = tuple(size for size in sizes if axis not in able or size in able[axis])
+        if not fixed[axis]:
+            raise UsageError(
+                f"parallel.auto.axes.{axis}: {model.name} takes {axis} of {', '.join(map(str, able[axis]))}"
+            )
+    return fixed
+
+
+def _tensor_sizes(model: Model, world: int) -> tuple[int, ...]:
+    return tuple(size for size in _divisors(world) if model.num_kv_heads % size == 0 == model.heads % size)
+
+
+def _context_sizes(job: JobConfig, model: Model, world: int) -> tuple[int, ...]:
+    """Return into how many slices the sequence may be cut: two chunks each, heads too where ulysses cuts them."""
+    if not model.causal:
+        return (1,)
+    heads = model.num_kv_heads if job.parallel.context == "ulysses" else 0
+    return tuple(size for size in _divisors(world) if size == 1 or (model.seq % (2 * size) == 0 == heads % size))
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (size for size in range(1, number + 1) if number % size == 0)
+
+
+def _settled(job: JobConfig, strategy: Strategy) -> JobConfig:
+    """Return the job with a strategy in its section `parallel`."""
+    kept = job.parallel.model_dump(include=job.parallel.model_fields_set - {"auto"})
+    mesh = ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(strategy, axis)) > 1)
+    chosen = {
+        "mesh": mesh or "dp=1",
+        "schedule": strategy.schedule,
+        "chunks": strategy.chunks,
+        "microbatches": strategy.microbatches,
+        "zero": strategy.zero,
+        "recompute": int(strategy.recompute == "full"),
+        "sequence_parallel": strategy.sequence_parallel,
+    }
+    return job.model_copy(update={"parallel": ParallelConfig.model_validate({**kept, **chosen})})
+
+
+def _notes(found: Tuning, strategy: Strategy) -> Iterator[str]:
+    best = predict(found.model, found.hardware, strategy)
+    yield f"parallel: auto: {strategy_name(strategy)}; {duration(best.step_s)} a step by prediction"
+    yield from reasons(found, [best])

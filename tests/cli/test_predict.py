@@ -1,0 +1,180 @@
+"""`quintsched predict`: by flags, from rows, from a job; one clear error for nonsense."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quintsched as qs
+from quintsched.cli.strategies.flags import FLAGS, SWITCHES, option_of
+from quintsched.descriptions.rows import KEYS
+
+GPT3 = {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048}
+INTERLEAVED = {**GPT3, "chunks": 3, "recompute": "selective", "sequence_parallel": True}
+TINY = {"layers": 8, "hidden": 64, "heads": 8, "vocab": 512, "seq": 128}
+
+
+def flags(row: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name, value in row.items():
+        found += [option_of(name)] if value is True else [option_of(name), str(value)]
+    return found
+
+
+def test_every_key_of_a_row_has_a_flag() -> None:
+    assert {*FLAGS, *SWITCHES} == set(KEYS)
+
+
+def test_the_terms_add_up(cli) -> None:
+    found = cli("predict", *flags(INTERLEAVED), "--json").data
+    assert {"step_s", "tokens_per_s", "mfu", "fits", "memory_bytes", "breakdown_s", "breakdown_bytes"} <= set(found)
+    waited = sum(value for name, value in found["breakdown_s"].items() if not name.endswith("_hidden"))
+    assert waited == pytest.approx(found["step_s"])
+    assert sum(found["breakdown_bytes"].values()) == pytest.approx(found["memory_bytes"]["peak"])
+    per_rank = found["memory_bytes"]["per_pipeline_rank"]
+    assert len(per_rank) == 8
+    assert max(per_rank) == pytest.approx(found["memory_bytes"]["peak"])
+    assert found["tokens_per_s"] == pytest.approx(64 * 2048 / found["step_s"])
+    assert found["strategy"]["schedule"] == "interleaved-1f1b"
+
+
+def test_a_table_for_people(cli) -> None:
+    found = qs.predict(*_parts(INTERLEAVED))
+    lines = cli("predict", *flags(INTERLEAVED)).out.splitlines()
+    assert lines[0] == (
+        "gpt3-175b on 64 a100-80gb: pp=8,tp=8; microbatch 1; interleaved-1f1b, 3 chunks; selective recomputation; "
+        "sequence-parallel; bf16"
+    )
+    assert lines[1].startswith(f"step        {found.step_s:.2f} s")
+    text = "\n".join(lines)
+    for words in ("forward and backward", "tp communication", "pipeline bubble", "recomputation", "optimizer"):
+        assert words in text
+    assert "cp communication" not in text
+
+
+def _parts(row: dict[str, Any]) -> tuple[qs.Model, qs.Hardware, qs.Strategy]:
+    from quintsched.descriptions.rows import read_row
+
+    read = read_row(row)
+    return read.model, read.hardware, read.strategy
+
+
+def test_what_does_not_fit_says_so(cli) -> None:
+    row = {**GPT3, "gpus": 8, "pp": 1}
+    assert "DOES NOT FIT" in cli("predict", *flags(row)).out
+    assert cli("predict", *flags(row), "--json").data["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tp": 7}, "gpus=64 cannot be shared out: tp=7 x pp=8 = 56"),
+        ({"tp": 64, "pp": 1}, "tp=64 does not divide the 96 heads"),
+        ({"tp": -8}, "tp is -8"),
+        ({"tp": "x"}, "--tp: cannot read 'x'; give a whole number"),
+        ({"model": "gpt5"}, "unknown model 'gpt5'"),
+        ({"hardware": "a1000"}, "unknown hardware 'a1000'"),
+        ({"batch": 65, "microbatch": 2}, "batch=65 does not divide"),
+        ({"schedule": "1f1c"}, "unknown schedule '1f1c'; did you mean '1f1b'"),
+        ({"dtype": "fp8"}, "dtype is 'fp8'"),
+        ({"zero": 7}, "zero is 7"),
+        ({"recompute": "all"}, "recompute is 'all'"),
+        ({"stages": "1,2"}, "stages"),
+        ({"pp": 64, "tp": 1, "chunks": 2}, "layers"),
+        ({"cp": 2}, "gpus=64"),
+        ({"gpus_per_node": 0}, "gpus_per_node is 0"),
+    ],
+)
+def test_nonsense_is_one_clear_error(refused, change: dict[str, Any], words: str) -> None:
+    assert words in refused(2, "predict", *flags({**GPT3, **change}))
+
+
+def test_a_flag_that_is_missing_is_named(refused) -> None:
+    assert "model is missing" in refused(2, "predict")
+    assert "batch is missing" in refused(2, "predict", "--model", "gpt3", "--hardware", "l4")
+
+
+def rows_file(folder: Path, rows: object) -> Path:
+    path = folder / "rows.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_rows_give_an_object_each(cli, tmp_path) -> None:
+    rows: list[Any] = [
+        INTERLEAVED,
+        {**INTERLEAVED, "tp": 7},
+        {**INTERLEAVED, "colour": "red"},
+        3,
+        {name: value for name, value in INTERLEAVED.items() if name != "gpus"},
+        {"model": TINY, "hardware": "l4", "batch": 8},
+        {"model": {"layers": 0}, "hardware": "l4", "batch": 8},
+    ]
+    found = cli("predict", "--rows", rows_file(tmp_path, rows), "--json").data
+    assert len(found) == len(rows)
+    assert found[0] == found[4] == cli("predict", *flags(INTERLEAVED), "--json").data
+    assert "cannot be shared out" in found[1]["error"]
+    assert "unknown key 'colour'" in found[2]["error"]
+    assert "a row is an object" in found[3]["error"]
+    assert found[5]["strategy"]["gpus"] == 1
+    assert "layers" in found[6]["error"]
+
+
+def test_flags_are_what_rows_leave_out(cli, tmp_path) -> None:
+    rows = rows_file(tmp_path, [{"tp": 8}, {"tp": 4, "batch": 32}])
+    rest = {name: value for name, value in GPT3.items() if name != "tp"}
+    one, two = cli("predict", "--rows", rows, *flags(rest), "--json").data
+    assert one == cli("predict", *flags(GPT3), "--json").data
+    assert (two["strategy"]["tp"], two["strategy"]["dp"], two["strategy"]["batch"]) == (4, 2, 32)
+
+
+def test_a_thousand_rows_take_seconds(cli, tmp_path) -> None:
+    rows = [{**INTERLEAVED, "batch": 8 * (1 + number), "seq": 128 * (1 + number % 32)} for number in range(1000)]
+    path = rows_file(tmp_path, rows)
+    began = time.process_time()
+    found = cli("predict", "--rows", path, "--json").data
+    assert time.process_time() - began < 15
+    assert all(math.isfinite(row["step_s"]) and row["step_s"] > 0 for row in found)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [('{"tp": 8}', "rows are a list of objects"), ("[{", "rows.json"), ('[{"tp": NaN}]', "NaN"), ("", "rows.json")],
+)
+def test_a_file_that_holds_no_rows(refused, tmp_path, content: str, words: str) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    assert words in refused(1, "predict", "--rows", "rows.json")
+
+
+def test_files_that_are_not_there(refused) -> None:
+    assert "rows.json" in refused(2, "predict", "--rows", "rows.json")
+    assert "there is no file 'job.yaml'" in refused(2, "predict", "job.yaml", "--hardware", "l4")
+    assert "leave out one" in refused(2, "predict", "job.yaml", "--rows", "rows.json")
+
+
+@pytest.mark.processes
+def test_a_job_and_its_plan(cli, root, tmp_path) -> None:
+    job = root / "examples" / "text_4d.yaml"
+    found = cli("predict", job, "--hardware", "l4", "--json").data
+    strategy = found["strategy"]
+    axes = {axis: strategy[axis] for axis in ("dp", "pp", "cp", "tp")}
+    assert axes == {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
+    assert (strategy["dtype"], strategy["microbatch"], strategy["stages"]) == ("fp32", 8, [2, 2])
+    qs.compile("gpipe", mesh="pp=4", microbatches=4, recompute=1).save(tmp_path / "plan.json")
+    assert cli("predict", "plan.json", job, "--hardware", "l4").code == 3
+    (tmp_path / "job.yaml").write_text("model: {name: vit, options: {depth: 6}}\ntrain: {batch_size: 16}\n")
+    found = cli("predict", "plan.json", "job.yaml", "--hardware", "l4", "--zero", "0", "--json").data["strategy"]
+    assert (found["pp"], found["schedule"], found["recompute"], found["seq"]) == (4, "gpipe", "full", 17)
+    assert sum(found["stages"]) == 6
+
+
+def test_its_plan_in_the_simulator(cli, refused) -> None:
+    found = cli("predict", *flags(INTERLEAVED), "--simulate", "--json").data
+    assert found["simulated_step_s"] == pytest.approx(found["step_s"], rel=0.01)
+    assert "by its plan, event by event" in cli("predict", *flags(INTERLEAVED), "--simulate").out
+    assert "leave out one" in refused(2, "predict", *flags(INTERLEAVED), "--simulate", "--profile", "x.json")

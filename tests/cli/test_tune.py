@@ -1,0 +1,168 @@
+"""`quintsched tune`: the table, the reason, the front; it finds what trying everything finds."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+
+import quintsched as qs
+from quintsched.descriptions.rows import read_row
+
+SMALL = ("--model", "llama-2-7b", "--hardware", "a100-80gb", "--gpus", "16", "--batch", "64", "--seq", "2048")
+FEW = (*SMALL, "--cp", "1", "--zero", "0,1", "--schedule", "1f1b", "--recompute", "none,full", "--microbatch", "1,2")
+
+
+def test_the_best_come_first(cli) -> None:
+    found = cli("tune", *SMALL, "--json").data
+    steps = [one["step_s"] for one in found["strategies"]]
+    assert len(steps) == 10
+    assert steps == sorted(steps)
+    assert all(one["fits"] for one in found["strategies"])
+    assert {"memory_bytes", "mfu", "tokens_per_s", "breakdown_s", "breakdown_bytes"} <= set(found["strategies"][0])
+    front = [(point["step_s"], point["memory_bytes"]) for point in found["front"]]
+    assert front[0][0] == pytest.approx(steps[0])
+    assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(front))
+    assert found["considered"] > found["evaluated"] > 0
+    assert found["reason"][0].startswith("why: ")
+
+
+def everything() -> list[float]:
+    """Return the times of all that fits among the few, by predicting each."""
+    times = []
+    for tp, pp, zero, recompute, spread, microbatch in product(
+        (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (0, 1), ("none", "full"), (False, True), (1, 2)
+    ):
+        row: dict[str, Any] = {"tp": tp, "pp": pp, "zero": zero, "recompute": recompute, "microbatch": microbatch}
+        row |= {"model": "llama-2-7b", "hardware": "a100-80gb", "gpus": 16, "batch": 64, "seq": 2048}
+        if 16 % (tp * pp) == 0:
+            read = read_row({**row, "sequence_parallel": spread, "schedule": "1f1b"})
+            try:
+                found = qs.predict(read.model, read.hardware, read.strategy)
+            except qs.UsageError:
+                continue
+            times += [found.step_s] if found.fits else []
+    return times
+
+
+def test_the_search_loses_nothing(cli) -> None:
+    found = cli("tune", *FEW, "--json").data
+    assert found["strategies"][0]["step_s"] == pytest.approx(min(everything()), rel=1e-9)
+    exhaustive = cli("tune", *FEW, "--exhaustive", "--json").data
+    assert exhaustive["strategies"] == found["strategies"]
+    assert exhaustive["front"] == found["front"]
+
+
+def test_what_is_fixed_stays(cli) -> None:
+    settings = (
+        "--tp",
+        "2,4",
+        "--pp",
+        "2",
+        "--zero",
+        "1",
+        "--no-sequence-parallel",
+        "--recompute",
+        "full",
+        "--top",
+        "5",
+    )
+    for one in cli("tune", *SMALL, *settings, "--json").data["strategies"]:
+        strategy = one["strategy"]
+        assert strategy["tp"] in (2, 4)
+        assert (strategy["pp"], strategy["recompute"], strategy["sequence_parallel"]) == (2, "full", False)
+
+
+def test_a_table_with_reasons(cli) -> None:
+    result = cli("tune", *FEW, "--top", "3")
+    lines = result.out.splitlines()
+    assert lines[0] == "llama-2-7b on 16 a100-80gb, 64 samples of 2048 tokens"
+    assert [line[0] for line in lines[4:7]] == ["1", "2", "3"]
+    assert lines[8].startswith("why: ")
+    assert "memory" in lines[9]
+    assert lines[10].startswith("the second ")
+    assert result.out == cli("tune", *FEW, "--top", "3").out
+
+
+def test_a_picture(cli, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli("tune", *FEW, "-o", "tune.svg").code == 0
+    assert "llama-2-7b on 16 a100-80gb" in (tmp_path / "tune.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--tp", "3"), "no mesh of 16 GPUs"),
+        (("--zero", "4"), "zero = 4"),
+        (("--tp", "1,,2"), "--tp: cannot read '1,,2'"),
+        (("--tp", "two"), "--tp: cannot read 'two'"),
+        (("--schedule", "1f1c"), "unknown schedule '1f1c'"),
+        (("--recompute", "some"), "recompute = 'some'"),
+        (("--gpus", "0"), "gpus is 0"),
+        (("--gpus", "-4"), "gpus is -4"),
+        (("--gpus", "99999999999999"), "gpus is 99999999999999; give a whole number from 1 to 16777216"),
+        (("--batch", "0"), "batch is 0"),
+        (("--batch", "999999999999999"), "batch is 999999999999999"),
+        (("--seq", "999999999999999"), "seq is 999999999999999"),
+        (("--model", "gpt5"), "unknown model 'gpt5'"),
+        (("--hardware", "a1000"), "unknown hardware 'a1000'"),
+        (("-o", "tune.pdf"), "tune.pdf: cannot draw this format"),
+    ],
+)
+def test_nonsense_is_one_clear_error(refused, more: tuple[str, ...], words: str) -> None:
+    assert words in refused(2, "tune", *SMALL, *more)
+
+
+def test_what_a_search_needs(refused) -> None:
+    assert "--gpus is missing" in refused(2, "tune", "--model", "gpt3", "--hardware", "l4", "--batch", "8")
+    assert "model is missing" in refused(2, "tune", "--gpus", "8", "--batch", "8")
+
+
+def test_where_nothing_fits_the_exit_code_says_so(refused) -> None:
+    words = refused(3, "tune", "--model", "gpt3-175b", "--hardware", "l4", "--gpus", "8", "--batch", "8")
+    assert "fits" in words
+
+
+def test_why_another_strategy_lost(cli, refused) -> None:
+    lines = cli("tune", *FEW, "--explain", "tp=8,microbatch=1").out.splitlines()
+    assert any(" slower than the best: " in line for line in lines)
+    data = cli("tune", *FEW, "--explain", "tp=1,pp=1,recompute=none", "--json").data["explanation"]
+    assert data["fits"] is False
+    assert "does not fit" in data["reason"][0]
+    assert "smallest change" in data["reason"][1]
+    for text, words in {"tq=8": "unknown key 'tq'", "tp": "cannot read 'tp'", "tp=3": "tp=3 does not divide"}.items():
+        assert words in refused(2, "tune", *FEW, "--explain", text)
+
+
+def test_where_nothing_fits_the_smallest_change_is_named(refused) -> None:
+    words = refused(3, "tune", *SMALL, "--tp", "1", "--pp", "1", "--zero", "0", "--recompute", "none")
+    assert "pipeline rank 0 would hold" in words
+    assert "the smallest change that fits: " in words
+
+
+def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
+    found = cli("tune", *FEW, "--emit", tmp_path / "best", "--json").data
+    plan = qs.Plan.load(found["files"]["plan"])
+    assert plan.check().sound
+    assert plan.mesh.size == 16
+    assert found["files"]["job"] == str(tmp_path / "best" / "job.yaml")
+    assert "run it: quintsched run" in cli("tune", *FEW, "--emit", tmp_path / "best").out
+
+
+def test_a_certificate_is_written_once_it_is_checked(cli, refused, tmp_path) -> None:
+    from quintsched.tuning.certificate import load_certificate
+    from quintsched.tuning.checker import check_certificate
+
+    found = cli("tune", *SMALL, "--certificate", "cert.json", "--json").data
+    assert check_certificate(load_certificate(tmp_path / "cert.json")) == found["considered"]
+    (tmp_path / "model.json").write_text('{"like": "llama-2-7b"}')
+    settings = (*SMALL[2:], "--model", "model.json")
+    assert "reads this file" in refused(2, "tune", *settings, "--certificate", "model.json")
+
+
+def test_plans_take_as_long_in_the_simulator(cli) -> None:
+    for one in cli("tune", *FEW, "--top", "3", "--simulate", "--json").data["strategies"]:
+        assert one["simulated_step_s"] == pytest.approx(one["step_s"], rel=0.01)
+    assert "simulated" in cli("tune", *FEW, "--top", "1", "--simulate").out

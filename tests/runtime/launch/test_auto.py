@@ -1,0 +1,167 @@
+"""`parallel: auto`: the plan is chosen, compiles, and learns what one process learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.descriptions.parameters import total
+from quintsched.runtime.blocks.blocks import on_meta
+from quintsched.runtime.data import load_dataset
+from quintsched.runtime.job.config import DataConfig, JobConfig, ModelConfig
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.launch.auto import choose, world_size
+from quintsched.runtime.launch.local import _ranks
+from quintsched.runtime.launch.to_row import row_of
+from quintsched.runtime.launch.worker import main, parse
+from quintsched.runtime.models import build_model, model_sizes
+
+TEXT = {"name": "text", "options": {"sequence": 16, "max_bytes": 3000}}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"hidden": 32, "depth": 4, "heads": 4, "kv_heads": 2, "positions": "rope"},
+    "moe-gpt": {"hidden": 32, "depth": 2, "heads": 4, "experts": 4, "shared_experts": 1, "every": 2},
+    "vit": {"hidden": 32, "depth": 4, "heads": 4},
+}
+
+
+def job(name: str = "gpt", parallel: Any = "auto", **sections: Any) -> JobConfig:
+    data = {"name": "digits"} if name == "vit" else TEXT
+    return JobConfig.model_validate(
+        {
+            "model": {"name": name, "options": MODELS[name]},
+            "data": data,
+            "parallel": parallel,
+            "train": {"batch_size": 16},
+            "runtime": {"transport": "local", "precision": "float64"},
+            **sections,
+        }
+    )
+
+
+def auto(world: int = 4, **more: Any) -> dict[str, Any]:
+    return {"auto": {"world": world, "hardware": "a100-80gb", **more}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *MODELS.items(),
+        ("gpt", {"norm": "rmsnorm", "activation": "swiglu", "heads": 4, "kv_heads": 1}),
+        ("gpt", {"positions": "learned", "tied": False, "mlp_ratio": 3}),
+    ],
+)
+def test_the_sizes_of_a_built_in_model_are_its_own(name: str, options: dict[str, Any]) -> None:
+    data = load_dataset(DataConfig.model_validate({"name": "digits"} if name == "vit" else TEXT)).spec
+    config = ModelConfig(name=name, options=options)
+    blocks = [on_meta(block) for block in build_model(config, data)]
+    assert total(model_sizes(config, data)) == sum(p.numel() for block in blocks for p in block.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [1, 4, 8])
+def test_a_plan_of_that_many_ranks_is_chosen(name: str, world: int) -> None:
+    chosen = choose(job(name, auto(world)))
+    assert chosen.plan.mesh.size == world
+    assert chosen.plan.check().sound
+    assert chosen.job.parallel.auto is None
+    assert chosen.notes[0].startswith("parallel: auto: ")
+    assert row_of(chosen.job, chosen.plan)["gpus"] == world
+
+
+def train(tmp_path: Path, name: str, parallel: Any) -> list[float]:
+    """Run a job in this process, all its ranks, and return the loss of each step."""
+    log = tmp_path / "log.jsonl"
+    log.unlink(missing_ok=True)
+    content = job(name, log={"path": str(log), "every": 1}).model_dump(exclude_unset=True)
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps({**content, "parallel": parallel}))
+    assert main(["--config", str(path)]) == 0
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [record["loss"] for record in records if record["event"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("gpt", {}), ("gpt", {"tp": 2, "cp": 2}), ("moe-gpt", {"pp": 1, "ep": 2}), ("vit", {"pp": 2})]
+)
+def test_what_is_chosen_learns_what_one_rank_learns(name: str, axes: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    chosen = choose(job(name, auto(4, axes=axes)))
+    losses = train(tmp_path, name, auto(4, axes=axes))
+    microbatches = (
+        chosen.plan.schedule.microbatches * chosen.plan.mesh.axis_size("dp") * chosen.plan.mesh.axis_size("ep")
+    )
+    alone = train(tmp_path, name, {"microbatches": microbatches})
+    assert losses == pytest.approx(alone, rel=1e-10)
+    assert losses[-1] < losses[0]
+
+
+def test_what_is_chosen_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, "gpt", auto(2))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("parallel: auto: ")
+    assert lines[1].startswith("why: ")
+
+
+def test_what_the_section_says_stays() -> None:
+    parallel = {
+        **auto(4, axes={"pp": 2, "tp": [1, 2]}),
+        "zero": 1,
+        "schedule": "1f1b",
+        "recompute": 1,
+        "bucket_mb": 2.0,
+    }
+    chosen = choose(job("gpt", parallel))
+    mesh = chosen.plan.mesh
+    assert mesh.pp == 2
+    assert mesh.axis_size("cp") * mesh.axis_size("dp") * mesh.axis_size("tp") == 2
+    assert (chosen.plan.schedule.name, chosen.plan.zero.stage, chosen.plan.layout.recompute) == ("1f1b", 1, (1, 1))
+    assert chosen.job.parallel.bucket_mb == 2.0
+
+
+def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    started = {"runtime": {"transport": "gloo"}}
+    assert world_size(job(parallel=auto(3), **started)) == 3
+    assert world_size(job(**started)) == 6
+    assert world_size(job()) >= 1
+    path = tmp_path / "job.yaml"
+    path.write_text("parallel: auto\nruntime: {transport: local}\n")
+    told = ["--config", str(path), "--set", "parallel.auto.hardware=l4"]
+    assert _ranks(parse(told), 4) == (4, True, ["--set", "parallel.auto.world=4"])
+    assert load_job(path, ["parallel.auto.world=4"]).parallel.auto.world == 4
+    assert load_job(path, ["parallel=auto", "parallel.auto.world=2"]).parallel.auto.world == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "error", "words"),
+    [
+        ("gpt", {**auto(), "mesh": "dp=4"}, qs.UsageError, "the section says mesh too"),
+        ("gpt", {**auto(), "microbatches": 4, "plan": "p.json"}, qs.UsageError, "microbatches, plan too"),
+        ("gpt", {**auto(), "recompute": 2}, qs.UsageError, "knows recompute 0 and 1"),
+        ("gpt", auto(axes={"tp": 4}), qs.UsageError, "gpt takes tp of 1, 2"),
+        ("vit", auto(axes={"cp": 2}), qs.UsageError, "vit takes cp of 1"),
+        ("gpt", auto(7), qs.UsageError, "no mesh of 7"),
+        ("gpt", {"auto": {"world": 4, "hardware": "a1000"}}, qs.UsageError, "unknown hardware 'a1000'"),
+    ],
+)
+def test_what_cannot_be_chosen_is_an_error(name: str, parallel: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        choose(job(name, parallel))
+
+
+def test_a_users_own_model_has_no_known_sizes() -> None:
+    mine = {"name": "mine.py:build"}
+    with pytest.raises(qs.UsageError, match=r"mine\.py:build is a function, whose sizes no prediction knows"):
+        choose(job().model_copy(update={"model": ModelConfig.model_validate(mine)}))
+
+
+def test_where_nothing_fits_the_run_does_not_start(tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.yaml"
+    tiny.write_text("like: l4\nmemory_gb: 0.001\nreserved_gb: 0.0\n")
+    with pytest.raises(qs.MisfitError, match="none fits"):
+        choose(job("gpt", {"auto": {"world": 2, "hardware": str(tiny)}}))

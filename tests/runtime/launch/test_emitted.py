@@ -1,0 +1,53 @@
+"""What `tune` writes runs: the plan and the job file agree, and learn what one process learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintsched.descriptions.model import Experts, Images, Model
+from quintsched.descriptions.strategy import Strategy
+from quintsched.runtime.launch.to_row import row_of
+from quintsched.runtime.launch.worker import main, parse, prepare
+from quintsched.tuning.emit import emit
+
+GPT = Model(layers=4, hidden=32, heads=4, vocab=256, seq=16, dropout=False)
+MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=128, every=2)})
+PATCHES = Images(size=8, patch=2, channels=1, classes=10)
+VIT = Model(layers=4, hidden=32, heads=4, vocab=0, images=PATCHES, tied=False, causal=False, dropout=False, seq=17)
+CASES = {
+    "gpt": (GPT, {"dp": 2, "pp": 2, "zero": 1, "recompute": (1, 0)}),
+    "gpt interleaved": (GPT, {"pp": 2, "tp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "recompute": "full"}),
+    "moe-gpt": (MOE, {"ep": 2, "pp": 2, "schedule": "zb-h1"}),
+    "vit": (VIT, {"tp": 2, "dp": 2, "sequence_parallel": False}),
+}
+
+
+def losses(folder: Path, *files: str, **settings: Any) -> list[float]:
+    log = folder / "log.jsonl"
+    log.unlink(missing_ok=True)
+    given = {"runtime.transport": "local", "runtime.precision": "float64", "log.path": str(log), "log.every": 1}
+    chosen = [f"--set={name}={value}" for name, value in {**given, **settings}.items()]
+    assert main([*files, *chosen]) == 0
+    return [step["loss"] for line in log.read_text().splitlines() if "loss" in (step := json.loads(line))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_emitted_job_learns_what_one_process_learns(name: str, tmp_path: Path) -> None:
+    model, given = CASES[name]
+    strategy = Strategy(gpus=4, batch=16, seq=model.seq, microbatch=2, **given)
+    written = emit(model, strategy, tmp_path)
+    job, plan, _ = prepare(parse([str(written.plan), "--config", str(written.job)]), alone=True)
+    row = row_of(job, plan)
+    assert {axis: row[axis] for axis in ("dp", "tp", "pp", "cp", "ep")} == {
+        axis: getattr(strategy, axis) for axis in ("dp", "tp", "pp", "cp", "ep")
+    }
+    assert (row["microbatch"], row["zero"], row["batch"]) == (2, strategy.zero, 16)
+    small = {} if model.images else {"data.options.max_bytes": 3000}
+    files = (str(written.plan), "--config", str(written.job))
+    alone = emit(model, Strategy(gpus=1, batch=16, seq=model.seq, microbatch=2), tmp_path / "alone")
+    one = losses(tmp_path, str(alone.plan), "--config", str(alone.job), **small)
+    assert losses(tmp_path, *files, **small) == pytest.approx(one, rel=1e-10)

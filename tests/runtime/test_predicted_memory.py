@@ -1,0 +1,157 @@
+"""What a prediction says that ranks of a CPU hold, they hold: 24 strategies, each rank to the byte.
+
+Activations are what autograd saves. State is compared with all that aligning and cutting into buckets does to it in
+`state/test_predicted_state`; here sizes are such that nothing is left over.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.descriptions.model import Experts, Images, Model
+from quintsched.descriptions.placement import resolved
+from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
+from quintsched.prediction.plans import plan_of
+from quintsched.prediction.table import held
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.job.config import ModelConfig
+from quintsched.runtime.models import build_model as blocks_of
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.tuning.emit import built_in
+
+SEQ, VOCAB, CLASSES = 32, 128, 16
+GPT = Model(layers=4, hidden=64, heads=4, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)
+LLAMA = GPT.model_copy(
+    update={"kv_heads": 2, "norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "layers": 4}
+)
+ROPE = GPT.model_copy(update={"positions": "rope"})
+MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=4, ffn=256)})
+VIT = Model(
+    layers=4,
+    hidden=64,
+    heads=4,
+    vocab=0,
+    seq=17,
+    images=Images(size=16, patch=4, channels=3, classes=CLASSES),
+    tied=False,
+    causal=False,
+    dropout=False,
+)
+CURVE = Curve(sizes=(1.0, 2.0), rates=(1.0, 1.0))
+HARDWARE = Hardware(
+    name="cpu",
+    tflops={"fp32": 0.1},
+    memory_gb=4,
+    memory_gbps=10,
+    link_gbps=1,
+    network_gbps=1,
+    reserved_gb=0,
+    measured=Measured(cores=2, link=CURVE, link_work=CURVE),
+)
+CASES: dict[str, tuple[Model, dict[str, Any]]] = {
+    "dp=2, zero 1": (GPT, {"dp": 2, "zero": 1}),
+    "dp=2, zero 2": (GPT, {"dp": 2, "zero": 2}),
+    "dp=2, pp=2, zero 3, bf16": (GPT, {"dp": 2, "pp": 2, "zero": 3, "dtype": "bf16"}),
+    "cp=2, zero 3": (GPT, {"cp": 2, "zero": 3}),
+    "pp=2": (GPT, {"pp": 2}),
+    "pp=4": (GPT, {"pp": 4}),
+    "tp=2": (GPT, {"tp": 2}),
+    "tp=2, tokens too": (GPT, {"tp": 2, "sequence_parallel": True}),
+    "cp=2": (GPT, {"cp": 2}),
+    "pp=2, tp=2, bf16": (GPT, {"pp": 2, "tp": 2, "dtype": "bf16"}),
+    "cp=2, bf16": (GPT, {"cp": 2, "dtype": "bf16"}),
+    "pp=2, recompute": (GPT, {"pp": 2, "recompute": "full"}),
+    "pp=4, recompute": (GPT, {"pp": 4, "recompute": "full"}),
+    "interleaved": (GPT, {"pp": 2, "chunks": 2, "schedule": "interleaved-1f1b"}),
+    "gpipe": (GPT, {"pp": 2, "schedule": "gpipe"}),
+    "llama, pp=2": (LLAMA, {"pp": 2}),
+    "llama, tp=2, bf16": (LLAMA, {"tp": 2, "dtype": "bf16"}),
+    "llama, cp=2": (LLAMA, {"cp": 2}),
+    "rotations, eager": (ROPE, {"pp": 2, "schedule": "eager-1f1b"}),
+    "moe, pp=2": (MOE, {"pp": 2}),
+    "moe, ep=2, bf16": (MOE, {"ep": 2, "dtype": "bf16"}),
+    "moe, tp=2": (MOE, {"tp": 2}),
+    "vit, pp=2": (VIT, {"pp": 2}),
+    "vit, dp=2, tp=2": (VIT, {"dp": 2, "tp": 2}),
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Found(NamedTuple):
+    """Bytes on one rank; the optimizer's counters of steps, four for each weight, are left out."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+
+
+def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
+    """Return four microbatches of two samples."""
+    ranks = 1
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        ranks *= given.get(axis, 1)
+    batch = 8 * given.get("dp", 1) * given.get("ep", 1)
+    return resolved(Strategy(gpus=ranks, batch=batch, microbatch=2, seq=model.seq, **{"dtype": "fp32", **given}))
+
+
+def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
+    """Return the plan, and what each rank held in its second step."""
+    plan, (name, options) = plan_of(model, strategy), built_in(model)
+    shape, classes = ((3, 16, 16), CLASSES) if model.images else ((SEQ,), VOCAB)
+    data = DataSpec(input_shape=shape, num_classes=classes)
+    random = torch.Generator().manual_seed(0)
+    samples = 8
+    inputs = (
+        torch.randn(samples, *shape, generator=random)
+        if model.images
+        else torch.randint(VOCAB, (samples, SEQ), generator=random)
+    )
+    targets = torch.randint(classes, (samples,) if model.images else (samples, SEQ), generator=random)
+
+    def run(transport: Transport) -> Found:
+        engine = Engine(
+            plan,
+            blocks_of(ModelConfig(name=str(name), options=options), data),
+            cross_entropy_sum,
+            partial(torch.optim.AdamW, lr=1e-3),
+            dtype=TYPES[strategy.dtype],
+            sequence_parallel=strategy.sequence_parallel,
+            transport=transport,
+        )
+        engine.step(inputs, targets)
+        _, saved = engine.step_counting_saved(inputs, targets)
+        found = engine.state_bytes()
+        counters = sum(
+            value.nbytes
+            for optimizer in engine.optimizers.values()
+            for kept in optimizer.state.values()
+            for value in kept.values()
+            if value.dim() == 0
+        )
+        return Found(found.weights, found.gradients, found.optimizer - counters, saved.peak)
+
+    return plan, run_local(plan.mesh.size, run, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_hold_what_is_predicted(name: str) -> None:
+    model, given = CASES[name]
+    strategy = strategy_of(model, given)
+    terms, kinds = held(model, HARDWARE, Table.of([strategy]), each_rank=True)
+    plan, measured = measure(model, strategy)
+    for rank, found in enumerate(measured):
+        place = list(kinds.rank[0]).index(plan.mesh.coordinates(rank).get("pp", 0))
+        here = {kind: bytes_[0, place] for kind, bytes_ in terms.items()}
+        kept = sum(bytes_ for kind, bytes_ in here.items() if kind.startswith("activations") or kind == "logits")
+        state = here["weights"] + here["gradients"] + here["gathered"]
+        assert (state, here["optimizer"], kept) == (found.weights + found.gradients, found.optimizer, found.saved)

@@ -1,0 +1,77 @@
+"""The picture of a search: all of the best in it, by name, and nothing cut off."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.descriptions.wording import strategy_name
+from quintsched.viz import render_tuning
+from quintsched.viz.frontier import draw_tuning
+from quintsched.viz.style import house_style
+
+from .test_timeline import read_svg, texts_of, visible_texts
+
+
+@pytest.fixture(scope="module")
+def tuning() -> qs.Tuning:
+    model, hardware = qs.find_model("llama-2-7b"), qs.find_hardware("a100-80gb")
+    return qs.tune(model, hardware, 16, 64, 2048, fixed={"cp": 1, "recompute": ("none", "full")}, top=4)
+
+
+def test_the_best_are_named_and_numbered(tuning: qs.Tuning, tmp_path: Path) -> None:
+    render_tuning(tuning, tmp_path / "tune.svg")
+    texts = texts_of(read_svg(tmp_path / "tune.svg"))
+    for number, found in enumerate(tuning.best, start=1):
+        assert any(text.startswith(f"{number}   ") and text.endswith(strategy_name(found.strategy)) for text in texts)
+    beside = {number for text in texts if re.fullmatch(r"\d+(, \d+)*", text) for number in text.split(", ")}
+    assert {"1", "2", "3", "4"} <= beside
+
+
+def test_every_point_is_inside(tuning: qs.Tuning) -> None:
+    with house_style():
+        sheet = draw_tuning(tuning)
+    sheet.arrange()
+    axes = next(axes for axes in sheet.figure.axes if axes.get_xlabel())
+    lines = {line.get_gid(): line for line in axes.get_lines()}
+    assert len(lines["best"].get_xdata()) == 4
+    assert min(lines["front"].get_xdata()) == tuning.best[0].step_s
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    for line in (lines["best"], lines["front"]):
+        assert all(left < x < right for x in line.get_xdata())
+        assert all(low < y < high for y in line.get_ydata())
+    assert low == 0
+    assert high > tuning.hardware.memory_gb
+
+
+def test_no_text_is_cut_off_or_on_another(tuning: qs.Tuning) -> None:
+    with house_style():
+        sheet = draw_tuning(tuning)
+        texts = list(visible_texts(sheet))
+        page = sheet.figure.bbox
+    assert len(texts) > 10
+    for text, box in texts:
+        assert page.x0 <= box.x0 <= box.x1 <= page.x1, text
+        assert page.y0 <= box.y0 <= box.y1 <= page.y1, text
+    for (text, box), (other, its) in combinations(texts, 2):
+        assert not box.padded(-1).overlaps(its.padded(-1)), f"{text!r} and {other!r}"
+
+
+def test_the_same_search_gives_the_same_bytes(tuning: qs.Tuning, tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg", "a.png", "b.png"):
+        render_tuning(tuning, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    model, hardware = qs.find_model("gpt3-175b"), qs.find_hardware("l4")
+    nothing = qs.tune(model, hardware, 8, 8, 2048, fixed={"zero": 0, "cp": 1, "recompute": "none"})
+    with pytest.raises(qs.UsageError, match="no strategy fits"):
+        render_tuning(nothing, tmp_path / "tune.png")
+    with pytest.raises(qs.UsageError, match=r"end the name in \.png"):
+        render_tuning(nothing, tmp_path / "tune.pdf")
