@@ -28,7 +28,7 @@ from quintsched.prediction.totals import step_terms
 
 __all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]
 
-ROWS_AT_ONCE = 1 << 16
+ROWS_AT_ONCE = 1 << 15
 """So many rows are worked on at a time, so that columns stay in the processor's cache."""
 
 

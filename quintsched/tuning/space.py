@@ -118,19 +118,22 @@ class Space:
         counts = self.leaves[frames]
         owner = np.repeat(np.arange(len(frames)), counts)
         leaf = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        place = np.stack([frames[owner], leaf], axis=1)
-        return self.rows(place), place
+        return self._rows(frames, owner, leaf), np.stack([frames[owner], leaf], axis=1)
 
     def rows(self, place: Ints) -> Columns:
         """Return the columns of the strategies at these places, (rows, 2)."""
-        frames, rest = place[:, 0], place[:, 1]
-        columns: Columns = {name: self.column(name, frames) for name in FRAME}
-        _, zeros, spread, recomputes = self._radices(self.frames[frames])
+        return self._rows(place[:, 0], np.arange(len(place)), place[:, 1])
+
+    def _rows(self, frames: Ints, owner: Ints, rest: Ints) -> Columns:
+        """Return columns: of each row, which of the frames it is of, and which leaf of that."""
+        of_frames = self.frames[frames]
+        columns: Columns = {name: values[owner] for name, values in zip(FRAME, of_frames.T.copy(), strict=True)}
+        _, zeros, spread, recomputes = (radix[owner] for radix in self._radices(of_frames))
         rest, chosen = np.divmod(rest, recomputes)
         columns["recompute"] = self.recomputes[chosen]
         rest, chosen = np.divmod(rest, spread)
         columns["sequence_parallel"] = np.asarray(self.choices.sequence_parallel, np.int64)[chosen]
-        columns["sequence_parallel"] *= self.tokens_divide(frames)
+        columns["sequence_parallel"] *= _tokens_divide(self.seq, of_frames)[owner]
         columns["dtype"], chosen = np.divmod(rest, zeros)
         columns["zero"] = np.asarray(self.choices.zero, np.int64)[chosen]
         return columns
