@@ -58,6 +58,8 @@ class Hardware(Description):
     name: str = "hardware"
     tflops: dict[str, float]
     """Peak of matrix products by dtype ("bf16", "fp16", "tf32", "fp32", "fp64"), dense, in 10^12 per second."""
+    processors: Size = 108
+    """Streaming multiprocessors, or what else makes the tiles of a matrix product side by side."""
     memory_gb: float = Field(gt=0)
     """Memory of one GPU in 10^9 bytes."""
     memory_gbps: float = Field(gt=0)
@@ -73,6 +75,8 @@ class Hardware(Description):
     efficiency: float = Field(default=1.0, gt=0)
     """The one constant of its own that a GPU other than the A100 may have: it multiplies the fitted efficiency of
     matrix products."""
+    attention: float = Field(default=1.0, gt=0)
+    """What share of the A100's efficiency fused attention reaches, where its kernels were written for that GPU."""
     measured: Measured | None = None
     sources: dict[str, str] = Field(default_factory=dict)
     """Where the figures come from."""

@@ -6,7 +6,9 @@
     {"like": "gpt3-175b", …}       ─┘
 
 Names of presets are read without regard to case and punctuation. A mapping, or a file, may name what it is `like`, and
-give only what differs. `cpu` is this machine, as `quintsched calibrate` has measured it.
+give only what differs. A mapping that gives a GPT's sizes alone is taken as Megatron-LM ran it until 2022, with
+attention that is not fused; `attention: flash` says otherwise. `cpu` is this machine, as `quintsched calibrate` has
+measured it.
 """
 
 from __future__ import annotations
@@ -91,7 +93,18 @@ def _model(values: Mapping[str, Any], source: str) -> Model:
             values = read_config(values)
         except InputError as error:
             raise InputError(f"{source}: {error}") from None
+    elif _is_plain_gpt(values):
+        values = {"attention": "unfused", **values}
     return _checked(Model, values, source, find_model)
+
+
+def _is_plain_gpt(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping gives a GPT's sizes and nothing newer, as the papers on Megatron-LM do."""
+    newer = ("like", "kv_heads", "num_key_value_heads", "experts", "latent", "images", "attention")
+    plain_gpt = {"positions": "learned", "dropout": True, "activation": "gelu", "norm": "layernorm", "causal": True}
+    return not any(name in values for name in newer) and all(
+        values.get(name, value) == value for name, value in plain_gpt.items()
+    )
 
 
 def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callable[[Source], D]) -> D:

@@ -40,6 +40,9 @@ class Strategy(Description):
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: Literal[0, 1, 2, 3] = 0
+    overlap: bool = False
+    """Whether replicas add up a stage's gradients beside the backwards of other stages; else they do so after all
+    backwards, as in the runs that Megatron-LM's papers measured."""
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     stages: tuple[int, ...] | None = None
     """Layers of each stage; None: as even as can be, what is left over going to the first."""

@@ -37,6 +37,7 @@ def strategy_name(strategy: Strategy) -> str:
     parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
     parts += ["sequence-parallel"] if strategy.sequence_parallel else []
     parts += [f"ZeRO-{strategy.zero}"] if strategy.zero else []
+    parts += ["gradients overlapped"] if strategy.overlap else []
     return "; ".join([*parts, strategy.dtype])
 
 

@@ -37,6 +37,7 @@ class Table:
     chunks: Ints
     sequence_parallel: Ints
     zero: Ints
+    overlap: Ints
     schedule: Ints
     recompute: Ints
     dtype: Ints
@@ -83,7 +84,9 @@ class Table:
             if field.name != "values":
                 code = int(getattr(self, field.name)[row])
                 found[field.name] = self.values[field.name][code] if field.name in CODED else code
-        return Strategy(**{**found, "sequence_parallel": bool(found["sequence_parallel"])})
+        return Strategy(
+            **{**found, "sequence_parallel": bool(found["sequence_parallel"]), "overlap": bool(found["overlap"])}
+        )
 
 
 def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -1,6 +1,7 @@
 """How long one operator takes on one GPU: the one place that knows efficiencies.
 
-    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))    e = E / (1 + H · (1/m + 1/n + 1/k))
+    product:    kernel + max(flops / (peak · e(m, n, k)), bytes / (memory · e'))
+                e = E · share of processors that full waves of tiles keep busy · k / (k + H)
     attention:  kernel + flops / (peak · literature's figure for the kernel)
     pass:       kernel + bytes / (memory · e')
 
@@ -25,7 +26,7 @@ class Constants:
     product: float
     """Share of the peak that a large matrix product reaches."""
     half: float
-    """How far an edge of a product wastes work: one edge of this length alone halves the efficiency."""
+    """The inner dimension k of a matrix product that runs at half that rate."""
     memory: float
     """Share of the memory's rate that a large pass reaches."""
     link: float
@@ -36,12 +37,18 @@ class Constants:
     """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.9153, half=303.7, memory=0.8674, link=0.7844, network=0.3750, contention=0.2117)
+CONSTANTS = Constants(product=0.8803, half=430.3, memory=0.8538, link=0.8605, network=0.2304, contention=0.3006)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
 what FlashAttention-2 (arXiv:2307.08691, section 1 and Figures 4 to 6) gives for the first version (30 to 50 % and 25 to
 35 %) and for itself (50 to 73 % and 40 to 63 %). Heads of 64 and more are about as fast as each other."""
+FUSED_HALF = 256.0
+"""How many keys a query sees where fused attention runs at half its rate: of FlashAttention-2's backward without mask,
+gpu-mode/ring-attention, issue 10, gives 67, 79, 89, 95 and 98 % of the best at 512, 1024, 2048, 4096 and 8192 keys."""
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
+"""Tiles of a matrix product that one processor makes at a time, and their share of the largest ones' rate: the smaller,
+the more often each operand is read."""
 KERNEL_S = 5e-6
 """What a kernel takes however small it is: launched back to back, not measured here."""
 BACKWARD_FLOPS = 2.5
@@ -80,9 +87,12 @@ class Times:
 def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
     """Return the seconds of an operator; curves of `hardware.measured` come before the fitted model."""
     if isinstance(operator, Product):
-        forward = product_s(operator, hardware, dtype, constants)
+        m, n, k = operator.m, operator.n, operator.k
+        forward, inputs, weights = (
+            product_s(operator, *shape, hardware, dtype, constants) for shape in ((m, n, k), (m, k, n), (k, n, m))
+        )
         zero = np.zeros_like(forward)
-        halves = (forward, forward) if operator.weighted else (2 * forward, zero)
+        halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
         return Times(forward, *halves, forward if operator.selective else zero)
     if isinstance(operator, Attention):
         return _attention_times(operator, hardware, dtype, constants)
@@ -92,16 +102,39 @@ def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants
     return Times(forward, backward, zero, forward if operator.selective else zero)
 
 
-def product_s(product: Product, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Array:
-    """Return the seconds of a matrix product."""
-    flops = 2.0 * product.batch * product.m * product.n * product.k
+def product_s(
+    product: Product,
+    m: Array,
+    n: Array,
+    k: Array,
+    hardware: Hardware,
+    dtype: str,
+    constants: Constants = CONSTANTS,
+) -> Array:
+    """Return the seconds of one of a product's forward and backward matrix products, m × k by k × n."""
+    flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
         return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
-    edges = constants.half * (1 / product.m + 1 / product.n + 1 / product.k)
-    rate = peak(hardware, dtype) * hardware.efficiency * constants.product / (1 + edges)
-    moved = product.batch * (product.m * product.k + product.k * product.n + product.m * product.n) * product.width
+    shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
+    rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
+    moved = product.batch * (m * k + k * n + m * n) * product.width
     return kernel_s(hardware) + np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants))
+
+
+def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
+    """Return which share of a GPU's processors a product of m × n results keeps busy, with the best of some tiles.
+
+    Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
+    """
+    return np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES])
+
+
+def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float) -> Array:
+    tiles = np.ceil(m / height) * np.ceil(n / width) * batch
+    made = np.ceil(tiles / processors) * processors * height * width
+    found: Array = share * m * n * batch / made
+    return found
 
 
 def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
@@ -157,7 +190,8 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
         zero = np.zeros_like(forward)
         return Times(forward, backward, zero, forward if attention.selective else zero)
     forward_share, backward_share = FUSED[attention.kernel]
-    rate = peak(hardware, dtype) * hardware.efficiency * min(1.0, attention.head / 64)
+    most = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
+    rate = most * attention.length / (attention.length + FUSED_HALF)
     kernel = kernel_s(hardware)
     forward = kernel + attention.flops / (rate * forward_share)
     backward = kernel + BACKWARD_FLOPS * attention.flops / (rate * backward_share)
@@ -174,7 +208,8 @@ def _written_ring_s(attention: Attention, hardware: Hardware, dtype: str, consta
     of_step = attention.batch * attention.rows**2
     scores = of_step * (1 + (attention.ring - 1) / 2)
     product = Product("ring", attention.rows, attention.rows, np.full_like(scores, attention.head), scores)
-    one_s = product_s(product, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
+    shape = product.m, product.n, product.k
+    one_s = product_s(product, *shape, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
     passing_s = 4.0 / memory_rate(4.0 * of_step, hardware, constants)
     called_s = attention.ring * kernel_s(hardware)
     forward, backward = (

@@ -74,6 +74,8 @@ class Attention:
     """Of the forward, those that a causal mask spares left out."""
     head: int
     """Size of a head."""
+    length: Array
+    """How many keys a query sees in one call, on average: the ring of cp brings some at a time."""
     kernel: str
     """As `Model.attention` names it."""
     batch: Array
@@ -122,9 +124,11 @@ def attention(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     tokens, width = sizes.tokens, sizes.width
     return (
         *_projections(model, sizes, heads, key_heads, head),
+        _split(model, tokens * (heads + 2 * key_heads) * head, width),
         *_rotary(model, tokens, heads + key_heads, head, width),
         *_core(model, sizes, heads, head, values),
         Product("projection", tokens, np.full_like(tokens, model.hidden), heads * values, width),
+        *_bias("projection", tokens * model.hidden, width, present=model.biases),
     )
 
 
@@ -204,8 +208,8 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
     scores = batch * rows * columns
     if model.attention != "unfused":
         seen = 0.5 if model.causal else 1.0
-        flops = 2 * scores * (head + values) * seen
-        return (Attention("attention", flops, head, model.attention, batch, rows, sizes.cp),)
+        flops, length = 2 * scores * (head + values) * seen, columns * seen / sizes.cp
+        return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
     passes = Pass("softmax", scores * 2 * width, scores * 3 * width, selective=True)
     dropped = scores * (2 * width + 1)
@@ -227,6 +231,7 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
         Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
         Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched),
         Product(f"{name} down", tokens, hidden, wide, sizes.width),
+        *_bias(name, tokens * (inputs * wide + model.hidden), sizes.width, present=model.biases),
     )
 
 
@@ -265,8 +270,19 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
 
 
 def _norm(name: str, elements: Array, width: Array) -> Pass:
-    """Read and write; the backward reads the input and the gradient, and writes one."""
-    return Pass(name, 2 * elements * width, 3 * elements * width)
+    """Read and write; the backward reads input and gradient once for the input's gradient, once for the weights'."""
+    return Pass(name, 2 * elements * width, 5 * elements * width)
+
+
+def _split(model: Model, elements: Array, width: Array) -> Pass:
+    """Queries, keys and values are views of one product; the backward puts their gradients together again."""
+    biased = model.biases if model.qkv_biases is None else model.qkv_biases
+    return Pass("split", np.zeros_like(elements), elements * width * (3 if biased else 2))
+
+
+def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[Pass, ...]:
+    """Added in the product's own kernel; the backward sums the gradient over tokens, in one of its own."""
+    return (Pass(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
 
 
 def _add(name: str, model: Model, sizes: Sizes) -> Pass:

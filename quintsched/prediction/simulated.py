@@ -5,7 +5,8 @@
 
 Waits inside a stage (of tp, cp and ep, for messages and for ZeRO's gathers) are in its forward and backward, and so is
 what is recomputed: on GPUs that does not run ahead of the gradient. Gradients are added up, and the optimizer steps,
-where the plan has them. Plans of many microbatches are simulated with fewer: what follows repeats.
+where the plan has them, or after all backwards where they do not overlap. Plans of many microbatches are simulated with
+fewer: what follows repeats.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from quintsched.prediction.efficiency import CONSTANTS, Constants
 from quintsched.prediction.memory.ranks import stage_terms
 from quintsched.prediction.pipeline import repetition
 from quintsched.prediction.plans import num_stages, plan_of
+from quintsched.prediction.stages import Kinds, stages_of_rank
+from quintsched.prediction.step_pipeline import StageTimes
 from quintsched.prediction.table import distinct_blocks, distinct_stages, evaluate
 from quintsched.prediction.totals import stage_times
 from quintsched.simulation.costs import Costs
@@ -56,24 +59,36 @@ def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, const
         return plan_of(model, strategy, microbatches).simulate(costs).makespan
 
     longer = seconds(more)
-    return longer + (longer - seconds(few)) * times if times else longer
+    step_s = longer + (longer - seconds(few)) * times if times else longer
+    return step_s if strategy.overlap else step_s + summing_s(model, hardware, strategy, constants)
+
+
+def summing_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
+    """Return how long replicas add up gradients where that begins after all backwards."""
+    full = resolved(strategy)
+    _, _, times = _stage_times(model, hardware, strategy, constants)
+    reduction: list[float] = times.reduction[0].tolist()
+    ranks = range(full.pp)
+    return max(
+        sum(reduction[stage] for stage in stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)))
+        for rank in ranks
+    )
 
 
 def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Costs:
     """Return what each stage of a strategy's plan takes, in seconds, and holds, in bytes."""
-    table = Table.of([strategy])
-    stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table, constants)
-    times = stage_times(model, hardware, table, blocks, stages, constants)
+    table, stages, times = _stage_times(model, hardware, strategy, constants)
     held, each = stage_terms(model, table, stages), times.each
     kept = np.sum([bytes_ for name, bytes_ in held.items() if name.startswith(("activations", "logits"))], axis=0)
     halves = 2.0 if strategy.zero == 0 else 1.0
+    summing = times.reduction / halves if strategy.overlap else np.zeros_like(times.reduction)
     columns = {
         "forward": each.forward,
         "backward_input": each.backward_input,
         "backward_weight": each.compute_weight,
         "recompute": np.zeros_like(each.forward),
-        "reduce_scatter": times.reduction / halves,
-        "all_gather": times.gathering if strategy.zero else times.reduction / halves,
+        "reduce_scatter": summing,
+        "all_gather": times.gathering if strategy.zero else summing,
         "optimizer": times.stepping,
         "weights": held["weights"],
         "gradients": held["gradients"],
@@ -84,3 +99,11 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
     twins = num_stages(resolved(strategy)) // stages.dense.shape[1]  # of each piece of the model
     each_stage = {name: tuple(values[0].tolist()) * twins for name, values in columns.items()}
     return Costs.model_validate({"unit": "s", **each_stage})
+
+
+def _stage_times(
+    model: Model, hardware: Hardware, strategy: Strategy, constants: Constants
+) -> tuple[Table, Kinds, StageTimes]:
+    table = Table.of([strategy])
+    stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table, constants)
+    return table, stages, stage_times(model, hardware, table, blocks, stages, constants)

@@ -26,8 +26,8 @@ from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shar
 from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.prediction.step_pipeline import Rows, StageTimes, spans
 
-GRADIENT = 4.0
-"""Bytes of a gradient as it is summed over replicas."""
+GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its scale."""
 STEP_BYTES = 66.0
 """Bytes that a step reads and writes for each parameter that a rank updates: its gradient is cleared (4), divided by
 the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two moments
@@ -86,10 +86,11 @@ def step_terms(
         return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
 
     found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None)
-    makespan, exposed = found.makespan, found.exposed
+    makespan, summing = found.makespan, reduction.max(axis=1)
+    exposed = np.where(table.overlap > 0, found.exposed, summing)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
     seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
-    seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(reduction.max(axis=1) - exposed, 0.0)
+    seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(summing - exposed, 0.0)
     seconds["optimizer"] = stepping.max(axis=1)
     if shares:
         seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, _widths(table)) - makespan, 0.0)
@@ -215,7 +216,8 @@ def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: C
             found = found + ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
         return np.where(size > 0, found, 0.0)
 
-    added = np.where(zero == 0, 2 * GRADIENT, np.where(zero == 1, GRADIENT, 0.0))
+    summed = _by_dtype(table, GRADIENTS)[:, None]
+    added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
     return passed(added), passed(np.where((zero == 1) | (zero == 2), width, 0.0))
 
 
@@ -248,7 +250,12 @@ def stage_times(
 
 
 def _widths(table: Table) -> Array:
-    return np.array([WIDTHS[name] for name in table.values["dtype"]])[table.dtype]
+    return _by_dtype(table, WIDTHS)
+
+
+def _by_dtype(table: Table, values: dict[str, float]) -> Array:
+    found: Array = np.array([values[name] for name in table.values["dtype"]])[table.dtype]
+    return found
 
 
 def _codes(table: Table, name: str, *wanted: str) -> list[int]:

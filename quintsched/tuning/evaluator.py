@@ -98,6 +98,7 @@ class Evaluator:
             **constant,
             recompute=recompute,
             stages=np.zeros(rows, np.int64),
+            overlap=np.zeros(rows, np.int64),
             values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.cli.strategies.flags import FLAGS, option_of
+from quintsched.cli.strategies.flags import FLAGS, SWITCHES, option_of
 from quintsched.descriptions.rows import KEYS
 
 GPT3 = {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048}
@@ -27,7 +27,7 @@ def flags(row: dict[str, Any]) -> list[str]:
 
 
 def test_every_key_of_a_row_has_a_flag() -> None:
-    assert {*FLAGS, "sequence_parallel"} == set(KEYS)
+    assert {*FLAGS, *SWITCHES} == set(KEYS)
 
 
 def test_the_terms_add_up(cli) -> None:

@@ -50,7 +50,13 @@ FLAGS: dict[str, Flag] = {
     "dtype": Flag("TYPE", "bf16, fp16, fp32 or fp64.", is_number=False),
     "stages": Flag("LAYERS", "Layers of each stage, 3,4,4,3; default: as even as can be.", is_number=False),
 }
-"""All but `--sequence-parallel`, which is yes or no."""
+"""Those with a value."""
+
+SWITCHES: dict[str, str] = {
+    "sequence_parallel": "Whether tp's ranks share out the tokens between products.",
+    "overlap": "Whether replicas add up gradients beside the last backwards, not after them.",
+}
+"""Those that are yes or no."""
 
 CHOSEN = tuple(name for name in FLAGS if name != "stages")
 """Those of `tune`."""
@@ -59,10 +65,11 @@ CHOSEN = tuple(name for name in FLAGS if name != "stages")
 def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags, or those named; it gets the values of those that were given as `flags`."""
     chosen = {name: FLAGS[name] for name in (names or FLAGS)}
+    switches = [name for name in SWITCHES if not several or name != "overlap"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**options: Any) -> None:
-            texts = {name: options.pop(name) for name in (*chosen, "sequence_parallel")}
+            texts = {name: options.pop(name) for name in (*chosen, *switches)}
             given = {name: read_flag(name, text, several) for name, text in texts.items() if text is not None}
             command(flags=given, **options)
 
@@ -70,7 +77,12 @@ def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., 
         first = [one for one in others if one.default is inspect.Parameter.empty or _is_argument(one)]
         rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in others if one not in first]
         first = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in first]
-        both = [*first, *(_option(name, flag, several) for name, flag in chosen.items()), _spread(), *rest]
+        both = [
+            *first,
+            *(_option(name, flag, several) for name, flag in chosen.items()),
+            *map(_switch, switches),
+            *rest,
+        ]
         run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
@@ -89,12 +101,10 @@ def _option(name: str, flag: Flag, several: bool) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
-def _spread() -> inspect.Parameter:
-    option = typer.Option(
-        "--sequence-parallel/--no-sequence-parallel", help="Whether tp's ranks share out the tokens between products."
-    )
+def _switch(name: str) -> inspect.Parameter:
+    option = typer.Option(f"{option_of(name)}/{option_of(f'no_{name}')}", help=SWITCHES[name])
     kind = Annotated[bool | None, option]
-    return inspect.Parameter("sequence_parallel", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def option_of(name: str) -> str:
@@ -104,7 +114,7 @@ def option_of(name: str) -> str:
 
 def read_flag(name: str, text: Any, several: bool = False) -> Any:
     """Return the value of a flag, or a list of values where several may be given; raises UsageError."""
-    if name == "sequence_parallel":
+    if name in SWITCHES:
         return text if isinstance(text, bool) else _truth(name, text)
     flag = FLAGS[name]
     if several and flag.has_choice:

@@ -77,8 +77,8 @@ def test_all_presets_are_found() -> None:
 def test_records_and_mappings_are_taken() -> None:
     model = Model(**SIZES)
     assert find_model(model) is model
-    assert find_model(SIZES) == model
-    assert find_model({"n_layer": 2, "n_embd": 64, "n_head": 4}) == model
+    assert find_model({**SIZES, "attention": "flash"}) == model
+    assert find_model({"n_layer": 2, "n_embd": 64, "n_head": 4, "attention": "flash"}) == model
     hardware = find_hardware("a100")
     assert find_hardware(hardware) is hardware
 
@@ -93,7 +93,7 @@ def test_what_is_like_a_preset_gives_what_differs() -> None:
 def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mine{suffix}"
     path.write_text(json.dumps(SIZES) if suffix == ".json" else yaml.safe_dump(SIZES), encoding="utf-8")
-    assert find_model(path) == find_model(str(path)) == Model(**SIZES)
+    assert find_model(path) == find_model(str(path)) == Model(**SIZES, attention="unfused")
 
 
 def test_a_folder_with_a_config(tmp_path: Path) -> None:
@@ -186,3 +186,9 @@ def test_hardware_has_no_absurd_figures(value: float) -> None:
 def test_presets_are_records() -> None:
     assert isinstance(find_hardware("h200"), Hardware)
     assert isinstance(find_model("vit-b"), Model)
+
+
+def test_a_gpt_by_its_sizes_alone_is_megatrons() -> None:
+    assert find_model(SIZES).attention == "unfused"
+    for newer in ({"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}, {"attention": "flash"}):
+        assert find_model({**SIZES, **newer}).attention == "flash"
