@@ -1,15 +1,16 @@
 """Does what is predicted to be fastest on this machine, run fastest? Twelve strategies, predicted and run.
 
-    python benchmarks/predicted_steps.py [--rounds 12] [--hardware cpu.json] [--json]
+    python benchmarks/predicted_steps.py [--rounds 8] [--hardware cpu.json] [--json]
 
     calibrate ──▶ description of this machine ──▶ predicted seconds ─┐
                                                                      ├─ Kendall's τ, and what the choice costs
     2 to 8 gloo processes for each strategy ─────▶ measured seconds ─┘
 
 All train the same GPT on the same batch, in processes that are all there from the beginning and idle but for the one
-strategy whose turn it is (see paired.py for why): two steps of each per round, the medians count. One strategy is there
-twice ("A/A"), which shows how far apart two equal things come out. To be met: τ of at least 0.8, and the strategy with
-the least predicted time takes at most 5 % longer than the fastest, beyond that noise.
+strategy whose turn it is (see paired.py for why): two steps of each per round, the medians count. They are the one that
+is predicted to be the fastest of all, as `tune` would choose it, and others that are predicted to take longer by even
+steps, up to three times as long. The first is there twice ("A/A"), which shows how far apart two equal things come out.
+To be met: τ of at least 0.8, and the first takes at most 5 % longer than the fastest, beyond that noise.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import timedelta
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
+from math import log
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,11 +40,13 @@ import torch
 import torch.distributed as dist
 from paired import Interval, Target, median_interval
 
-import quintsched as qs
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.library import find_hardware
 from quintsched.descriptions.model import Model
+from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
+from quintsched.descriptions.wording import strategy_name
+from quintsched.prediction.plans import plan_of
 from quintsched.prediction.step import predict
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
@@ -52,58 +57,63 @@ MODEL = Model(
     name="gpt", layers=8, hidden=256, heads=8, vocab=1024, seq=128, tied=False, dropout=False, attention="flash"
 )
 BATCH = 16
-AGAIN = "dp=2 again"
-STRATEGIES: Mapping[str, dict[str, Any]] = {
-    "dp=2": {"dp": 2, "microbatch": 8},
-    AGAIN: {"dp": 2, "microbatch": 8},
-    "dp=2, recompute": {"dp": 2, "microbatch": 8, "recompute": "full"},
-    "dp=2, zero 3": {"dp": 2, "microbatch": 4, "zero": 3},
-    "pp=2": {"pp": 2, "microbatch": 4},
-    "tp=2": {"tp": 2, "microbatch": 16},
-    "pp=2, one microbatch": {"pp": 2, "microbatch": 16},
-    "cp=2": {"cp": 2, "microbatch": 16},
-    "dp=4": {"dp": 4, "microbatch": 4},
-    "pp=4": {"pp": 4, "microbatch": 2},
-    "tp=4": {"tp": 4, "microbatch": 16},
-    "pp=2, tp=2": {"pp": 2, "tp": 2, "microbatch": 4},
-    "dp=8": {"dp": 8, "microbatch": 2},
-    "dp=2, pp=2, tp=2": {"dp": 2, "pp": 2, "tp": 2, "microbatch": 2},
-}
+AGAIN = "again: "
+NUMBER, SPREAD = 12, 3.0
+"""How many strategies there are, and how many times longer than the fastest the slowest is predicted to take."""
 STEPS = 2
 """How many are timed together, after one that is not."""
 TIMEOUT_S = 120.0
 
 
-def strategy_of(name: str) -> Strategy:
-    """Return a strategy in the words of a prediction."""
-    sizes = STRATEGIES[name]
-    ranks = 1
-    for axis in ("dp", "tp", "pp", "cp", "ep"):
-        ranks *= sizes.get(axis, 1)
-    return Strategy(gpus=ranks, batch=BATCH, seq=MODEL.seq, dtype="fp32", **sizes)
+def candidates() -> Iterator[Strategy]:
+    """Yield strategies for 2, 4 and 8 ranks: meshes of all axes, microbatches, recomputation, ZeRO."""
+    sizes = (1, 2, 4, 8)
+    for dp, tp, pp, cp in product(sizes, repeat=4):
+        ranks = dp * tp * pp * cp
+        for microbatch, recompute, zero in product((1, 2, 4, 8, 16), ("none", "full"), (0, 3)):
+            fits = BATCH % (dp * microbatch) == 0 and (zero == 0 or dp > 1)
+            if 2 <= ranks <= 8 and fits:
+                yield Strategy(
+                    gpus=ranks,
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    microbatch=microbatch,
+                    recompute=recompute,
+                    zero=zero,
+                    batch=BATCH,
+                    seq=MODEL.seq,
+                    dtype="fp32",
+                )
 
 
-def plan_of(strategy: Strategy) -> qs.Plan:
-    """Return the plan of a strategy, with as many layers on each stage as the prediction has."""
-    axes = {axis: getattr(strategy, axis) for axis in ("pp", "dp", "cp", "tp") if getattr(strategy, axis) > 1}
-    layers = [MODEL.layers // strategy.pp] * strategy.pp
-    layers[0] += 1
-    layers[-1] += 1
-    return qs.compile(
-        "1f1b",
-        mesh=axes,
-        microbatches=strategy.microbatches,
-        zero=strategy.zero,
-        recompute=1 if strategy.recompute == "full" else 0,
-        stages=layers,
-    )
+def choose(hardware: Hardware) -> dict[str, tuple[Strategy, float]]:
+    """Return strategies by name with their predicted seconds: the fastest of all, and others in even steps from it.
+
+    Of each mesh, one at most.
+    """
+    predicted = sorted(((predict(MODEL, hardware, found).step_s, found) for found in candidates()), key=itemgetter(0))
+    fastest, chosen = predicted[0][0], {}
+    meshes: set[tuple[int, ...]] = set()
+    for number in range(NUMBER):
+        wanted = fastest * SPREAD ** (number / (NUMBER - 1))
+        others = [row for row in predicted if _mesh(row[1]) not in meshes] if number else predicted[:1]
+        seconds, strategy = min(others, key=lambda row: abs(log(row[0] / wanted)))
+        meshes.add(_mesh(strategy))
+        chosen[strategy_name(resolved(strategy))] = (strategy, seconds)
+    return chosen
+
+
+def _mesh(strategy: Strategy) -> tuple[int, ...]:
+    return strategy.dp, strategy.tp, strategy.pp, strategy.cp
 
 
 def engine_of(strategy: Strategy) -> Engine:
     """Return this rank's engine."""
     options = GPTOptions(hidden=MODEL.hidden, depth=MODEL.layers, heads=MODEL.heads)
     return Engine(
-        plan_of(strategy),
+        plan_of(MODEL, strategy),
         gpt(DataSpec(input_shape=(MODEL.seq,), num_classes=MODEL.vocab), options),
         cross_entropy_sum,
         partial(torch.optim.AdamW, lr=1e-4, foreach=True),
@@ -111,10 +121,9 @@ def engine_of(strategy: Strategy) -> Engine:
     )
 
 
-def serve(name: str, rank: int, folder: str, pipe: Connection) -> None:
+def serve(strategy: Strategy, rank: int, folder: str, pipe: Connection) -> None:
     """Be one rank of a strategy: make a step whenever told to, and say when it began and ended."""
     torch.set_num_threads(1)
-    strategy = strategy_of(name)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=timeout, rank=rank, world_size=strategy.gpus)
     engine = engine_of(strategy)
@@ -132,16 +141,16 @@ def serve(name: str, rank: int, folder: str, pipe: Connection) -> None:
 
 
 @contextmanager
-def ranks_of(name: str) -> Iterator[list[Connection]]:
+def ranks_of(name: str, strategy: Strategy) -> Iterator[list[Connection]]:
     """Start the ranks of a strategy, and end them whatever happens."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["quintsched.runtime.engine"])  # or each process takes seconds to import it
     pipes, processes = [], []
     with TemporaryDirectory() as folder:
         try:
-            for rank in range(strategy_of(name).gpus):
+            for rank in range(strategy.gpus):
                 ours, its = context.Pipe()
-                process = context.Process(target=serve, args=(name, rank, folder, its), daemon=True)
+                process = context.Process(target=serve, args=(strategy, rank, folder, its), daemon=True)
                 process.start()
                 pipes.append(ours)
                 processes.append(process)
@@ -168,25 +177,16 @@ def _receive(pipe: Connection, name: str) -> Any:
     return pipe.recv()
 
 
-def measure(names: Sequence[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure(chosen: Mapping[str, Strategy], rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return the seconds of each strategy's steps, and of its cores; one round before those that count warms up."""
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    with all_ranks(names) as ranks:
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+    names = list(chosen)
+    with ExitStack() as stack:
+        ranks = {name: stack.enter_context(ranks_of(name, strategy)) for name, strategy in chosen.items()}
         for number in range(rounds + 1):
-            order = [*names[number % len(names) :], *names[: number % len(names)]]
-            for name in order:
+            for name in [*names[number % len(names) :], *names[: number % len(names)]]:
                 samples[name].append(step_s(ranks[name], name))
     return {name: found[1:] for name, found in samples.items()}
-
-
-@contextmanager
-def all_ranks(names: Sequence[str]) -> Iterator[dict[str, list[Connection]]]:
-    """Start the ranks of all strategies, one strategy after the other."""
-    if not names:
-        yield {}
-        return
-    with all_ranks(names[:-1]) as others, ranks_of(names[-1]) as own:
-        yield {**others, names[-1]: own}
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
@@ -196,49 +196,50 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
 
 
-def noise(samples: Mapping[str, Sequence[tuple[float, float]]], name: str, again: str) -> Interval:
-    """Return how the same strategy's steps compare with each other, round by round."""
-    return median_interval([b[0] / a[0] for a, b in zip(samples[name], samples[again], strict=True)])
-
-
 def judge(predicted: Mapping[str, float], measured: Mapping[str, float], twice: Interval) -> list[Target]:
     """Return what must hold."""
-    names = [name for name in measured if name != AGAIN]
-    tau = kendall([predicted[name] for name in names], [measured[name] for name in names])
-    choice, fastest = min(names, key=predicted.__getitem__), min(names, key=measured.__getitem__)
-    slack = max(abs(twice.high - 1), abs(twice.low - 1), abs(twice.median - 1))
+    tau = kendall(list(predicted.values()), [measured[name] for name in predicted])
+    choice, fastest = min(predicted, key=predicted.__getitem__), min(predicted, key=measured.__getitem__)
+    noise = max(abs(twice.high - 1), abs(twice.low - 1))
     return [
         Target("1 - Kendall's τ", 1 - tau, 0.2),
-        Target(f"{choice} / {fastest}, less noise", measured[choice] / measured[fastest] - slack, 1.05),
+        Target(f"{choice} / {fastest}, less noise", measured[choice] / measured[fastest] - noise, 1.05),
     ]
+
+
+def table(predicted: Mapping[str, float], samples: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """Print predicted and measured times; return the measured ones."""
+    measured = {name: statistics.median(wall for wall, _ in found) for name, found in samples.items()}
+    print(f"  {'':<44}{'predicted ms':>14}{'measured ms':>14}{'ratio':>8}{'work ms':>10}")
+    for name in sorted(predicted, key=measured.__getitem__):
+        work = statistics.median(work for _, work in samples[name])
+        mine, its = 1e3 * predicted[name], 1e3 * measured[name]
+        print(f"  {name:<44}{mine:14.1f}{its:14.1f}{mine / its:8.3f}{1e3 * work:10.1f}")
+    return measured
 
 
 def main() -> int:
     """Predict, measure, print, and return whether a target was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8, choices=range(6, 101), metavar="N", help="6 to 100")
     parser.add_argument("--hardware", type=Path, help="a description by quintsched calibrate; default: made here")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         hardware = find_hardware(arguments.hardware) if arguments.hardware else calibrated()
-        predictions = {name: predict(MODEL, hardware, strategy_of(name)) for name in STRATEGIES}
-        samples = measure(list(STRATEGIES), arguments.rounds)
-        measured = {name: statistics.median(wall for wall, _ in found) for name, found in samples.items()}
-        predicted = {name: found.step_s for name, found in predictions.items()}
-        twice = noise(samples, "dp=2", AGAIN)
-        print(f"  {'':<20}{'predicted ms':>14}{'measured ms':>14}{'ratio':>9}{'work ms':>12}")
-        for name in sorted(measured, key=measured.__getitem__):
-            work = statistics.median(work for _, work in samples[name])
-            ratio = predicted[name] / measured[name]
-            print(
-                f"  {name:<20}{1e3 * predicted[name]:14.1f}{1e3 * measured[name]:14.1f}{ratio:9.3f}{1e3 * work:12.1f}"
-            )
+        chosen = choose(hardware)
+        predicted = {name: seconds for name, (_, seconds) in chosen.items()}
+        strategies = {name: strategy for name, (strategy, _) in chosen.items()}
+        fastest = next(iter(strategies))
+        samples = measure({**strategies, AGAIN + fastest: strategies[fastest]}, arguments.rounds)
+        measured = table(predicted, samples)
+        pairs = zip(samples[fastest], samples[AGAIN + fastest], strict=True)
+        twice = median_interval([b[0] / a[0] for a, b in pairs])
         print(f"  A/A: {twice}")
         targets = judge(predicted, measured, twice)
         print(*targets, sep="\n")
     if arguments.json:
-        rows = {name: {"predicted_s": predicted[name], "measured_s": measured[name]} for name in measured}
+        rows = {name: {"predicted_s": predicted[name], "measured_s": measured[name]} for name in predicted}
         print(json.dumps({"rows": rows, "targets": [vars(target) for target in targets]}, indent=1))
     return int(any(target.figure > target.limit for target in targets))
 

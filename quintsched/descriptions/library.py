@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from quintsched.descriptions import other_words
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.huggingface import is_config, read_config
 from quintsched.descriptions.model import Description, Model
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.files.strictjson import describe_faults, parse_strict, shorten
 from quintsched.files.strictyaml import parse_yaml
 
 PRESETS = Path(__file__).parent / "presets"
@@ -52,6 +53,7 @@ def find_model(what: Source | Model) -> Model:
         return what
     if isinstance(what, Mapping):
         return _model(what, "the model")
+    _require_name(what, "model")
     name = plain(str(what))
     if name in _models():
         return _models()[name]
@@ -64,12 +66,13 @@ def find_hardware(what: Source | Hardware) -> Hardware:
     if isinstance(what, Hardware):
         return what
     if isinstance(what, Mapping):
-        return _checked(Hardware, what, "the hardware", find_hardware)
+        return _checked(Hardware, other_words.of_hardware(what), "the hardware", find_hardware)
+    _require_name(what, "hardware")
     name = plain(str(what))
     if name in _hardware():
         return _hardware()[name]
     path = _calibrated() if name == "cpu" else _file(what, "hardware.yaml", "hardware", [*hardware_names(), "cpu"])
-    return _checked(Hardware, _read(path, "the hardware"), str(path), find_hardware)
+    return _checked(Hardware, other_words.of_hardware(_read(path, "the hardware")), str(path), find_hardware)
 
 
 def model_names() -> list[str]:
@@ -87,20 +90,27 @@ def plain(name: str) -> str:
     return re.sub(r"(?<=\d)-(?!\d)|(?<!\d)-", "", re.sub(r"[^a-z0-9.]+", "-", name.lower()))
 
 
+def _require_name(what: object, kind: str) -> None:
+    if not isinstance(what, str | Path):
+        raise UsageError(f"{kind}: give a preset's name, a file or a mapping of its sizes, not {shorten(repr(what))}")
+
+
 def _model(values: Mapping[str, Any], source: str) -> Model:
     if is_config(values):
         try:
             values = read_config(values)
         except InputError as error:
             raise InputError(f"{source}: {error}") from None
-    elif _is_plain_gpt(values):
-        values = {"attention": "unfused", **values}
+    else:
+        values = other_words.of_model(values)
+        if _is_plain_gpt(values):
+            values = {"attention": "unfused", **values}
     return _checked(Model, values, source, find_model)
 
 
 def _is_plain_gpt(values: Mapping[str, Any]) -> bool:
     """Whether a mapping gives a GPT's sizes and nothing newer, as the papers on Megatron-LM do."""
-    newer = ("like", "kv_heads", "num_key_value_heads", "experts", "latent", "images", "attention")
+    newer = ("like", "kv_heads", "num_key_value_heads", "num_query_groups", "experts", "latent", "images", "attention")
     plain_gpt = {"positions": "learned", "dropout": True, "activation": "gelu", "norm": "layernorm", "causal": True}
     return not any(name in values for name in newer) and all(
         values.get(name, value) == value for name, value in plain_gpt.items()

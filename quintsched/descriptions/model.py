@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-Size = Annotated[int, Field(ge=1, le=2**40, strict=True)]
+Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
+Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
 
 
 class Description(BaseModel):
@@ -78,10 +79,12 @@ class Model(Description):
     """A transformer; see the module. Raises pydantic's error, which `library` turns into ours."""
 
     name: str = "model"
-    layers: Size = Field(validation_alias=_also("layers", "num_layers", "num_hidden_layers", "n_layers", "n_layer"))
+    layers: Layers = Field(validation_alias=_also("layers", "num_layers", "num_hidden_layers", "n_layers", "n_layer"))
     hidden: Size = Field(validation_alias=_also("hidden", "hidden_size", "d_model", "n_embd"))
     heads: Size = Field(validation_alias=_also("heads", "num_heads", "num_attention_heads", "n_heads", "n_head"))
-    kv_heads: Size | None = Field(default=None, validation_alias=_also("kv_heads", "num_key_value_heads"))
+    kv_heads: Size | None = Field(
+        default=None, validation_alias=_also("kv_heads", "num_key_value_heads", "num_query_groups")
+    )
     """Heads of keys and values, where several heads of queries use one (GQA); None: as many as `heads`."""
     head_size: Size | None = Field(default=None, validation_alias=_also("head_size", "head_dim", "kv_channels"))
     """None: hidden / heads."""
@@ -89,7 +92,9 @@ class Model(Description):
     """Width of the feed-forward network; None: 4 · hidden."""
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     """Of the feed-forward network; those with "glu" have a second matrix, the gate."""
-    vocab: int = Field(default=51200, ge=0, validation_alias=_also("vocab", "vocab_size", "vocabulary"))
+    vocab: int = Field(
+        default=51200, ge=0, validation_alias=_also("vocab", "vocab_size", "vocabulary", "padded_vocab_size")
+    )
     """0 where images are read."""
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
     seq: Size = Field(

@@ -22,6 +22,8 @@ TERMS = {
     "accumulate": "adding up gradients",
     "optimizer": "optimizer step",
     "end": "end of the step",
+    "cores": "waiting for a core",
+    "sums": "loss and norm over all ranks",
 }
 """Terms of time in words; others, and those of memory, are shown by their names."""
 

@@ -76,13 +76,21 @@ class Levels:
             ends[low:high] += np.maximum.reduceat(waited, segments[low - base : high - base] - begin, axis=0)
         return ends
 
-    def reduced(self, ends: Times, reduction: Times) -> Times:
-        """Return when replicas have added up all gradients, (n,); `ends` as above, `reduction` (stages, n)."""
+    def reduced(self, ends: Times, reduction: Times, tied: tuple[int, ...] = ()) -> Times:
+        """Return when replicas have added up all gradients, (n,); `ends` as above, `reduction` (stages, n).
+
+        Those of `tied` stages, which share weights, come after all backwards of these stages' ranks.
+        """
+        together = [rank for rank, stages in enumerate(self.reduced_in_turn) if set(stages) & set(tied)]
+        computed = [ends[self.last_backwards[list(stages)]].max(axis=0) for stages in self.reduced_in_turn]
+        synced = np.max([computed[rank] for rank in together], axis=0) if together else np.zeros(ends.shape[1])
         found = np.zeros(ends.shape[1])
         for stages in self.reduced_in_turn:
             done = np.zeros(ends.shape[1])
-            for stage in stages:
-                done = np.maximum(done, ends[self.last_backwards[stage]]) + reduction[stage]
+            for stage in sorted(stages, key=lambda one: one in tied):
+                done = (
+                    np.maximum(done, synced if stage in tied else ends[self.last_backwards[stage]]) + reduction[stage]
+                )
             found = np.maximum(found, done)
         return found
 

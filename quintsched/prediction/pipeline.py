@@ -193,7 +193,13 @@ def stage_durations(
 
 
 def staged(
-    schedule: str, pp: int, microbatches: int, chunks: int | None, durations: Values, reduction: Values | None = None
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    chunks: int | None,
+    durations: Values,
+    reduction: Values | None = None,
+    tied: tuple[int, ...] = (),
 ) -> tuple[Values, Values]:
     """Simulate n pipelines of one shape, with stages as they come.
 
@@ -206,6 +212,7 @@ def staged(
         chunks: stages of a rank; None: the fewest that the schedule takes.
         durations: what each stage takes, (kinds, stages, n); see `stage_durations`.
         reduction: how long its gradients are added up, (stages, n); None: no time.
+        tied: the stages that share weights.
 
     Returns:
         When the last computation ends, and how much longer gradients are added up, (n,) each.
@@ -216,7 +223,7 @@ def staged(
     levels = levels_of(schedule, pp, more, chunks, recompute)
     ends = levels.ends(durations)
     makespan = np.asarray(ends.max(axis=0))
-    exposed = np.zeros_like(makespan) if reduction is None else levels.reduced(ends, reduction) - makespan
+    exposed = np.zeros_like(makespan) if reduction is None else levels.reduced(ends, reduction, tied) - makespan
     if times:
         shorter = levels_of(schedule, pp, few, chunks, recompute).ends(durations).max(axis=0)
         makespan = makespan + (makespan - shorter) * times
@@ -257,7 +264,9 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
     return found
 
 
-def exposed_reductions(schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values) -> Values:
+def exposed_reductions(
+    schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
+) -> Values:
     """Return how long replicas add up gradients after the last computation of all, (n,).
 
     A stage's begins after its last backward, beside other computations, and after those of the rank's later stages.
@@ -272,6 +281,7 @@ def exposed_reductions(schedule: str, s: Pipelines, reduction: Values, first: Va
         reduction: of all stages of a rank of each run, (K, n), in seconds.
         first: how much of it is the first stage's alone, (n,).
         last: the last stage's.
+        tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
     """
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
     b, up, w = chunk(s, "b"), chunk(s, "i" if late else "b"), chunk(s, "w")
@@ -283,6 +293,8 @@ def exposed_reductions(schedule: str, s: Pipelines, reduction: Values, first: Va
         sooner = np.maximum(sooner - late * rank * w[run], 0.0)
         of_first = own[run] + top * first
         exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
+        if tied:
+            exposed = np.maximum(exposed, np.where(rank == s.p - 1, own[run] + last, 0.0))
         found = np.where(there, np.maximum(found, exposed), found)
     return found
 

@@ -51,7 +51,7 @@ def agreement(model: Model, hardware: Hardware, strategy: Strategy, constants: C
 
 
 def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
-    """Return the seconds of a step by its plan."""
+    """Return the seconds of a step by its plan, and beyond that what a plan does not say."""
     costs = costs_of(model, hardware, strategy, constants)
     few, more, times = repetition(strategy.pp, strategy.microbatches)
 
@@ -60,19 +60,17 @@ def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, const
 
     longer = seconds(more)
     step_s = longer + (longer - seconds(few)) * times if times else longer
-    return step_s if strategy.overlap else step_s + summing_s(model, hardware, strategy, constants)
+    return step_s + _beyond_s(model, hardware, strategy, constants)
 
 
-def summing_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
-    """Return how long replicas add up gradients where that begins after all backwards."""
-    full = resolved(strategy)
-    _, _, times = _stage_times(model, hardware, strategy, constants)
-    reduction: list[float] = times.reduction[0].tolist()
-    ranks = range(full.pp)
-    return max(
-        sum(reduction[stage] for stage in stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)))
-        for rank in ranks
-    )
+def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants) -> float:
+    """Return what a plan does not say: sums of gradients that wait for all backwards, and cores that ranks share."""
+    table, _, times = _stage_times(model, hardware, strategy, constants)
+    shared = evaluate(model, hardware, table, constants).seconds.get("cores", np.zeros(1))
+    full, reduction = resolved(strategy), times.reduction[0]
+    held = (stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)) for rank in range(full.pp))
+    summing = 0.0 if full.overlap else max(float(reduction[list(stages)].sum()) for stages in held)
+    return summing + float(shared[0])
 
 
 def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Costs:

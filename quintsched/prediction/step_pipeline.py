@@ -63,6 +63,8 @@ def spans(
     kinds: Kinds,
     reduction: Array,
     of_stages: Callable[[Rows], StageTimes] | None,
+    *,
+    tied: bool,
 ) -> Spans:
     """Return the spans of each strategy.
 
@@ -73,6 +75,7 @@ def spans(
         kinds: which ranks there are.
         reduction: how long each kind of rank adds up gradients, (n, K).
         of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
+        tied: whether the first and the last stage share weights.
     """
     weights = each.weights + each.expert_weights
     pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
@@ -85,18 +88,18 @@ def spans(
         closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
         closed |= table.pp[rows] * table.chunks[rows] == 1
         ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
-        found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends)
+        found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
         if closed.any():
             found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
         if not closed.all():
             found.makespan[rows] = np.where(closed, found.makespan[rows], bound_of(schedule, s, alike))
         found.exact[rows] = closed
     if of_stages is not None:
-        _simulate(table, np.flatnonzero(~found.exact), found, of_stages)
+        _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found
 
 
-def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes]) -> None:
+def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes], *, tied: bool) -> None:
     """Simulate rows, all of one shape at once."""
     shapes = np.stack([table.schedule, table.pp, table.microbatches, table.chunks])[:, rows]
     distinct, which = np.unique(shapes, axis=1, return_inverse=True)
@@ -108,7 +111,8 @@ def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows]
             durations, reduction = np.concatenate([durations] * 2, axis=1), np.concatenate([times.reduction.T] * 2)
         else:
             reduction = times.reduction.T
-        makespan, exposed = staged(schedule, pp, microbatches, chunks, durations, reduction)
+        ends = (0, len(reduction) - 1) if tied and schedule not in BIDIRECTIONAL else ()
+        makespan, exposed = staged(schedule, pp, microbatches, chunks, durations, reduction, ends)
         found.makespan[members], found.exposed[members], found.exact[members] = makespan, exposed, True
 
 

@@ -85,7 +85,7 @@ def step_terms(
         some = table.take(rows)
         return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
 
-    found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None)
+    found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None, tied=model.tied)
     makespan, summing = found.makespan, reduction.max(axis=1)
     exposed = np.where(table.overlap > 0, found.exposed, summing)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)

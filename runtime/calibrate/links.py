@@ -6,17 +6,19 @@
                  ▓▓ ▶ ▓▓ ▶ ▓▓ ▶ with messages, and without        saw to messages or waited for them
     sharing      ranks 0 … n-1 each multiply matrices             by how much a core does less for one of n ranks
 
-Sums, and messages where losses are concerned, come after a product, as in training, less the product: ranks that have
-computed do not come together at the same moment, as they do in a loop of sums.
+Sums, and messages where losses are concerned, come after a little training, less what that takes: ranks that have
+computed do not come together at the same moment, as they do in a loop of sums, and who waits on a core that others
+use meanwhile finds its caches empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from quintsched.descriptions.hardware import Curve
 
@@ -33,8 +35,10 @@ SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
 """Bytes of a message."""
 MOST_CALLS, MOST_BYTES = 20, 2**26
 """A message is sent so often, or of the longest fewer."""
-BEFORE_EDGE = 512
-"""Rows and columns of the matrices that are multiplied before a sum or a message."""
+ROWS, INPUTS, OUTPUTS = 256, 256, 512
+"""Of the layers that are trained before a sum or a message."""
+LAYERS, LAYERS_AT_A_TIME = 32, 3
+"""How many take turns, and how many of them come before one sum."""
 EDGE = 256
 """Of those that ranks multiply side by side."""
 SHARING_S = 0.4
@@ -94,7 +98,9 @@ class _Rank:
         self.shares_cores = not is_accelerator(transport.device)
         self.world = transport.make_group([tuple(range(self.ranks))])
         transport.open_channels([(rank, rank + 1) for rank in range(self.ranks - 1)] + [(1, 0)])
-        self._factors = torch.randn(2, BEFORE_EDGE, BEFORE_EDGE, device=transport.device)
+        self._given = torch.randn(ROWS, INPUTS, device=transport.device)
+        weights = torch.randn(LAYERS, INPUTS, OUTPUTS, device=transport.device)
+        self._layers = cycle(zip(weights, torch.zeros_like(weights), strict=True))
 
     def measure(self) -> Seconds:
         """Measure everything."""
@@ -122,20 +128,19 @@ class _Rank:
         """Return the seconds of sums over the first `number` ranks; each of the others is by itself."""
         rest = [(rank,) for rank in range(number, self.ranks)]
         group = self.transport.make_group([tuple(range(number)), *rest])
-        return [self._after_product_s(partial_sum(group, self._tensor(size)), size, number) for size in SIZES]
+        return [self._after_layers_s(partial_sum(group, self._tensor(size)), size, number) for size in SIZES]
 
     def _lost_by_sums(self, number: int) -> list[float]:
         """Return what cores lose by a sum over one of the groups of `number` ranks that all ranks are in."""
         groups = self.ranks // number
         group = self.transport.make_group([*(tuple(range(k * number, (k + 1) * number)) for k in range(groups))])
-        seconds = (self._after_product_s(partial_sum(group, self._tensor(size)), size, self.ranks) for size in SIZES)
+        seconds = (self._after_layers_s(partial_sum(group, self._tensor(size)), size, self.ranks) for size in SIZES)
         return [taken * self._cores / groups for taken in seconds]
 
     def _lost_by_messages(self) -> list[float]:
         """Return what cores lose by a message from one rank to the next, all ranks being in a chain."""
         return [
-            self._after_product_s(self._chain(size), size, self.ranks) * self._cores / (self.ranks - 1)
-            for size in SIZES
+            self._after_layers_s(self._chain(size), size, self.ranks) * self._cores / (self.ranks - 1) for size in SIZES
         ]
 
     def _chain(self, size: int) -> Call:
@@ -157,18 +162,20 @@ class _Rank:
     def _cores(self) -> int:
         return min(count_cores(), self.ranks)
 
-    def _after_product_s(self, call: Call, size: int, number: int) -> float:
-        """Return the seconds that a call takes after a product, the product's left out; a tenth at least is left."""
-
-        def compute() -> None:
-            torch.mm(*self._factors)
+    def _after_layers_s(self, call: Call, size: int, number: int) -> float:
+        """Return the seconds that a call takes after some layers, theirs left out; a tenth at least is left."""
 
         def both() -> None:
-            compute()
+            self._train()
             call()
 
-        alone, whole = self._together_s(compute, size, number), self._together_s(both, size, number)
+        alone, whole = self._together_s(self._train, size, number), self._together_s(both, size, number)
         return max(whole - alone, whole / 10)
+
+    def _train(self) -> None:
+        """Do what some layers do, products and passes; others than the last time."""
+        for weight, gradient in islice(self._layers, LAYERS_AT_A_TIME):
+            gradient.add_(self._given.T @ functional.gelu(self._given @ weight))
 
     def _together_s(self, call: Call, size: int, number: int) -> float:
         """Return the seconds of a call that the first `number` ranks make side by side: of the slowest, the mean."""

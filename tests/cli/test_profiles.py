@@ -13,8 +13,9 @@ from tests.traces import write_trace
 DATA = Path(__file__).parents[1] / "data"
 ON_L4 = ("predict", "--hardware", "l4", "--seq", "2048", "--dtype", "fp16")
 TINY = '{"layers": 2, "hidden": 256, "heads": 4, "vocab": 1000, "seq": 128, "dropout": false}'
-SLOW = """{"tflops": {"fp32": 0.1}, "processors": 1, "memory_gb": 16, "memory_gbps": 20, "link_gbps": 1,
-"network_gbps": 1}"""
+SLOW = (
+    '{"tflops": {"fp32": 0.1}, "processors": 1, "memory_gb": 16, "memory_gbps": 20, "link_gbps": 1, "network_gbps": 1}'
+)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from quintsched.descriptions.model import Experts, Images, Model
 from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.columns import Table
+from quintsched.prediction.plans import plan_of
 from quintsched.prediction.table import held
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
@@ -25,7 +26,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.job.config import ModelConfig
 from quintsched.runtime.models import build_model as blocks_of
 from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.tuning.emit import built_in, make_plan
+from quintsched.tuning.emit import built_in
 
 SEQ, VOCAB, CLASSES = 32, 128, 16
 GPT = Model(layers=4, hidden=64, heads=4, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)
@@ -105,7 +106,7 @@ def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
 
 def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
     """Return the plan, and what each rank held in its second step."""
-    plan, (name, options) = make_plan(model, strategy), built_in(model)
+    plan, (name, options) = plan_of(model, strategy), built_in(model)
     shape, classes = ((3, 16, 16), CLASSES) if model.images else ((SEQ,), VOCAB)
     data = DataSpec(input_shape=shape, num_classes=classes)
     random = torch.Generator().manual_seed(0)
