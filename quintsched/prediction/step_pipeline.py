@@ -73,7 +73,7 @@ def spans(
         each: what ranks of each kind do, (n, K).
         blocks: what the first and the last stage do besides, among others.
         kinds: which ranks there are.
-        reduction: how long each kind of rank adds up gradients, (n, K).
+        reduction: how long each kind of rank adds up gradients, (n, K); `exposed` is of rows that overlap it.
         of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
         tied: whether the first and the last stage share weights.
     """
@@ -87,8 +87,11 @@ def spans(
         s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
         closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
         closed |= table.pp[rows] * table.chunks[rows] == 1
-        ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
-        found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
+        beside = rows[table.overlap[rows] > 0]
+        if len(beside):
+            ends = (pace[beside] * layer.weights[beside] for layer in (blocks.first, blocks.last))
+            computing = _computing(schedule, table, each, blocks, kinds, beside)
+            found.exposed[beside] = exposed_reductions(schedule, computing, reduction.T[:, beside], *ends, tied=tied)
         if closed.any():
             found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
         if not closed.all():
@@ -129,4 +132,23 @@ def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
         backward_weight=each.compute_weight.T[:, rows],
         first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
         last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+    )
+
+
+def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+    """Return the same, with what passes compute and nothing else: what is certain to run beside reductions.
+
+    A recomputation does not wait for a gradient, so that it is not on the last one's way up the ranks.
+    """
+    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return rank_pipelines(
+        schedule,
+        ranks=kinds.ranks.T[:, rows],
+        microbatches=table.microbatches[rows],
+        chunks=table.chunks[rows],
+        forward=each.compute_forward.T[:, rows],
+        backward_input=each.compute_input.T[:, rows],
+        backward_weight=each.compute_weight.T[:, rows],
+        first=(first.forward, first.backward_input, first.backward_weight),
+        last=(last.forward, last.backward_input, last.backward_weight),
     )
