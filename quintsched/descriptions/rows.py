@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -63,6 +64,8 @@ def find_parts(given: Mapping[str, Any]) -> tuple[Model, Hardware]:
     for name in ("model", "hardware"):
         if given.get(name) is None:
             raise UsageError(f"{name} is missing; name a preset or a file")
+        if not isinstance(given[name], str | Path | Mapping | Model | Hardware):
+            raise UsageError(f"{name} is {given[name]!r}; name a preset or a file, or give a description")
     hardware = find_hardware(given["hardware"])
     if given.get("gpus_per_node") is not None:
         size = _size("gpus_per_node", given["gpus_per_node"])
@@ -112,7 +115,7 @@ def _product(sizes: Mapping[str, int]) -> str:
 def _size(name: str, value: object) -> int:
     size = whole_number(value)
     if size is None or not 1 <= size <= MOST:
-        raise UsageError(f"{name} is {value!r}; give a whole number of at least 1")
+        raise UsageError(f"{name} is {value!r}; give a whole number from 1 to {MOST}")
     return size
 
 

@@ -25,7 +25,17 @@ TERMS = {
     "cores": "waiting for a core",
     "sums": "loss and norm over all ranks",
 }
-"""Terms of time in words; others, and those of memory, are shown by their names."""
+"""Terms of time in words; others are shown by their names."""
+
+HELD = {
+    "optimizer": "optimizer state",
+    "reserved": "reserved by the driver",
+    "activations_ffn": "activations: feed-forward",
+    "activations_masks": "activations: masks of dropout",
+    "buffers": "message buffers",
+    "temporary": "temporary, in backwards",
+}
+"""Terms of memory likewise."""
 
 
 def strategy_name(strategy: Strategy) -> str:
@@ -50,19 +60,19 @@ def strategy_mesh(strategy: Strategy) -> str:
 
 
 def recompute_name(strategy: Strategy) -> str:
-    """Return how much is recomputed: "full recomputation", or of how many layers of each stage: "2+3x1"."""
+    """Return how much is recomputed: "full recomputation", or how many layers by stage, "2+3x1" for 2, 1, 1, 1."""
     asked = strategy.recompute
     if isinstance(asked, str):
         return f"{asked} recomputation"
     if isinstance(asked, int):
-        return f"{asked} recomputed a stage"
+        return f"{asked} layers recomputed"
     runs: list[list[int]] = []
     for number in asked:
         if runs and runs[-1][0] == number:
             runs[-1][1] += 1
         else:
             runs.append([number, 1])
-    return "+".join(f"{count}x{number}" if count > 1 else f"{number}" for number, count in runs) + " recomputed"
+    return "+".join(f"{count}x{number}" if count > 1 else f"{number}" for number, count in runs) + " layers recomputed"
 
 
 def duration(seconds: float) -> str:
@@ -92,5 +102,10 @@ def percent(share: float) -> str:
 
 
 def term_name(name: str) -> str:
-    """Return a term of time or memory in words."""
-    return TERMS.get(name, name.replace("activations_", "activations: ", 1).replace("_", " "))
+    """Return a term of time in words."""
+    return TERMS.get(name, name.replace("_", " "))
+
+
+def held_name(name: str) -> str:
+    """Return a term of memory in words."""
+    return HELD.get(name, name.replace("activations_", "activations: ", 1).replace("_", " "))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quintsched.descriptions.wording import percent, term_name
+from quintsched.descriptions.wording import held_name, percent, term_name
 from quintsched.prediction.step import Prediction
 from quintsched.tuning.explain import binding_term
 from quintsched.tuning.tune import Tuning
@@ -25,7 +25,7 @@ def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
     kind, held = binding_term(best)
     binds = "memory binds" if used > BINDING else "memory does not bind"
     share = percent(held / best.memory_bytes)
-    yield f"{binds}: the fullest rank uses {percent(used)} of what it has, {share} of it {kind}"
+    yield f"{binds}: the fullest rank uses {percent(used)} of what it has, {share} of it {held_name(kind)}"
     if len(predictions) > 1:
         yield _difference(best, predictions[1])
 

@@ -24,6 +24,7 @@ from quintsched.descriptions.model import Model
 from quintsched.descriptions.placement import check
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
+from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.tuning.choices import UNLIMITED, Choices, allows
 
@@ -229,9 +230,9 @@ class Space:
 
 def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> Space:
     """Return the space; raises `UsageError` where nothing in it can be placed at all."""
-    for what, value in (("gpus", gpus), ("batch", batch), ("seq", seq)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1")
+    for what, value, most in (("gpus", gpus, MAX_RANKS), ("batch", batch, UNLIMITED), ("seq", seq, UNLIMITED)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1 to {most}")
     for name in choices.schedule:
         find_schedule(name)
     space = Space(model, gpus, batch, seq, choices)

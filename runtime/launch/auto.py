@@ -115,15 +115,15 @@ def _fixed(job: JobConfig, model: Model, world: int) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         name: given[name] for name in ("schedule", "chunks", "zero") if given.get(name) is not None
     }
-    fixed["recompute"] = (
-        ("full",) if given.get("recompute") else ("none",) if "recompute" in given else ("none", "full")
-    )
+    asked = given.get("recompute")
+    fixed["recompute"] = ("none", "full") if asked is None else ("full" if asked else "none",)
     if "sequence_parallel" in job.parallel.model_fields_set:
         fixed["sequence_parallel"] = job.parallel.sequence_parallel
     fixed["dtype"] = DTYPE_NAMES[job.runtime.precision]
-    asked = job.parallel.auto.axes if job.parallel.auto else {}
     able = {"tp": _tensor_sizes(model, world), "cp": _context_sizes(job, model, world)}
-    for axis, sizes in {**able, **asked}.items():
+    axes = (job.parallel.auto or AutoConfig()).axes
+    wanted = {**able, **{str(axis): sizes for axis, sizes in axes.items()}}
+    for axis, sizes in wanted.items():
         fixed[axis] = tuple(size for size in sizes if axis not in able or size in able[axis])
         if not fixed[axis]:
             raise UsageError(

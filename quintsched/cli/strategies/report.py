@@ -71,8 +71,8 @@ def _times(terms: Mapping[str, float], step_s: float) -> Iterator[tuple[str, ...
 
 
 def _bytes(terms: Mapping[str, float], total: float) -> Iterator[tuple[str, ...]]:
-    from quintsched.descriptions.wording import gigabytes, term_name
+    from quintsched.descriptions.wording import gigabytes, held_name
 
     for name, held in terms.items():
         if held:
-            yield term_name(name), gigabytes(held), percent(held / total)
+            yield held_name(name), gigabytes(held), percent(held / total)

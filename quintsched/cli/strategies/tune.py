@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
 """Flags that say what is searched; the others say what of it is fixed."""
 
-FRONT_SHOWN = 1.5
-"""People see the front up to so many times the best time."""
+SLOWEST_SHOWN, LEAST_SAVED = 1.5, 0.2
+"""Of the front people see what takes at most so many times as long, and holds that much less than what is above it."""
 
 Picture = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg, .html.")
@@ -225,17 +225,27 @@ def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Seq
     space = found.space
     count = f"{found.strategies:,}" if found.strategies < 10**9 else f"{found.strategies:.1e}"
     yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {space.batch} samples of {space.seq} tokens"
-    yield f"{count} strategies, of which {found.evaluated:,} were evaluated and none of the others can win"
+    yield f"{count} strategies; what was not evaluated cannot win"
     yield ""
     rows = [(str(rank + 1), *_row(predictions[rank], simulations[rank])) for rank in range(len(predictions))]
     more = ("simulated",) if simulations[0] is not None else ()
     yield from table(("", "step", *more, "MFU", "GB", "strategy"), rows)
     yield ""
     yield from reasons(found, predictions)
-    smaller = [one for one in found.front if one.step_s <= FRONT_SHOWN * found.best[0].step_s][1:]
-    if smaller:
+    if smaller := _smaller(found):
         yield ""
         yield from table(("slower, smaller", "GB", "strategy"), [_point(candidate) for candidate in smaller])
+
+
+def _smaller(found: Tuning) -> list[Candidate]:
+    """Return what people see of the front."""
+    best, shown = found.best[0], []
+    held = best.memory_bytes
+    for candidate in found.front:
+        if candidate.step_s <= SLOWEST_SHOWN * best.step_s and candidate.memory_bytes <= (1 - LEAST_SAVED) * held:
+            shown.append(candidate)
+            held = candidate.memory_bytes
+    return shown
 
 
 def _row(prediction: Prediction, simulated_s: float | None) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def test_stages_are_numbers_or_text() -> None:
         ({"batch": None}, "batch is missing"),
         ({"batch": 0}, "batch is 0: input should be greater than or equal to 1"),
         ({"batch": 2.5}, r"batch is 2.5: input should be a valid integer"),
-        ({"tp": 0}, "tp is 0; give a whole number of at least 1"),
+        ({"tp": 0}, "tp is 0; give a whole number from 1"),
         ({"tp": -8}, "tp is -8; give a whole number"),
         ({"tp": "8"}, "tp is '8'; give a whole number"),
         ({"tp": True}, "tp is True; give a whole number"),
