@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quintsched.prediction.blocks import Blocks
 from quintsched.prediction.closed_forms import Pipelines
-from quintsched.prediction.columns import Table
+from quintsched.prediction.columns import Table, distinct
 from quintsched.prediction.operators import Array
 from quintsched.prediction.pipeline import (
     bound_of,
@@ -56,6 +56,26 @@ class Spans:
     exact: NDArray[np.bool_]
 
 
+DECIDES = (
+    "gpus",
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "microbatch",
+    "batch",
+    "seq",
+    "chunks",
+    "sequence_parallel",
+    "schedule",
+    "recompute",
+    "dtype",
+    "stages",
+)
+"""Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
+
+
 def spans(
     table: Table,
     each: PerMicrobatch,
@@ -79,27 +99,39 @@ def spans(
     """
     weights = each.weights + each.expert_weights
     pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
-    found = Spans(np.zeros(len(table)), np.zeros(len(table)), np.zeros(len(table), bool))
+    first, which = distinct([getattr(table, name) for name in DECIDES] + [table.zero * (table.zero >= 2)])
+    makespan, exact = _makespans(table, each, blocks, kinds, first)
+    found = Spans(makespan[which], np.zeros(len(table)), exact[which])
     for code, schedule in enumerate(table.values["schedule"]):
-        rows = np.flatnonzero(table.schedule == code)
-        if not len(rows):
-            continue
-        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
-        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
-        closed |= table.pp[rows] * table.chunks[rows] == 1
-        beside = rows[table.overlap[rows] > 0]
-        if len(beside):
-            ends = (pace[beside] * layer.weights[beside] for layer in (blocks.first, blocks.last))
-            computing = _computing(schedule, table, each, blocks, kinds, beside)
-            found.exposed[beside] = exposed_reductions(schedule, computing, reduction.T[:, beside], *ends, tied=tied)
-        if closed.any():
-            found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
-        if not closed.all():
-            found.makespan[rows] = np.where(closed, found.makespan[rows], bound_of(schedule, s, alike))
-        found.exact[rows] = closed
+        rows = np.flatnonzero((table.schedule == code) & (table.overlap > 0))
+        if len(rows):
+            ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
+            computing = _computing(schedule, table, each, blocks, kinds, rows)
+            found.exposed[rows] = exposed_reductions(schedule, computing, reduction.T[:, rows], *ends, tied=tied)
     if of_stages is not None:
         _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found
+
+
+def _makespans(
+    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: Rows
+) -> tuple[Array, NDArray[np.bool_]]:
+    """Return the makespan of these rows, (n,), and whether it is no bound only."""
+    makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
+    for code, schedule in enumerate(table.values["schedule"]):
+        at = np.flatnonzero(table.schedule[of] == code)
+        if not len(at):
+            continue
+        rows = of[at]
+        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
+        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
+        closed |= table.pp[rows] * table.chunks[rows] == 1
+        if closed.any():
+            makespan[at] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
+        if not closed.all():
+            makespan[at] = np.where(closed, makespan[at], bound_of(schedule, s, alike))
+        exact[at] = closed
+    return makespan, exact
 
 
 def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes], *, tied: bool) -> None:

@@ -24,7 +24,7 @@ from quintsched.tuning.per_stage import solve
 from quintsched.tuning.ranking import Candidates, Ranking, nobody
 from quintsched.tuning.space import PER_STAGE, Ints, Mask, Space
 
-ROWS_AT_ONCE = 1 << 16
+ROWS_AT_ONCE = 1 << 15
 """So many leaves are evaluated before what is left is looked at again."""
 FIRST_ROWS = 1 << 12
 """Fewer at first, for a time to prune by."""
