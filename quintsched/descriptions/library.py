@@ -134,7 +134,7 @@ def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callab
 def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
     """Return the file that is meant, in a folder the one called `within`; raises `UsageError` for what is no path."""
     path = Path(what).expanduser()
-    is_path = isinstance(what, Path) or "/" in what or path.suffix in SUFFIXES
+    is_path = isinstance(what, Path) or what.startswith(("/", "./", "../", "~")) or path.suffix in SUFFIXES
     if path.is_dir():
         return path / within
     if is_path or path.is_file():

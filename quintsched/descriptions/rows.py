@@ -154,4 +154,15 @@ def _as_is(_name: str, value: object) -> object:
     return value
 
 
-_READ: Mapping[str, Callable[[str, object], object]] = {"recompute": read_recompute, "stages": _read_stages}
+def _read_dtype(_name: str, value: object) -> object:
+    """Return our word for a type; those of torch, in any case, are read."""
+    word = value.lower() if isinstance(value, str) else value
+    return _TYPES.get(word, word) if isinstance(word, str) else value
+
+
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"}
+_READ: Mapping[str, Callable[[str, object], object]] = {
+    "recompute": read_recompute,
+    "stages": _read_stages,
+    "dtype": _read_dtype,
+}

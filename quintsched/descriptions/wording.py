@@ -41,7 +41,7 @@ HELD = {
 def strategy_name(strategy: Strategy) -> str:
     """Return a strategy in one line; what is plain is left out."""
     parts = [strategy_mesh(strategy), f"microbatch {strategy.microbatch}"]
-    if strategy.pp > 1 and strategy.schedule:
+    if strategy.schedule and (strategy.pp > 1 or (strategy.chunks or 1) > 1):
         chunks = f", {strategy.chunks} chunks" if (strategy.chunks or 1) > 1 else ""
         parts.append(f"{strategy.schedule}{chunks}")
     if strategy.stages:

@@ -8,7 +8,7 @@ A search has millions of strategies and only hundreds of keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import numpy as np
@@ -96,10 +96,11 @@ def blocks(model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants
     mixture = operators.block(model, sizes, experts=True) if model.experts else dense
     first, last = operators.embedding(model, sizes), operators.head(model, sizes)
     layer = _LayerTimes(model, hardware, sizes, dtype, constants)
+    ends = layer(first, 1.0, 0.0, attends=False, mixes=False)
     return Blocks(
         dense=layer(dense, 2.0, 2.0, attends=True, mixes=False),
         mixture=layer(mixture, 2.0, 2.0, attends=True, mixes=bool(model.experts)),
-        first=layer(first, 1.0, 0.0, attends=False, mixes=False),
+        first=replace(ends, weights=ends.weights + _looked_up(model, sizes)),
         last=layer(last, 0.0, 1.0, attends=False, mixes=False),
     )
 
@@ -183,6 +184,11 @@ class _LayerTimes:
         waits, hidden = overlap(hop, forward, self.constants)
         waits_back, hidden_back = overlap(2 * hop, backward, self.constants)
         return hops * waits, hops * waits_back, hops * (hidden + hidden_back)
+
+
+def _looked_up(model: Model, sizes: Sizes) -> Array:
+    """Parameters of an embedding of its own; one that is tied is the head's."""
+    return np.zeros_like(sizes.tokens) if model.tied else model.vocab * model.hidden / sizes.tp
 
 
 def _expert(operator: Operator) -> bool:

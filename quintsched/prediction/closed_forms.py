@@ -70,13 +70,6 @@ class Pipelines(Passes):
         """The last rank of each run."""
         return np.asarray(self.begin + self.ranks - 1)
 
-    def of_last(self, each: Values) -> Values:
-        """What the last rank has of something."""
-        found: Values = each[0]
-        for run in range(1, len(each)):
-            found = np.where(self.ranks[run] > 0, each[run], found)
-        return found
-
     def at(self, each: Values, rank: Values) -> Values:
         """What one rank has of something."""
         found: Values = each[0]
@@ -84,18 +77,72 @@ class Pipelines(Passes):
             found = np.where((self.begin[run] <= rank) & (self.ranks[run] > 0), each[run], found)
         return found
 
-    def before(self, each: Values, rank: Values) -> Values:
-        """The sum of something over the ranks before one."""
-        found = np.zeros_like(self.c)
-        for run, amount in enumerate(each):
-            found = found + amount * np.clip(rank - self.begin[run], 0.0, self.ranks[run])
-        return found
-
-    def places(self) -> Iterator[tuple[int, Values, npt.NDArray[np.bool_]]]:
-        """Yield (run, rank, whether there is such a rank) for both ends of each run."""
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Both ends of each run, in the order of the ranks; not those that no pipeline has."""
+        found = []
         for run, ranks in enumerate(self.ranks):
-            yield run, self.begin[run], ranks > 0
-            yield run, self.end[run], ranks > 1
+            if (ranks > 0).any():
+                found.append(Place(run, self.begin[run], 0.0, ranks > 0))
+            if (ranks > 1).any():
+                found.append(Place(run, self.end[run], np.maximum(ranks - 1, 0.0), ranks > 1))
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A rank of each pipeline, at an end of a run; `inside` says how many ranks of the run are before it."""
+
+    run: int
+    rank: Values
+    inside: Values | float
+    exists: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Each:
+    """Something that each rank has, (K, n), and its sums over ranks."""
+
+    s: Pipelines
+    amounts: Values
+
+    @cached_property
+    def _sums(self) -> Values:
+        return np.asarray(np.cumsum(self.s.ranks * self.amounts, axis=0))
+
+    @property
+    def total(self) -> Values:
+        """Over all ranks."""
+        return np.asarray(self._sums[-1])
+
+    @cached_property
+    def last(self) -> Values:
+        """What the last rank has."""
+        return self.s.at(self.amounts, self.s.p - 1)
+
+    def at(self, place: Place) -> Values:
+        """What the rank at a place has."""
+        return np.asarray(self.amounts[place.run])
+
+    def before(self, place: Place) -> Values:
+        """The sum over the ranks before a place."""
+        within = place.inside * self.amounts[place.run]
+        return np.asarray(within if place.run == 0 else self._sums[place.run - 1] + within)
+
+    def through(self, place: Place) -> Values:
+        """The same with the rank there."""
+        return np.asarray(self.before(place) + self.amounts[place.run])
+
+    def after(self, place: Place) -> Values:
+        """The sum over the ranks after a place."""
+        return np.asarray(self.total - self.through(place))
+
+    def first(self, ranks: Values) -> Values:
+        """The sum over so many ranks, from the first on."""
+        found = np.zeros_like(self.s.c)
+        for run, amount in enumerate(self.amounts):
+            found = found + amount * np.minimum(np.maximum(ranks - self.s.begin[run], 0.0), self.s.ranks[run])
+        return found
 
 
 def gpipe(s: Pipelines) -> Values:
@@ -104,7 +151,7 @@ def gpipe(s: Pipelines) -> Values:
     there = s.ranks > 0
     pace_forward = np.maximum(np.where(there, s.f, 0.0).max(axis=0), channel)
     pace_backward = np.maximum(np.where(there, s.r + s.b, 0.0).max(axis=0), channel)
-    once = (s.ranks * (s.f + s.b)).sum(axis=0) + s.of_last(s.r) + 2 * s.c * (s.p - 1)
+    once = (s.ranks * (s.f + s.b)).sum(axis=0) + Each(s, s.r).last + 2 * s.c * (s.p - 1)
     return np.asarray(once + (s.m - 1) * (pace_forward + pace_backward))
 
 
@@ -118,112 +165,140 @@ def zb_h1(s: Pipelines) -> Values:
     return _zigzag(s, s.f + s.i, s.w)
 
 
-def _zigzag(s: Pipelines, both: Values, late: Values) -> Values:
+def _zigzag(s: Pipelines, passed: Values, late: Values) -> Values:
     """Return the longest path that goes down and up the ranks.
 
-    `both` is what a rank adds that is passed down and up, `late` what turns at its top add besides, from its `rank`-th
-    backward on.
+    `passed` is what a rank adds that is passed down and up, `late` what turns at its top add besides, from its
+    `rank`-th backward on.
     """
-    down, r_last = s.p - 1, s.of_last(s.r)
-    back, whole = both - s.f, s.before(both, s.p)
-    ending = _ending(s, back, late)
-    once = whole + 2 * s.c * down + r_last
+    z = _Zigzag(s, Each(s, passed), Each(s, s.f), Each(s, passed - s.f), Each(s, s.r), Each(s, late))
     apart = bool(s.c.any())  # without messages, no path gains by going from rank to rank
-    deepest = np.maximum(s.p + 1 - s.m, 0.0)
-    again = np.where(deepest <= down, once - s.before(both, deepest) - 2 * s.c * deepest, 0.0)
-    found = once + ending + np.where(s.m > 1, again, 0.0)
-    bottoms = [*_bottoms(s, both, late, ending)]
-    for run, top, there in s.places():
+    found = z.once + z.ending + np.where(s.m > 1, z.again(), 0.0)
+    bottoms = [*z.bottoms()]
+    for top in s.places:
         # Down to a rank and up to this one; to and fro from here to a later one; down to a rank and up again.
-        room = s.m - 1 - s.p + top
-        begins, ends = np.full_like(room, -np.inf), np.full_like(room, -np.inf)
-        for bottom, exists, begun, ended in bottoms[2 * run :]:
-            beside, possible = s.c * (bottom - top), exists & (bottom >= top)
-            up = s.before(back, bottom + 1) - s.before(back, top) + beside
-            on = s.before(s.f, bottom + 1) - s.before(s.f, top) + beside
-            begins = np.where(possible, np.maximum(begins, begun + up), begins)
-            ends = np.where(possible, np.maximum(ends, on + ended), ends)
-        for last in range(run, len(s.ranks) if apart else run + 1):
-            for bottom in (top, s.end[last])[: 1 + apart] if last == run else (s.end[last],):
-                stay = _stay(s, both, late, (run, last), (top, bottom), room)
-                if late.any():  # first one sweep of all ranks, whose turn is no less than theirs
-                    swept = _stay(s, both, late, (run, last), (top, bottom), room - s.p, s.p)
-                    stay = np.maximum(stay, np.where(room >= s.p, once + late[0] + swept, 0.0))
-                possible = there & (s.ranks[last] > 0) & (room >= 0)
-                found = np.where(possible, np.maximum(found, begins + stay + ends), found)
-        found = np.where(there, np.maximum(found, _at_one_rank(s, both, late, run, top)), found)
+        room = s.m - 1 - s.p + top.rank
+        around = z.around(top, bottoms)
+        for bottom in s.places if apart else (top,):
+            if bottom.run >= top.run:
+                possible = top.exists & bottom.exists & (bottom.rank >= top.rank) & (room >= 0)
+                found = np.where(possible, np.maximum(found, around + z.stays(top, bottom, room)), found)
+        found = np.where(top.exists, np.maximum(found, z.at_one_rank(top)), found)
     return found
 
 
-def _bottoms(
-    s: Pipelines, both: Values, late: Values, ending: Values
-) -> Iterator[tuple[Values, npt.NDArray[np.bool_], Values, Values]]:
-    """Yield (rank, whether there is one, begins, ends) for the ranks at which paths may turn first and last.
+@dataclass(frozen=True, eq=False)
+class _Zigzag:
+    """What ranks add to a path that goes down and up: `both` is passed both ways, `f` down and `back` up."""
 
-    `begins`: from the first forward to this rank's turn, its warm-up forwards done at the slowest rank on the way.
-    `ends`: from its last turn to the end, the backwards that are left done likewise.
-    """
-    back, (slow_f, slow_b) = both - s.f, np.zeros((2, *s.c.shape))
-    for run, rank, there in s.places():
-        slow_f = np.where(there, np.maximum(slow_f, s.f[run]), slow_f)
-        slow_b = np.where(there, np.maximum(slow_b, (back + s.r + late)[run]), slow_b)
-        ahead, way = s.p - 1 - rank, s.c * rank
-        begins = s.before(s.f, rank + 1) + way + ahead * slow_f + s.r[run]
-        upward = s.before(back, rank + 1) + way + ahead * slow_b + np.where(ahead > 0, late[0], ending)
-        here = back[run] + ahead * (back + s.r)[run] + np.minimum(s.p, s.m) * late[run]
-        yield rank, there, begins, s.r[run] + np.maximum(upward, here)
+    s: Pipelines
+    both: Each
+    f: Each
+    back: Each
+    r: Each
+    late: Each
 
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether turns at the top add anything."""
+        return bool(self.late.amounts.any())
 
-def _ending(s: Pipelines, back: Values, late: Values) -> Values:
-    """Return what the weight halves left at the end take, beyond what is passed on the way up to the first rank."""
-    deep = np.minimum(s.p, s.m) - 1
-    found: Values = late[0]
-    if late.any():
-        for rank, there in ((deep, deep >= 0), *((rank, there) for _, rank, there in s.places())):
-            left = np.minimum(rank + 1, s.m) * s.at(late, rank)
-            found = np.where(there, np.maximum(found, left - s.before(back, rank) - s.c * rank), found)
-    return found
+    @cached_property
+    def once(self) -> Values:
+        """Down all ranks and up again."""
+        return np.asarray(self.both.total + 2 * self.s.c * (self.s.p - 1) + self.r.last)
 
+    @cached_property
+    def ending(self) -> Values:
+        """What weight halves left at the end take, beyond what is passed on the way up to the first rank."""
+        s, found = self.s, np.asarray(self.late.amounts[0])
+        if not self.is_late:
+            return np.asarray(found)
+        deep = np.minimum(s.p, s.m) - 1
+        found = np.maximum(found, (deep + 1) * s.at(self.late.amounts, deep) - self.back.first(deep) - s.c * deep)
+        for place in s.places:
+            left = np.minimum(place.rank + 1, s.m) * self.late.at(place)
+            over = left - self.back.before(place) - s.c * place.rank
+            found = np.where(place.exists, np.maximum(found, over), found)
+        return np.asarray(found)
 
-def _stay(
-    s: Pipelines,
-    both: Values,
-    late: Values,
-    runs: tuple[int, int],
-    ends: tuple[Values, Values],
-    room: Values,
-    turned: Values | float = 0.0,
-) -> Values:
-    """Return what a path adds that goes to and fro between two ranks while it passes `room` forwards.
+    def again(self) -> Values:
+        """Return what a second way down and up adds, that turns at the top as low as it must."""
+        deepest = np.maximum(self.s.p + 1 - self.s.m, 0.0)
+        down = self.once - self.both.first(deepest) - 2 * self.s.c * deepest
+        return np.where(deepest < self.s.p, down, 0.0)
 
-    `runs` are those of the ranks `ends`; so many backwards have been `turned` before.
-    """
-    (run, last), (top, bottom) = runs, ends
-    length = np.maximum(bottom - top + 1, 1.0)
-    to_top, to_bottom = s.before(both, top), s.before(both, bottom + 1)
-    sweeps = np.floor(np.maximum(room, 0.0) / length)
-    rest = np.maximum(room, 0.0) - sweeps * length
-    sweep = to_bottom - to_top + 2 * s.c * (length - 1) + s.r[last]
-    begun = sweeps * length + turned >= bottom
-    high = s.before(both, top + rest) - to_top + s.r[run] + begun * late[run]
-    low = to_bottom - s.before(both, bottom + 1 - rest) + s.r[last] + begun * late[last]
-    one = np.maximum(both[run] + s.r[run] + begun * late[run], both[last] + s.r[last] + begun * late[last])
-    singly = rest * one
-    short = np.maximum(np.maximum(high, low) + 2 * s.c * (rest - 1), singly)
-    turns = np.maximum(sweeps + 1 - np.ceil(np.maximum(top - turned, 0.0) / length), 0.0)
-    return np.asarray(sweeps * sweep + turns * late[run] + np.where(rest > 0, short, 0.0))
+    def bottoms(self) -> Iterator[tuple[Place, Values, Values]]:
+        """Yield (place, begins, ends) for the ranks at which paths may turn first and last.
 
+        `begins`: from the first forward to this rank's turn, its warm-up forwards done at the slowest rank on the way.
+        `ends`: from its last turn to the end, the backwards that are left done likewise.
+        """
+        s, (slow_f, slow_b) = self.s, np.zeros((2, *self.s.c.shape))
+        left = self.back.amounts + self.r.amounts
+        for place in s.places:
+            slow_f = np.where(place.exists, np.maximum(slow_f, self.f.at(place)), slow_f)
+            slow_b = np.where(place.exists, np.maximum(slow_b, left[place.run] + self.late.at(place)), slow_b)
+            ahead, way = s.p - 1 - place.rank, s.c * place.rank
+            begins = self.f.through(place) + way + ahead * slow_f + self.r.at(place)
+            ends = self.back.through(place) + way + ahead * slow_b
+            ends = ends + np.where(ahead > 0, self.late.amounts[0], self.ending)
+            if self.is_late:
+                weights = np.minimum(s.p, s.m) * self.late.at(place)
+                ends = np.maximum(ends, self.back.at(place) + ahead * left[place.run] + weights)
+            yield place, begins, self.r.at(place) + ends
 
-def _at_one_rank(s: Pipelines, both: Values, late: Values, run: int, rank: Values) -> Values:
-    """Return the paths that end at one rank with its cool-down, from its warm-up or its first backward on."""
-    back, ahead = both[run] - s.f[run], s.p - 1 - rank
-    up = s.before(both - s.f, rank) + s.c * rank
-    finish = np.maximum(s.m * late[run], np.maximum(s.m - 1 - rank, 0.0) * late[run] + up + late[0])
-    rest = s.before(s.f, rank) + s.c * rank + s.m * back + finish
-    own = s.m * (s.f[run] + s.r[run])
-    below = s.before(both, s.p) - s.before(both, rank + 1) + 2 * s.c * ahead + s.of_last(s.r)
-    around = below + np.maximum(s.m - ahead, 1.0) * s.f[run] + (s.m - 1) * s.r[run]
-    return np.asarray(rest + np.maximum(own, np.where(ahead > 0, around, 0.0)))
+    def around(self, top: Place, bottoms: list[tuple[Place, Values, Values]]) -> Values:
+        """Return the longest ways to a rank's first backward, and from its last forward on."""
+        begins, ends = np.full((2, *self.s.c.shape), -np.inf)
+        for bottom, begun, ended in bottoms:
+            if bottom.run >= top.run:
+                beside, possible = self.s.c * (bottom.rank - top.rank), bottom.exists & (bottom.rank >= top.rank)
+                up = self.back.through(bottom) - self.back.before(top) + beside
+                on = self.f.through(bottom) - self.f.before(top) + beside
+                begins = np.where(possible, np.maximum(begins, begun + up), begins)
+                ends = np.where(possible, np.maximum(ends, on + ended), ends)
+        return np.asarray(begins + ends)
+
+    def stays(self, top: Place, bottom: Place, room: Values) -> Values:
+        """Return what a path adds that goes to and fro between two ranks while it passes `room` forwards."""
+        found = self._to_and_fro(top, bottom, room, 0.0)
+        if self.is_late:  # first one sweep of all ranks, whose turn is no less than theirs
+            swept = self._to_and_fro(top, bottom, room - self.s.p, self.s.p)
+            first = np.where(room >= self.s.p, self.once + self.late.amounts[0] + swept, 0.0)
+            found = np.maximum(found, first)
+        return found
+
+    def _to_and_fro(self, top: Place, bottom: Place, room: Values, turned: Values | float) -> Values:
+        """Return what it adds where so many backwards have been `turned` before."""
+        r_top, r_bottom, w_top = self.r.at(top), self.r.at(bottom), self.late.at(top)
+        room = np.maximum(room, 0.0)
+        if top is bottom:
+            turns = np.maximum(room + 1 - np.maximum(top.rank - turned, 0.0), 0.0)
+            return np.asarray(room * (self.both.at(top) + r_top) + turns * w_top)
+        length = np.maximum(bottom.rank - top.rank + 1, 1.0)
+        sweeps = np.floor(room / length)
+        rest = room - sweeps * length
+        sweep = self.both.through(bottom) - self.both.before(top) + 2 * self.s.c * (length - 1) + r_bottom
+        begun = sweeps * length + turned >= bottom.rank
+        high = self.both.first(top.rank + rest) - self.both.before(top) + r_top + begun * w_top
+        low = self.both.through(bottom) - self.both.first(bottom.rank + 1 - rest) + r_bottom
+        low = low + begun * self.late.at(bottom)
+        one = np.maximum(self.both.at(top) + r_top + begun * w_top, self.both.at(bottom) + r_bottom)
+        short = np.maximum(np.maximum(high, low) + 2 * self.s.c * (rest - 1), rest * one)
+        turns = np.maximum(sweeps + 1 - np.ceil(np.maximum(top.rank - turned, 0.0) / length), 0.0)
+        return np.asarray(sweeps * sweep + turns * w_top + np.where(rest > 0, short, 0.0))
+
+    def at_one_rank(self, place: Place) -> Values:
+        """Return the paths that end at one rank with its cool-down, from its warm-up or its first backward on."""
+        s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.at(place)
+        up = self.back.before(place) + s.c * place.rank
+        finish = np.maximum(s.m * w, np.maximum(s.m - 1 - place.rank, 0.0) * w + up + self.late.amounts[0])
+        rest = self.f.before(place) + s.c * place.rank + s.m * self.back.at(place) + finish
+        own = s.m * (self.f.at(place) + self.r.at(place))
+        below = self.both.after(place) + 2 * s.c * ahead + self.r.last
+        around = below + np.maximum(s.m - ahead, 1.0) * self.f.at(place) + (s.m - 1) * self.r.at(place)
+        return np.asarray(rest + np.maximum(own, np.where(ahead > 0, around, 0.0)))
 
 
 def interleaved(s: Pipelines) -> Values:
@@ -233,67 +308,73 @@ def interleaved(s: Pipelines) -> Values:
     """
     t = _Ring.of(s)
     found = np.zeros_like(s.c)
-    for run, rank, there in s.places():
-        slow = np.maximum(0.0, np.maximum(t.f[run], t.b[run]) + s.c - t.f[run] - t.r[run] - t.b[run])
-        work = s.m * (s.f + s.b + s.r)[run] + np.maximum(s.m - s.p, 0.0) * t.rounds * slow
-        path = t.begins(run, rank) + t.laps(run, rank) + work + t.ends(run, rank)
-        found = np.where(there, np.maximum(found, path), found)
+    for place in s.places:
+        run = place.run
+        work = s.m * (s.f[run] + s.b[run] + s.r[run])
+        if s.c.any():
+            slow = np.maximum(t.f.at(place), t.b.at(place)) + s.c - t.f.at(place) - t.r.at(place) - t.b.at(place)
+            work = work + np.maximum(s.m - s.p, 0.0) * t.rounds * np.maximum(slow, 0.0)
+        path = t.begins(place) + t.laps(place) + work + t.ends(place)
+        found = np.where(place.exists, np.maximum(found, path), found)
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """The passes of one chunk, (K, n), and of a way round all ranks, (n,), under a looped schedule."""
+    """The passes of one chunk, and of a way round all ranks, under a looped schedule.
+
+    `rounds` says how often a microbatch comes round before it is in the last chunk.
+    """
 
     s: Pipelines
-    f: Values
-    b: Values
-    r: Values
+    f: Each
+    b: Each
+    r: Each
     rounds: Values
-    """How often a microbatch comes round before it is in the last chunk."""
 
     @classmethod
     def of(cls, s: Pipelines) -> _Ring:
         """Take a rank's passes apart."""
         f, b = chunked(s, s.f, s.first.f, s.last.f), chunked(s, s.b, s.first.b, s.last.b)
-        return cls(s, f, b, s.r / s.v, s.v - 1)
+        return cls(s, Each(s, f), Each(s, b), Each(s, s.r / s.v), s.v - 1)
 
-    def begins(self, run: int, rank: Values) -> Values:
+    def begins(self, place: Place) -> Values:
         """Return the way to a rank's first forward of the last chunk, beyond the forwards that it has done by then."""
-        return self._way(run, rank, self.f, np.zeros_like(self.f), self.s.first.f)
+        return self._way(place, self.f, 0.0, 0.0, self.s.first.f)
 
-    def ends(self, run: int, rank: Values) -> Values:
+    def ends(self, place: Place) -> Values:
         """Return the way from a rank's last backward of the last chunk, beyond the backwards that it has to do yet."""
-        return self._way(run, rank, self.b, self.r, self.s.first.b)
+        return self._way(place, self.b, self.r.at(place), self.r.amounts[0], self.s.first.b)
 
-    def _way(self, run: int, rank: Values, each: Values, again: Values, extra: Values) -> Values:
+    def _way(
+        self, place: Place, each: Each, again: Values | float, again_first: Values | float, extra: Values
+    ) -> Values:
         """Return the longest of three: round the ring; rank by rank; a round at rank 0, and round the ring."""
-        s, top = self.s, rank == 0
-        own = self.rounds * s.p * (each + again)[run] + top * s.p * extra
-        ring = s.before(each, s.p) + s.p * s.c
-        embeds = (s.p - 1) * (each[0] + again[0] + extra) + (each + again)[run] - ring
-        straight = s.before(each, rank) + s.c * rank + np.where(top, 0.0, extra)
+        s, top = self.s, place.rank == 0
+        own = self.rounds * s.p * (each.at(place) + again) + top * s.p * extra
+        ring = each.total + s.p * s.c
+        embeds = (s.p - 1) * (each.amounts[0] + again_first + extra) + each.at(place) + again - ring
+        straight = each.before(place) + s.c * place.rank + np.where(top, 0.0, extra)
         around: Values = self.rounds * ring + np.maximum(embeds, 0.0) + top * extra
         return np.asarray(straight + np.maximum(around - own, 0.0))
 
-    def laps(self, run: int, rank: Values) -> Values:
+    def laps(self, place: Place) -> Values:
         """Return what ways over the last rank take longer than a rank's own warm-up and cool-down.
 
         With its first backward, or after a round of units there with a forward; at the end after a round there too.
         """
-        s, f, b, r = self.s, self.f, self.b, self.r
-        ahead, top = s.p - 1 - rank, rank == 0
-        down = s.before(f, s.p) - s.before(f, rank + 1) + s.c * ahead
-        up = s.before(b, s.p) - s.before(b, rank + 1) + s.c * ahead
+        s, f, b, r = self.s, self.f.at(place), self.b.at(place), self.r.at(place)
+        ahead, top = s.p - 1 - place.rank, place.rank == 0
+        down, up = self.f.after(place) + s.c * ahead, self.b.after(place) + s.c * ahead
         forwards = np.minimum(2 * ahead, s.m * s.v - 1 - self.rounds * s.p)
         embedded = top * np.clip(forwards - s.p + 1, 0.0, s.p) * s.first.f
-        back = down + up + s.of_last(r) + s.last.f + s.last.b - forwards * f[run] - r[run] - embedded
-        bottom = s.p * (s.of_last(f) + s.of_last(r) + s.of_last(b) + s.last.f + s.last.b) + s.c
-        two, few = 2 * s.p - 1, 2 * (rank + 1)
-        to = s.before(f, rank) + s.c * rank - top * s.p * s.first.f
-        home = s.before(b, rank) + s.c * rank - top * s.p * s.first.b
-        begins = down + bottom + to - two * f[run] - few * (r[run] + b[run])
-        ends = up + bottom + home - two * b[run] - (two + 1) * r[run] - few * f[run]
+        back = down + up + self.r.last + s.last.f + s.last.b - forwards * f - r - embedded
+        bottom = s.p * (self.f.last + self.r.last + self.b.last + s.last.f + s.last.b) + s.c
+        two, few = 2 * s.p - 1, 2 * (place.rank + 1)
+        to = self.f.before(place) + s.c * place.rank - top * s.p * s.first.f
+        home = self.b.before(place) + s.c * place.rank - top * s.p * s.first.b
+        begins = down + bottom + to - two * f - few * (r + b)
+        ends = up + bottom + home - two * b - (two + 1) * r - few * f
         lap = np.maximum(back, np.where(s.m > s.p, begins, 0.0))
         last = np.where(s.m > 2 * s.p, ends, 0.0)
         return np.where(ahead > 0, np.maximum(lap, 0.0) + np.maximum(last, 0.0), 0.0)

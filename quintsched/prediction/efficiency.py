@@ -37,7 +37,7 @@ class Constants:
     """How much longer computation takes for each second that a collective runs beside it."""
 
 
-CONSTANTS = Constants(product=0.8803, half=430.3, memory=0.8538, link=0.8605, network=0.2304, contention=0.3006)
+CONSTANTS = Constants(product=0.8403, half=239.26, memory=0.8128, link=0.7811, network=0.26, contention=0.2333)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Shares of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the middles of
@@ -127,7 +127,7 @@ def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Arr
 
     Each processor makes a tile at a time, and the last wave of tiles may leave most of them idle.
     """
-    return np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES])
+    return np.asarray(np.maximum.reduce([_busy(m, n, batch, processors, *tile) for tile in TILES]))
 
 
 def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int, width: int, share: float) -> Array:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quintsched.ir.instructions import Recompute
 from quintsched.ir.mesh import Mesh
-from quintsched.prediction.closed_forms import CLOSED_FORMS, Passes, Pipelines, Values, chunked
+from quintsched.prediction.closed_forms import CLOSED_FORMS, Each, Passes, Pipelines, Values, chunked
 from quintsched.prediction.levels import KINDS, levels_of
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.order import order_of_computation
@@ -253,15 +253,16 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
     Where the stages of a rank are not `alike`, ways down and up to a rank count for nothing.
     """
     whole = find_schedule(schedule).name in WHOLE_BACKWARDS
-    f, b = chunk(s, "f"), chunk(s, "b")
+    f, i, b = (Each(s, chunk(s, name)) for name in ("f", "i", "b"))
     ends = s.first.f + s.first.i + s.last.f + s.last.i
-    found = s.v * (s.before(f, s.p) + s.before(chunk(s, "i"), s.p)) + 2 * s.c * (s.p - 1) + ends
-    for run, rank, there in s.places():
-        down = np.where(rank > 0, s.before(f, rank) + rank * s.c + s.first.f, 0.0)
-        home = np.where(rank > 0, s.before(b, rank) + rank * s.c + s.first.b, 0.0) if whole else 0.0
-        busy = np.where(alike, down + home, 0.0) + s.m * (s.f + s.b + s.r)[run]
-        found = np.where(there, np.maximum(found, busy), found)
-    return found
+    found = s.v * (f.total + i.total) + 2 * s.c * (s.p - 1) + ends
+    for place in s.places:
+        apart = (place.rank > 0) & alike
+        down = f.before(place) + place.rank * s.c + s.first.f
+        home = b.before(place) + place.rank * s.c + s.first.b if whole else 0.0
+        busy = s.m * (s.f[place.run] + s.b[place.run] + s.r[place.run]) + np.where(apart, down + home, 0.0)
+        found = np.where(place.exists, np.maximum(found, busy), found)
+    return np.asarray(found)
 
 
 def exposed_reductions(
@@ -284,18 +285,18 @@ def exposed_reductions(
         tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
     """
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
-    b, up, w = chunk(s, "b"), chunk(s, "i" if late else "b"), chunk(s, "w")
+    b, up, w = chunk(s, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
     own = chunked(s, reduction, first, last)
     found = np.zeros_like(s.c)
-    for run, rank, there in s.places():
-        top = rank == 0
-        sooner = s.before(up, rank) + s.c * rank + np.where(top, 0.0, s.first.i if late else s.first.b)
-        sooner = np.maximum(sooner - late * rank * w[run], 0.0)
+    for place in s.places:
+        top, run = place.rank == 0, place.run
+        sooner = up.before(place) + s.c * place.rank + np.where(top, 0.0, s.first.i if late else s.first.b)
+        sooner = np.maximum(sooner - late * place.rank * w[run], 0.0)
         of_first = own[run] + top * first
         exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
         if tied:
-            exposed = np.maximum(exposed, np.where(rank == s.p - 1, own[run] + last, 0.0))
-        found = np.where(there, np.maximum(found, exposed), found)
+            exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, own[run] + last, 0.0))
+        found = np.where(place.exists, np.maximum(found, exposed), found)
     return found
 
 

@@ -66,7 +66,8 @@ class Kinds:
     rank: NDArray[np.float64]
     """The first rank of the kind."""
     alike: NDArray[np.float64]
-    """1 where the stages of each rank hold the same, but for embedding and head; of the layout, so in every column."""
+    """1 where all stages hold the same but for embedding and head, or each rank has one; of the layout, so in every
+    column."""
 
     def take(self, index: NDArray[np.int64]) -> Kinds:
         """Return the kinds of these layouts; in memory, the values of all layouts lie together, kind by kind."""
@@ -126,12 +127,9 @@ def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int,
     return tuple(range(rank, pp * chunks, pp))
 
 
-def rank_kinds(model: Model, layout: Layout) -> list[RankKind]:
-    """Return what each pipeline rank holds."""
-    return [
-        RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in own), strict=True)))
-        for own in rank_stages(model, layout)
-    ]
+def _together(stages: Sequence[RankKind]) -> RankKind:
+    """Return what a rank holds that holds these."""
+    return RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in stages), strict=True)))
 
 
 def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
@@ -150,12 +148,10 @@ def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
     return [[stages[stage] for stage in of_rank] for of_rank in held]
 
 
-def _alike(model: Model, layout: Layout) -> float:
-    """1 where the stages of each rank hold the same, but for embedding and head."""
-    for own in rank_stages(model, layout):
-        if len({(one.dense, one.mixture, one.full_dense, one.full_mixture) for one in own}) > 1:
-            return 0.0
-    return 1.0
+def _alike(layout: Layout, of_ranks: list[list[RankKind]]) -> float:
+    """1 where all stages hold the same but for embedding and head, or each rank has one; never for twins."""
+    several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}
+    return float(layout.schedule not in BIDIRECTIONAL and (layout.chunks == 1 or len(several) == 1))
 
 
 def has_experts(model: Model, layer: int) -> bool:
@@ -179,11 +175,12 @@ def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -
 def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
     """Return each kind of rank of a layout as the fields of `Kinds`."""
     runs: list[tuple[RankKind, list[int]]] = []
-    for rank, kind in enumerate(rank_kinds(model, layout)):
+    of_ranks = rank_stages(model, layout)
+    for rank, kind in enumerate(map(_together, of_ranks)):
         if each_rank or not runs or runs[-1][0] != kind:
             runs.append((kind, []))
         runs[-1][1].append(rank)
-    alike = _alike(model, layout)
+    alike = _alike(layout, of_ranks)
     return tuple((*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,7 @@ from quintsched.descriptions.placement import check
 from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import CONSTANTS, Constants, peak
-from quintsched.prediction.operators import gated, head_size, model_ffn
-from quintsched.prediction.stages import has_experts
+from quintsched.prediction.operators import Attention, Operator, Product, Sizes, block, embedding, head
 from quintsched.prediction.table import evaluate, held
 
 
@@ -71,21 +71,22 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
 
 def model_flops(model: Model, seq: int) -> float:
     """Return the operations of matrix products of one sample, forward and backward, attention without its mask."""
-    head = head_size(model)
-    heads, key_heads = model.heads, model.kv_heads or model.heads
-    matrices = 3.0 if gated(model) else 2.0
-    if model.latent:
-        latent, values = model.latent, model.latent.value_size
-        queries = latent.q_rank * (model.hidden + heads * head) if latent.q_rank else model.hidden * heads * head
-        keys = model.hidden * (latent.kv_rank + latent.rope_size)
-        projections = queries + keys + latent.kv_rank * heads * (head - latent.rope_size + values)
-    else:
-        values = head
-        projections = model.hidden * head * (heads + 2 * key_heads)
-    attention = projections + heads * values * model.hidden + seq * heads * (head + values)
-    dense = matrices * model.hidden * model_ffn(model)
-    experts = model.experts
-    mixture = matrices * model.hidden * experts.ffn * (experts.top_k + experts.shared) if experts else 0.0
-    mixed = sum(has_experts(model, layer) for layer in range(model.layers))
-    layers = model.layers * attention + (model.layers - mixed) * dense + mixed * mixture
-    return 6.0 * seq * (layers + model.hidden * model.vocab)
+    one = np.ones(1)
+    sizes = Sizes(tp=one, cp=one, ep=one, sequence_parallel=0 * one, microbatch=one, seq=seq * one, width=one)
+    mixed = sum(model.has_experts)
+    layers = (model.layers - mixed) * _flops(model, block(model, sizes, experts=False))
+    if mixed:
+        layers += mixed * _flops(model, block(model, sizes, experts=True))
+    return 3.0 * (layers + _flops(model, embedding(model, sizes)) + _flops(model, head(model, sizes)))
+
+
+def _flops(model: Model, operators: Iterable[Operator]) -> float:
+    """Operations of a forward."""
+    seen = 0.5 if model.causal else 1.0
+    found = 0.0
+    for operator in operators:
+        if isinstance(operator, Product):
+            found += float((2.0 * operator.batch * operator.m * operator.n * operator.k).item())
+        elif isinstance(operator, Attention):
+            found += float(operator.flops.item()) / seen
+    return found

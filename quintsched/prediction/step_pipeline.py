@@ -52,7 +52,7 @@ class Spans:
     makespan: Array
     """When the last computation ends; a lower bound where it is not `exact`."""
     exposed: Array
-    """How much longer gradients are added up."""
+    """How much longer gradients are added up, where that overlaps with backwards."""
     exact: NDArray[np.bool_]
 
 

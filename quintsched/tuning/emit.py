@@ -124,7 +124,7 @@ def notes(model: Model, strategy: Strategy) -> Iterator[str]:
     name, options = built_in(model)
     if options is None:
         lacks = ", ".join(differences(model))
-        yield f"model.name: your function that builds {model.name}; the built-in {name} has no {lacks}"
+        yield f"model.name: your function that builds {model.name}; the built-in {name} does not have {lacks}"
         yield f"data.name: your function that loads samples, {strategy.seq} tokens each"
     elif model.images:
         yield f"data: images of {model.images.size} x {model.images.size} pixels, {model.images.channels} channels"

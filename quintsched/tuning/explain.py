@@ -293,9 +293,11 @@ def _too_large(found: Prediction, change: Change | None) -> Iterator[str]:
 
 
 def _slower(found: Prediction, winner: Prediction | None) -> Iterator[str]:
-    if winner is None or resolved(found.strategy) == winner.strategy:
+    if winner is None or strategy_name(resolved(found.strategy)) == strategy_name(winner.strategy):
         yield f"nothing is faster: {duration(found.step_s)} a step"
         return
+    if found.strategy.gpus != winner.strategy.gpus:
+        yield f"on {found.strategy.gpus} GPUs, where the search had {winner.strategy.gpus}:"
     slower = found.step_s / winner.step_s - 1
     yield f"{duration(found.step_s)} a step, {percent(slower)} slower than the best: {strategy_name(winner.strategy)}"
     for name, mine, theirs in terms(found, winner):

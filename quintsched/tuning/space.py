@@ -26,7 +26,7 @@ from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
-from quintsched.tuning.choices import UNLIMITED, Choices, allows
+from quintsched.tuning.choices import SCHEDULES, UNLIMITED, Choices, allows
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -212,7 +212,9 @@ class Space:
     def _frames_of(self, pp: int, tp: int, cp: int, ep: int, dp: int) -> Iterator[tuple[int, ...]]:
         local = self.batch // (dp * ep)
         sizes = [size for size in divisors(local) if allows(self.choices.microbatch, size)]
-        for number, name in enumerate(self.choices.schedule if pp > 1 else self.choices.schedule[:1]):
+        for number, name in enumerate(self.choices.schedule):
+            if pp == 1 and self.choices.schedule == SCHEDULES and number:
+                break  # without a pipeline they are alike, unless they are asked for
             for chunks in self._chunks(name, pp):
                 for size in sizes:
                     if takes(name, pp, local // size, chunks):
@@ -221,7 +223,7 @@ class Space:
     def _chunks(self, name: str, pp: int) -> list[int]:
         """How many chunks are tried: all that leave no stage empty, and where layers can be even, only even ones."""
         least, most = find_schedule(name).min_chunks, find_schedule(name).max_chunks
-        if pp == 1:
+        if pp == 1 and self.choices.chunks is None:
             return [least] if least <= self.model.layers else []
         room = [v for v in range(least, min(most, self.model.layers // pp) + 1) if allows(self.choices.chunks, v)]
         even = [v for v in room if self.model.layers % (pp * v) == 0]
@@ -240,9 +242,19 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
         raise UsageError(
             f"tune: no mesh of {gpus} GPUs can hold {model.name} ({model.layers} layers, {model.heads} heads) with a "
             f"batch of {batch} and these choices: dp·tp·pp·cp·ep = gpus, tp divides the heads, pp is at most the "
-            f"layers, and dp·ep divides the batch; free an axis or change the number of GPUs"
+            f"layers, and dp·ep and the microbatch divide the batch; {_way_out(space)}"
         )
     return space
+
+
+def _way_out(space: Space) -> str:
+    """Return which choice stands in the way by itself; where none does alone, a word on all of them."""
+    given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
+    for name in given:
+        freed = Choices.read({other: value for other, value in given.items() if other != name})
+        if Space(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
+            return f"without {name} = {', '.join(map(str, given[name]))} there would be one"
+    return "free an axis or change the number of GPUs"
 
 
 def divisors(number: int) -> list[int]:

@@ -192,3 +192,8 @@ def test_a_gpt_by_its_sizes_alone_is_megatrons() -> None:
     assert find_model(SIZES).attention == "unfused"
     for newer in ({"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}, {"attention": "flash"}):
         assert find_model({**SIZES, **newer}).attention == "flash"
+
+
+def test_a_name_of_a_hub_is_no_file():
+    with pytest.raises(UsageError, match=r"unknown model 'meta-llama/Llama-9-8B'.*or give a file"):
+        find_model("meta-llama/Llama-9-8B")

@@ -96,3 +96,10 @@ def test_stages_are_numbers_or_text() -> None:
 def test_what_is_wrong_is_said(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(qs.UsageError, match=words):
         read_row(row(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"), [("BF16", "bf16"), ("bfloat16", "bf16"), ("float32", "fp32"), ("half", "fp16")]
+)
+def test_types_in_the_words_of_torch(word: str, ours: str) -> None:
+    assert read_row(row(gpus=1, dtype=word)).strategy.dtype == ours

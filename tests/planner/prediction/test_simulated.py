@@ -4,8 +4,10 @@ import pytest
 
 from quintsched.descriptions.library import find_hardware, find_model
 from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.columns import Table
 from quintsched.prediction.plans import plan_of
 from quintsched.prediction.simulated import agreement, costs_of, simulated_step_s
+from quintsched.prediction.table import evaluate
 from quintsched.schedules import all_schedules
 
 TOLERANCE = 0.01
@@ -48,8 +50,13 @@ def test_predictions_are_what_plans_take(sizes, overlap):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_under_each_schedule(schedule):
-    found = agreement(SMALL, A100, strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True))
+    given = strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True)
+    found, quick = agreement(SMALL, A100, given), evaluate(SMALL, A100, Table.of([given]))
     assert abs(found.error) < TOLERANCE
+    if quick.exact[0]:
+        assert quick.step_s[0] == pytest.approx(found.predicted_s)
+    else:
+        assert quick.step_s[0] <= found.simulated_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Fits the six constants of `quintsched.prediction.efficiency` to one published table, and says how well they hold.
+
+    python benchmarks/fit_cost_model.py            the constants, each row's error, and that with the row left out
+    python benchmarks/fit_cost_model.py --h100     also the H100's own constant, from the two runs that it names
+
+The table is Korthikanti et al. 2022: nine measured steps, and five forwards and backwards of one layer (which count
+less: they are rounded to 0.1 ms). What is minimised is the sum of squared logarithms of predicted over measured, and
+a little of how far each constant strays from where it starts. Nothing else is ever fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintsched.descriptions.library import find_hardware, find_model
+from quintsched.descriptions.rows import read_row
+from quintsched.prediction.columns import Table
+from quintsched.prediction.efficiency import CONSTANTS, Constants
+from quintsched.prediction.table import distinct_blocks, evaluate
+
+DATA = Path(__file__).parent / "data"
+START = Constants(product=0.85, half=200.0, memory=0.8, link=0.8, network=0.4, contention=0.2)
+MOST = 0.98
+"""No share is more."""
+LAYERS_COUNT = 0.4
+"""Weight of a layer's time beside a step's."""
+STRAYING = 0.002
+"""Weight of the squared logarithm of a constant over where it starts."""
+EXTRAS = ("measured_s", "tflops", "group")
+Vector = NDArray[np.float64]
+
+
+def main() -> int:
+    """Fit and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--h100", action="store_true", help="fit the H100's own constant too")
+    arguments = parser.parse_args()
+    table = json.loads((DATA / "korthikanti.json").read_text())
+    rows, layers = table["rows"], table["layers_ms"]
+    fitted = fit(rows, layers)
+    print(f"fitted  {_shown(fitted)}\nfrozen  {_shown(CONSTANTS)}\n")
+    errors = np.expm1(step_errors(rows, fitted))
+    print(f"{'row':34} error   left out")
+    left_out = []
+    for number, (row, error) in enumerate(zip(rows, errors.tolist(), strict=True)):
+        others = fit([*rows[:number], *rows[number + 1 :]], layers)
+        left_out.append(float(np.expm1(step_errors([row], others))[0]))
+        print(f"{row['model']:14} {row['recompute']:10} dp={row['dp']:<4} {error:+7.2%}  {left_out[-1]:+7.2%}")
+    print(f"{'mean absolute, Table 5':34} {np.abs(errors[:8]).mean():6.2%}  {np.abs(left_out[:8]).mean():6.2%}")
+    if arguments.h100:
+        print(f"H100: efficiency {fit_h100():.3f}")
+    return 0
+
+
+def fit(rows: list[dict[str, Any]], layers: list[dict[str, Any]]) -> Constants:
+    """Return the constants for these rows and layer times."""
+    start = np.log(np.array(astuple(START)))
+
+    def loss(x: Vector) -> float:
+        constants = Constants(*np.exp(x).tolist())
+        shares = [value for name, value in vars(constants).items() if name != "half"]
+        over = sum(max(0.0, share - MOST) ** 2 for share in shares)
+        parts = np.concatenate([step_errors(rows, constants), LAYERS_COUNT * layer_errors(layers, constants)])
+        return float((parts**2).sum() + STRAYING * ((x - start) ** 2).sum() + 10 * over)
+
+    return Constants(*np.exp(minimise(loss, start)).round(4).tolist())
+
+
+def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
+    """Return the logarithm of predicted over measured for each row."""
+    found = []
+    for row in rows:
+        asked = read_row({name: value for name, value in row.items() if name not in EXTRAS})
+        step_s = evaluate(asked.model, asked.hardware, Table.of([asked.strategy]), constants).step_s[0]
+        found.append(np.log(step_s / row["measured_s"]))
+    return np.array(found)
+
+
+def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
+    """Return the same for the forwards and backwards of a layer of the 22B model, 4 samples on 8 GPUs."""
+    model, hardware = find_model("megatron-22b"), find_hardware("a100-80gb")
+    found: list[float] = []
+    for layer in layers:
+        settings = {"model": model, "hardware": hardware, "gpus": 8, "tp": 8, "microbatch": 4, "batch": 4, "seq": 2048}
+        asked = read_row({**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"]})
+        block = distinct_blocks(model, hardware, Table.of([asked.strategy]), constants).dense
+        forward = float((block.forward + block.waits_forward)[0])
+        backward = float((block.backward_input + block.backward_weight + block.waits_backward)[0])
+        backward += {"none": 0.0, "selective": float(block.selective[0]), "full": forward}[layer["recompute"]]
+        found += [np.log(forward * 1e3 / layer["forward"]), np.log(backward * 1e3 / layer["backward"])]
+    return np.array(found)
+
+
+def fit_h100() -> float:
+    """Return the efficiency at which the two named runs on H100s are right on average (of logarithms)."""
+    table = json.loads((DATA / "mpt_h100.json").read_text())
+    rows = [table["rows"][number] for number in table["fitted"]]
+    hardware = find_hardware("h100")
+    low, high = 0.3, 1.3
+    for _ in range(20):
+        middle = (low + high) / 2
+        own = hardware.model_copy(update={"efficiency": middle})
+        slow = step_errors([{**row, "hardware": own} for row in rows], CONSTANTS).mean() > 0
+        low, high = (middle, high) if slow else (low, middle)
+    return round((low + high) / 2, 3)
+
+
+def minimise(loss: Callable[[Vector], float], start: Vector, steps: int = 600) -> Vector:
+    """Return where a function is least, by Nelder and Mead's simplex."""
+    corners = [start, *(start + 0.15 * axis for axis in np.eye(len(start)))]
+    values = [loss(corner) for corner in corners]
+    for _ in range(steps):
+        order = np.argsort(values)
+        corners, values = [corners[i] for i in order], [values[i] for i in order]
+        if values[-1] - values[0] < 1e-9:
+            break
+        centre = np.mean(corners[:-1], axis=0)
+        best, second, worst = values[0], values[-2], values[-1]
+        new, value = _try(loss, centre, corners[-1], 1.0)
+        if value < best:
+            further, at_further = _try(loss, centre, corners[-1], 2.0)
+            new, value = (further, at_further) if at_further < value else (new, value)
+        elif value >= second:
+            new, value = _try(loss, centre, corners[-1], -0.5)
+        if value < worst:
+            corners[-1], values[-1] = new, value
+        else:
+            corners = [corners[0], *((corners[0] + corner) / 2 for corner in corners[1:])]
+            values = [values[0], *(loss(corner) for corner in corners[1:])]
+    return corners[int(np.argmin(values))]
+
+
+def _try(loss: Callable[[Vector], float], centre: Vector, worst: Vector, by: float) -> tuple[Vector, float]:
+    point = centre + by * (centre - worst)
+    return point, loss(point)
+
+
+def _shown(constants: Constants) -> str:
+    return "  ".join(f"{field.name}={getattr(constants, field.name):.4g}" for field in fields(constants))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Predictions of step times beside published measurements: ours, and the formulas of others.
+
+    python benchmarks/prediction.py                      every table, every predictor
+    python benchmarks/prediction.py mpt_a100 --rows      one table, row by row
+    python benchmarks/prediction.py --rows-of FILE.json  rows of your own: flags of `quintsched predict`, and measured_s
+
+    data/*.json ──▶ rows ──▶ predictors ──▶ mean error, bias, Kendall's tau, regret, what fits in memory
+
+`korthikanti` is what the constants are fitted on (`fit_cost_model.py`), and of `mpt_h100` the rows under `fitted` give
+the H100's own constant; all else is a test. Where a source does not say how large microbatches or how many chunks are,
+the fastest that fits is taken, by our own model. The exit code is 1 where our error is beyond what LIMITS allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from quintsched.descriptions.model import Model
+from quintsched.descriptions.rows import Row, read_row
+from quintsched.descriptions.strategy import Strategy
+from quintsched.prediction.collectives import all_reduce_s
+from quintsched.prediction.columns import Table
+from quintsched.prediction.efficiency import peak
+from quintsched.prediction.step import model_flops, predict
+from quintsched.prediction.table import evaluate
+
+DATA = Path(__file__).parent / "data"
+TABLES = ("korthikanti", "megatron_table1", "megatron_table2", "mpt_a100", "mpt_h100")
+LIMITS = {"korthikanti": 0.0365, "megatron_table1": 0.06, "megatron_table2": 0.08, "mpt_a100": 0.08, "mpt_h100": 0.10}
+"""Mean absolute errors beyond which the exit code is 1."""
+NOT_FLAGS = ("measured_s", "tflops", "group", "tokens_per_s_per_gpu")
+USUAL_MFU = 0.40
+"""Of the simple rule."""
+USUAL_SHARE = 0.55
+"""Share of the peak in Megatron-LM's formula: about what its authors reach, without bubbles."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured run, with the strategy that it had, or the best of those it may have had."""
+
+    row: Row
+    measured_s: float
+    group: str | None
+    """Runs of one group are alternatives to each other."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a predictor does on a table."""
+
+    error: float
+    bias: float
+    tau: float
+    regret: float | None
+    """How much slower, on average, the run is that it would choose of each group."""
+
+
+def main() -> int:
+    """Report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)} and primus; default: all")
+    parser.add_argument("--rows", action="store_true", help="show every row")
+    parser.add_argument("--rows-of", type=Path, help="a table of your own")
+    arguments = parser.parse_args()
+    names = [] if arguments.rows_of else arguments.tables or [*TABLES, "primus"]
+    sources = [(name, DATA / f"{name}.json") for name in names if name != "primus"]
+    sources += [(arguments.rows_of.stem, arguments.rows_of)] if arguments.rows_of else []
+    beyond = False
+    for name, path in sources:
+        cases = read_cases(json.loads(path.read_text()))
+        for predictor, function in PREDICTORS.items():
+            found = [function(case.row) for case in cases]
+            score = score_of(cases, found)
+            print(f"{name:16} {predictor:9} {_shown(score)}")
+            if predictor == "ours":
+                _print_rows(cases, found, arguments.rows)
+                beyond |= score.error > LIMITS.get(name, np.inf)
+    if "primus" in names:
+        print_primus(json.loads((DATA / "primus.json").read_text()))
+    return int(beyond)
+
+
+def read_cases(table: dict[str, Any] | list[dict[str, Any]]) -> list[Case]:
+    """Return the runs of a table; what its `choose` leaves open is filled in."""
+    rows, choose = (table, {}) if isinstance(table, list) else (table["rows"], table.get("choose", {}))
+    return [_case(row, choose) for row in rows]
+
+
+def _case(row: dict[str, Any], choose: dict[str, Any]) -> Case:
+    flags = {name: value for name, value in row.items() if name not in NOT_FLAGS}
+    asked = _chosen(flags, choose) if choose else read_row(flags)
+    measured_s = row.get("measured_s") or megatron_flops(asked.model, asked.strategy) / (
+        row["tflops"] * 1e12 * row["gpus"]
+    )
+    return Case(asked, measured_s, row.get("group"))
+
+
+def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> Row:
+    """Return the fastest that fits of what a row leaves open."""
+    whole = read_row(flags)
+    layers = whole.model.layers // whole.strategy.pp
+    microbatches = choose.get("microbatch", [whole.strategy.microbatch])
+    chunks = [v for v in range(1, layers + 1) if layers % v == 0] if whole.strategy.pp > 1 else [1]
+    options = []
+    for microbatch, number in product(microbatches, chunks):
+        size = whole.strategy.replicas * microbatch
+        if whole.strategy.batch % size == 0 and (number == 1 or whole.strategy.batch // size % whole.strategy.pp == 0):
+            options.append(whole.strategy.model_copy(update={"microbatch": microbatch, "chunks": number}))
+    found = evaluate(whole.model, whole.hardware, Table.of(options))
+    best = int(np.where(found.fits, found.step_s, np.inf).argmin())
+    return Row(whole.model, whole.hardware, options[best])
+
+
+def ours(row: Row) -> float:
+    """Our own prediction."""
+    return predict(row.model, row.hardware, row.strategy).step_s
+
+
+def simple_rule(row: Row) -> float:
+    """Six operations for each parameter and token, at a usual share of the peak."""
+    tokens = row.strategy.batch * row.strategy.seq
+    return 6 * _parameters(row.model) * tokens / (USUAL_MFU * _peak(row))
+
+
+def megatron_formula(row: Row) -> float:
+    """Narayanan et al. 2021: operations with full recomputation, at a usual share, and the pipeline's bubble."""
+    s = row.strategy
+    flops = megatron_flops(row.model, s) * (1.0 if s.recompute == "full" else 0.75)
+    bubble = (s.pp - 1) / ((s.chunks or 1) * s.microbatches)
+    return flops / (USUAL_SHARE * _peak(row)) * (1 + bubble)
+
+
+def roofline(row: Row) -> float:
+    """In Calculon's manner: a block's products at a fixed share, its memory traffic, its tensor-parallel all-reduces.
+
+    Like Calculon it leaves out the embedding and the head; gradients are added up after the last backward.
+    """
+    model, s, hardware = row.model, row.strategy, row.hardware
+    tokens = float(s.microbatch * s.seq)
+    hidden = float(model.hidden)
+    flops = 24 * tokens * hidden**2 * (1 + s.seq / (6 * hidden)) / s.tp
+    scores = s.microbatch * model.heads * s.seq**2 / s.tp if model.attention == "unfused" else 0.0
+    moved = 2 * tokens * hidden * (14 + 22 / s.tp) + 9 * scores
+    forward = flops / (0.80 * _peak(row) / s.gpus) + moved / (0.85 * hardware.memory_gbps * 1e9)
+    waits = float(all_reduce_s(np.array([2 * tokens * hidden]), np.array([s.tp]), np.array([1]), hardware)[0])
+    passes = 3 + (1 if s.recompute == "full" else 0)
+    of_layer = passes * forward + (4 + 2 * (s.recompute == "full")) * waits
+    whole = model.layers / s.pp * of_layer * (s.microbatches + (s.pp - 1) / (s.chunks or 1))
+    weights = 12 * model.layers * hidden**2 / s.tp / s.pp
+    replicas, stride = np.array([s.dp]), np.array([s.tp])
+    summed = float(all_reduce_s(np.array([2 * weights]), replicas, stride, hardware)[0])
+    shards = s.dp if s.zero else 1
+    return float(whole + summed + 30 * weights / shards / (0.85 * hardware.memory_gbps * 1e9))
+
+
+PREDICTORS: dict[str, Callable[[Row], float]] = {
+    "ours": ours,
+    "roofline": roofline,
+    "megatron": megatron_formula,
+    "6ND": simple_rule,
+}
+
+
+def megatron_flops(model: Model, strategy: Strategy) -> float:
+    """Narayanan et al. 2021, equation 3: operations of a step with full recomputation."""
+    h, layers, seq = model.hidden, model.layers, strategy.seq
+    return 96 * strategy.batch * seq * layers * h**2 * (1 + seq / (6 * h) + model.vocab / (16 * layers * h))
+
+
+def _parameters(model: Model) -> float:
+    return model_flops(model, 1) / 6
+
+
+def _peak(row: Row) -> float:
+    return peak(row.hardware, row.strategy.dtype) * row.strategy.gpus
+
+
+def score_of(cases: list[Case], predicted: list[float]) -> Score:
+    """Return the errors of a table's predictions."""
+    errors = [found / case.measured_s - 1 for case, found in zip(cases, predicted, strict=True)]
+    measured = [case.measured_s for case in cases]
+    return Score(fmean(map(abs, errors)), fmean(errors), kendall_tau(measured, predicted), _regret(cases, predicted))
+
+
+def kendall_tau(one: list[float], other: list[float]) -> float:
+    """Return the share of pairs in the same order less that of pairs in the opposite one."""
+    signs = [np.sign((a[0] - b[0]) * (a[1] - b[1])) for a, b in combinations(zip(one, other, strict=True), 2)]
+    return float(fmean(signs)) if signs else 1.0
+
+
+def _regret(cases: list[Case], predicted: list[float]) -> float | None:
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for case, found in zip(cases, predicted, strict=True):
+        if case.group:
+            groups.setdefault(case.group, []).append((found, case.measured_s))
+    lost = [min(runs)[1] / min(run[1] for run in runs) - 1 for runs in groups.values()]
+    return fmean(lost) if lost else None
+
+
+def _shown(score: Score) -> str:
+    regret = "" if score.regret is None else f"  regret {score.regret:6.2%}"
+    return f"error {score.error:6.2%}  bias {score.bias:+7.2%}  tau {score.tau:5.2f}{regret}"
+
+
+def _print_rows(cases: list[Case], predicted: list[float], every: bool) -> None:
+    fits = [predict(case.row.model, case.row.hardware, case.row.strategy).fits for case in cases]
+    print(f"{'':26} {sum(fits)} of {len(fits)} runs, all of which ran, fit in memory as predicted")
+    for case, found in zip(cases, predicted, strict=True) if every else ():
+        s = case.row.strategy
+        axes = f"tp={s.tp} pp={s.pp} dp={s.dp} seq={s.seq} microbatch={s.microbatch} chunks={s.chunks or 1}"
+        error = found / case.measured_s - 1
+        print(f"    {case.row.model.name:15} {axes:58} {case.measured_s:9.3f} s {found:9.3f} s {error:+7.1%}")
+
+
+def print_primus(table: dict[str, Any]) -> None:
+    """Rank correlation of schedules, over the sizes that the source leaves open."""
+    speeds = [row["tokens_per_s_per_gpu"] for row in table["rows"]]
+    found = []
+    for microbatch, microbatches, seq in product(*(table["open"][name] for name in table["open"])):
+        sizes = {"microbatch": microbatch, "batch": microbatch * microbatches, "seq": seq}
+        flags = [{name: value for name, value in row.items() if name not in NOT_FLAGS} for row in table["rows"]]
+        times = [ours(read_row({**one, **sizes})) for one in flags]
+        found.append(kendall_tau(speeds, [1 / time for time in times]))
+        print(f"primus           ours      microbatch {microbatch}, {microbatches} microbatches: tau {found[-1]:5.2f}")
+    print(f"primus           ours      mean tau {fmean(found):5.2f}, between {min(found):.2f} and {max(found):.2f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
