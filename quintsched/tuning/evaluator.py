@@ -98,7 +98,6 @@ class Evaluator:
             **constant,
             recompute=recompute,
             stages=np.zeros(rows, np.int64),
-            overlap=np.zeros(rows, np.int64),
             values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
         )
 
@@ -123,4 +122,4 @@ class Evaluator:
         return evaluate(self.space.model, self.hardware, table)
 
 
-_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "dtype")
+_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "overlap", "dtype")

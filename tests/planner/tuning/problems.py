@@ -50,6 +50,7 @@ def problem(seed: int) -> Problem:
     choices = Choices(
         recompute=draw.choice(recomputes),
         zero=draw.choice([(0, 1, 2, 3), (0, 1), (1,)]),
+        overlap=draw.choice([(False, True), (False,), (True,)]),
         sequence_parallel=draw.choice([(False, True), (True,), (False,)]),
     )
     return Problem(model, hardware, draw.choice([1, 2, 4, 6, 8]), draw.choice([4, 8, 12]), 512, choices)
@@ -107,8 +108,9 @@ def _of_mesh(given: Problem, dp: int, tp: int, pp: int, cp: int, ep: int) -> Ite
             spread = given.choices.sequence_parallel if tp > 1 else given.choices.sequence_parallel[:1]
             if given.seq // cp % tp:
                 spread = tuple(one for one in spread if not one)
-            for zero, sequence_parallel in itertools.product(zeros, spread):
-                switches = {"zero": zero, "sequence_parallel": sequence_parallel}
+            overlaps = given.choices.overlap if dp * cp * ep > 1 else given.choices.overlap[:1]
+            for zero, overlap, sequence_parallel in itertools.product(zeros, overlaps, spread):
+                switches = {"zero": zero, "overlap": overlap, "sequence_parallel": sequence_parallel}
                 for tuples, named in _recomputes(given, schedule, pp, chunks):
                     yield Group(tuple(Strategy(**common, **switches, recompute=one) for one in tuples), named)
 
