@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.prediction.blocks import Blocks
-from quintsched.prediction.closed_forms import Pipelines
 from quintsched.prediction.columns import Table, distinct
 from quintsched.prediction.operators import Array
-from quintsched.prediction.pipeline import (
+from quintsched.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
     has_closed_form,
@@ -26,6 +25,7 @@ from quintsched.prediction.pipeline import (
     stage_durations,
     staged,
 )
+from quintsched.prediction.pipeline.runs import Pipelines
 from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 
 Rows = NDArray[np.int64]
