@@ -39,14 +39,19 @@ def _tuples_hold(seed, space, evaluator, frames, columns, place):
             layers = space.stage_layers(place[rows, 0])
             numbers = draw.integers(0, layers[:, None] + 1, (len(rows), pp))
             found = evaluator.evaluate({name: values[rows] for name, values in columns.items()}, numbers)
-            assert np.all(frames.time_s[place[rows, 0]] <= found.time_s)
+            bounds = frames.time_s[place[rows, 0]]
+            assert np.all(bounds[found.exact] <= found.time_s[found.exact])
             assert np.all(frames.memory_bytes[place[rows, 0]] <= found.memory_bytes)
+            some = np.flatnonzero(~found.exact)[:20]
+            if len(some):
+                strategies = [space.strategy(space.rows(place[rows[[row]]]), 0, tuple(numbers[row])) for row in some]
+                assert np.all(bounds[some] <= evaluator.simulate(strategies))
 
 
 def test_bounds_hold_for_every_strategy_of_thousands_of_boxes():
-    assert sum(holds(seed) for seed in range(30)) > 1000
+    assert sum(holds(seed) for seed in range(60)) > 2000
 
 
 @pytest.mark.slow
 def test_bounds_hold_for_every_strategy_of_tens_of_thousands_of_boxes():
-    assert sum(holds(seed) for seed in range(30, 1000)) > 20_000
+    assert sum(holds(seed) for seed in range(60, 1000)) > 20_000
