@@ -1,7 +1,9 @@
 """What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
 
-time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
-memory  ≥ the fullest of resident     the rest: what comes and goes
+    time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
+    memory  ≥ the fullest of resident     the rest: what comes and goes
+
+A row of a space is one of the prediction's table; only the words of its codes differ.
 """
 
 from __future__ import annotations
