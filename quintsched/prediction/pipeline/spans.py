@@ -29,6 +29,7 @@ from quintsched.prediction.pipeline.runs import Pipelines
 from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 
 Rows = NDArray[np.int64]
+Passes = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,16 +155,14 @@ def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows]
 def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
     first, last = blocks.first.take(rows), blocks.last.take(rows)
-    return rank_pipelines(
+    return _of_passes(
         schedule,
-        ranks=kinds.ranks.T[:, rows],
-        microbatches=table.microbatches[rows],
-        chunks=table.chunks[rows],
-        forward=each.forward.T[:, rows],
-        backward_input=each.backward_input.T[:, rows],
-        backward_weight=each.compute_weight.T[:, rows],
-        first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
-        last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+        table,
+        kinds,
+        rows,
+        (each.forward, each.backward_input, each.compute_weight),
+        (first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
+        (last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
     )
 
 
@@ -173,14 +172,30 @@ def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
     A recomputation does not wait for a gradient, so that it is not on the last one's way up the ranks.
     """
     first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return _of_passes(
+        schedule,
+        table,
+        kinds,
+        rows,
+        (each.compute_forward, each.compute_input, each.compute_weight),
+        (first.forward, first.backward_input, first.backward_weight),
+        (last.forward, last.backward_input, last.backward_weight),
+    )
+
+
+def _of_passes(
+    schedule: str, table: Table, kinds: Kinds, rows: Rows, passes: Passes, first: Passes, last: Passes
+) -> Pipelines:
+    """Return pipelines whose forwards and halves of backwards take so long; `first` and `last`: embedding and head."""
+    forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
     return rank_pipelines(
         schedule,
         ranks=kinds.ranks.T[:, rows],
         microbatches=table.microbatches[rows],
         chunks=table.chunks[rows],
-        forward=each.compute_forward.T[:, rows],
-        backward_input=each.compute_input.T[:, rows],
-        backward_weight=each.compute_weight.T[:, rows],
-        first=(first.forward, first.backward_input, first.backward_weight),
-        last=(last.forward, last.backward_input, last.backward_weight),
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        first=first,
+        last=last,
     )
