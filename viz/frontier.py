@@ -27,8 +27,8 @@ NAMED = 10
 """How many of the best are named."""
 SLOWEST = 2.0
 """The front is drawn up to so many times the best time, or the last one that is named."""
-CELLS = 40
-"""Numbers of points that are nearer than this part of the picture are written side by side."""
+NEAR_UP, NEAR_ACROSS, NUMBER_WIDE = 0.05, 0.02, 0.03
+"""Numbers of points that are nearer than these parts of the picture are written side by side; each takes its width."""
 
 
 def render_tuning(tuning: Tuning, path: Path) -> None:
@@ -76,11 +76,16 @@ def _draw_points(axes: Axes, front: Sequence[Candidate], best: Sequence[Candidat
 def _draw_numbers(axes: Axes, best: Sequence[Candidate]) -> None:
     """Write the numbers of the best beside their points; those that would lie on each other, side by side."""
     (left, right), (_, top) = axes.get_xlim(), axes.get_ylim()
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: list[tuple[float, float, list[int]]] = []
     for number, found in enumerate(best):
         across, up = (found.step_s - left) / (right - left), found.memory_bytes / 1e9 / top
-        groups.setdefault((round(across * CELLS), round(up * CELLS)), []).append(number)
-    for numbers in groups.values():
+        for x, y, numbers in groups:
+            if abs(up - y) < NEAR_UP and abs(across - x) < NEAR_ACROSS + NUMBER_WIDE * (len(numbers) + 1):
+                numbers.append(number)
+                break
+        else:
+            groups.append((across, up, [number]))
+    for _, _, numbers in groups:
         first = best[numbers[0]]
         text = ", ".join(str(number + 1) for number in numbers)
         place = (first.step_s, first.memory_bytes / 1e9)

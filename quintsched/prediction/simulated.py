@@ -22,10 +22,10 @@ from quintsched.descriptions.strategy import Strategy
 from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import CONSTANTS, Constants
 from quintsched.prediction.memory.ranks import stage_terms
-from quintsched.prediction.pipeline import repetition
+from quintsched.prediction.pipeline.makespan import repetition
+from quintsched.prediction.pipeline.spans import StageTimes
 from quintsched.prediction.plans import num_stages, plan_of
 from quintsched.prediction.stages import Kinds, stages_of_rank
-from quintsched.prediction.step_pipeline import StageTimes
 from quintsched.prediction.table import distinct_blocks, distinct_stages, evaluate
 from quintsched.prediction.totals import stage_times
 from quintsched.simulation.costs import Costs

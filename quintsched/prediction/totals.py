@@ -22,9 +22,9 @@ from quintsched.prediction.columns import Table
 from quintsched.prediction.efficiency import Constants, curve_rate, memory_rate
 from quintsched.prediction.memory.ranks import fullest, held_terms
 from quintsched.prediction.operators import Array
+from quintsched.prediction.pipeline.spans import Rows, StageTimes, spans
 from quintsched.prediction.shared_cores import cores_s, in_step, reduced_s, shared_sums_s, shares_cores, stepped_s
 from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
-from quintsched.prediction.step_pipeline import Rows, StageTimes, spans
 
 GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a gradient as it is summed over replicas, by dtype: as Megatron-LM does it, where fp16 has its scale."""

@@ -34,19 +34,29 @@ class Bounds:
 
 def frame_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Bounds:
     """Return what no leaf of each of these frames falls below."""
+    return Bounds(time_bounds(space, evaluator, frames), memory_bounds(space, evaluator, frames))
+
+
+def time_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
+    """Return the seconds that no leaf of each frame falls below."""
     time = np.full(len(frames), np.inf)
-    memory = np.full(len(frames), np.inf)
     for dtype in range(len(space.choices.dtype)):
         for sequence_parallel in space.choices.sequence_parallel:
             for code in least_recomputes(space):
                 rows = relaxed(space, frames, dtype, 0, int(sequence_parallel), code)
                 time = np.minimum(time, evaluator.pipeline_s(rows))
-        memory = np.minimum(memory, _least_bytes(space, evaluator, frames, dtype))
-    return Bounds(time * (1 - SLACK), memory * (1 - SLACK))
+    return time * (1 - SLACK)
+
+
+def memory_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
+    """Return the bytes that the fullest rank of every leaf of each frame holds at least."""
+    dtypes = range(len(space.choices.dtype))
+    held = [_least_bytes(space, evaluator, frames, dtype) for dtype in dtypes]
+    return np.asarray(np.minimum.reduce(held) * (1 - SLACK))
 
 
 def _least_bytes(space: Space, evaluator: Evaluator, frames: Ints, dtype: int) -> Floats:
-    """Return what the fullest rank of each frame holds at least."""
+    """Return the same for one dtype."""
     spread, zeros, codes = int(max(space.choices.sequence_parallel)), space.choices.zero, extreme_recomputes(space)
     state: list[Floats] = []
     others: list[Floats] = []
@@ -66,7 +76,8 @@ def mesh_bounds(space: Space, frames: Bounds) -> Bounds:
 def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel: int, recompute: int) -> Columns:
     """Return a row for each frame with these switches."""
     columns: Columns = {name: space.column(name, frames) for name in FRAME}
-    switches = {"dtype": dtype, "zero": zero, "sequence_parallel": sequence_parallel, "recompute": recompute}
+    switches = {"dtype": dtype, "zero": zero, "overlap": 0, "recompute": recompute}
+    switches["sequence_parallel"] = sequence_parallel
     for name, value in switches.items():
         columns[name] = np.full(len(frames), value, np.int64)
     columns["sequence_parallel"] *= space.tokens_divide(frames)
@@ -82,11 +93,17 @@ def least_recomputes(space: Space) -> list[int]:
 
 
 def extreme_recomputes(space: Space) -> list[int]:
-    """Return the choices of recomputation of which, for any rank, one holds least."""
+    """Return the choices of recomputation of which, for any rank, one holds least.
+
+    What a rank holds rises once, for what is recomputed at a time, and then falls or rises evenly with each layer: so
+    it is least where nothing is recomputed, where all is, or with one of the extreme numbers.
+    """
     codes, numbers = _codes(space)
     if PER_STAGE in codes:
         codes = codes | {NONE, FULL}
-    return [code for code in (NONE, SELECTIVE, FULL) if code in codes] + sorted({*numbers[:1], *numbers[-1:]})
+    least = [] if NONE in codes else numbers[:1]
+    most = [] if FULL in codes else numbers[-1:]
+    return [code for code in (NONE, SELECTIVE, FULL) if code in codes] + sorted({*least, *most})
 
 
 def _codes(space: Space) -> tuple[set[int], list[int]]:

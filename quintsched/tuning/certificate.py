@@ -25,8 +25,9 @@ from quintsched.descriptions.model import Description, Model
 from quintsched.errors import InputError
 from quintsched.files.atomic import write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
-from quintsched.tuning.bounds import Bounds, mesh_bounds
+from quintsched.tuning.bounds import Bounds, frame_bounds, mesh_bounds
 from quintsched.tuning.choices import Choices
+from quintsched.tuning.evaluator import Evaluator
 from quintsched.tuning.ranking import Candidates
 from quintsched.tuning.space import MESH, Ints
 from quintsched.tuning.tune import Tuning
@@ -133,10 +134,11 @@ def _winners(best: Candidates) -> tuple[Winner, ...]:
 def _pruned(tuning: Tuning) -> list[Box]:
     """Return a box for each mesh that can be left out as a whole, and for each frame that can of the others."""
     space, found = tuning.space, tuning.found
-    if found.bounds is None:
+    if not found.pruned:
         return []
+    bounds = frame_bounds(space, Evaluator(space, tuning.hardware), np.arange(space.num_frames))
     limit, capacity = found.ranking.limit_s, tuning.hardware.memory_gb * 1e9
-    meshes = mesh_bounds(space, found.bounds)
+    meshes = mesh_bounds(space, bounds)
     slow, large = meshes.time_s > limit, meshes.memory_bytes > capacity
     kept = np.zeros(space.num_frames, bool)
     kept[found.evaluated] = True
@@ -145,7 +147,7 @@ def _pruned(tuning: Tuning) -> list[Box]:
     boxes = _boxes(space.frames[space.starts[:-1], : len(MESH)], meshes, large, np.flatnonzero(whole))
     in_whole = np.repeat(whole, np.diff(space.starts))
     rest = np.flatnonzero(~kept & ~in_whole)
-    return boxes + _boxes(space.frames, found.bounds, found.bounds.memory_bytes > capacity, rest)
+    return boxes + _boxes(space.frames, bounds, bounds.memory_bytes > capacity, rest)
 
 
 def _boxes(columns: Ints, bounds: Bounds, large: np.ndarray, chosen: Ints) -> list[Box]:

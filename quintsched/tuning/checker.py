@@ -119,6 +119,8 @@ def _per_stage(
         pp = int(space.frames[frame, 0])
         if len(solved[frame, leaf]) != pp:
             _refuse(f"the leaf {[frame, leaf]} has {pp} pipeline ranks, but numbers for {len(solved[frame, leaf])}")
+        if not all(0 <= number <= space.model.layers + 1 for number in solved[frame, leaf]):
+            _refuse(f"the leaf {[frame, leaf]} has numbers beyond the {space.model.layers} layers")
         by_ranks.setdefault(pp, []).append((frame, leaf))
     found: list[Key] = []
     for leaves in by_ranks.values():

@@ -38,6 +38,8 @@ class Choices(Description):
     microbatch: tuple[Size, ...] | None = None
     dtype: tuple[DType, ...] = ("bf16",)
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+    overlap: tuple[bool, ...] = (False,)
+    """Whether replicas add up gradients beside the last backwards; not searched unless it is asked for."""
     sequence_parallel: tuple[bool, ...] = (False, True)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full", "per-stage")
     even: bool = Field(default=False)

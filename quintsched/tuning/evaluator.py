@@ -1,7 +1,9 @@
 """What a search asks of the prediction: time and memory of many strategies at once, and the parts that bounds need.
 
-time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
-memory  ≥ the fullest of resident     the rest: what comes and goes
+    time    ≥ pipeline_s                  the rest: what ends a step, exchanges of gradients and the optimizer
+    memory  ≥ the fullest of resident     the rest: what comes and goes
+
+A row of a space is one of the prediction's table; only the words of its codes differ.
 """
 
 from __future__ import annotations
@@ -98,7 +100,6 @@ class Evaluator:
             **constant,
             recompute=recompute,
             stages=np.zeros(rows, np.int64),
-            overlap=np.zeros(rows, np.int64),
             values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
         )
 
@@ -123,4 +124,4 @@ class Evaluator:
         return evaluate(self.space.model, self.hardware, table)
 
 
-_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "dtype")
+_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "overlap", "dtype")

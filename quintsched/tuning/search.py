@@ -1,9 +1,9 @@
 """The search: boxes in the order of their bounds, leaves of those that may win, and then what was put off.
 
-    all frames ──bounds──▶ too much memory: pruned ──by rising time──▶ slower than the k-th best: pruned
-                                                                   └─▶ every leaf evaluated ──▶ k best, front
-                                                                              └─▶ put off: per-stage recomputation, and
-                                                                                  schedules without a closed form
+    all frames ──by rising bound of time──▶ slower than the k-th best: pruned
+                                      └───▶ too much memory: pruned
+                                      └───▶ every leaf evaluated ──▶ k best, front
+                                                   └─▶ put off: per-stage recomputation, schedules without a closed form
 
 What is put off has a lower bound, and is solved or simulated by rising bound until the bound passes the k-th best. So
 nothing is lost: every strategy that is not evaluated is in a box, or has a bound, that cannot win. With `prune=False`
@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quintsched.descriptions.strategy import Strategy
-from quintsched.tuning.bounds import SLACK, Bounds, frame_bounds
-from quintsched.tuning.evaluator import Evaluator
+from quintsched.tuning.bounds import SLACK, memory_bounds, time_bounds
+from quintsched.tuning.evaluator import Evaluator, Floats
 from quintsched.tuning.per_stage import solve
 from quintsched.tuning.ranking import Candidates, Ranking, nobody
 from quintsched.tuning.space import PER_STAGE, Ints, Mask, Space
 
-ROWS_AT_ONCE = 1 << 16
+ROWS_AT_ONCE = 1 << 15
 """So many leaves are evaluated before what is left is looked at again."""
 FIRST_ROWS = 1 << 12
 """Fewer at first, for a time to prune by."""
@@ -42,12 +42,12 @@ class Found:
     """What a search found, and how it disposed of every frame."""
 
     ranking: Ranking
-    bounds: Bounds | None
-    """Of every frame; None where nothing was pruned."""
     evaluated: Ints
     """Frames of which every leaf was evaluated, rising; the others were pruned."""
     solved: tuple[tuple[Ints, Ints], ...]
     """Leaves of per-stage recomputation that were solved: places (n, 2), and the least number of each rank, (n, pp)."""
+    pruned: bool
+    """Whether frames were left out."""
     rows: int
     """Strategies that were evaluated."""
     put_off: int
@@ -78,37 +78,49 @@ class Search:
     def run(self) -> Found:
         """Go through the space."""
         frames = np.arange(self.space.num_frames)
-        bounds = None
+        times = None
         if self.prune:
-            bounds = frame_bounds(self.space, self.evaluator, frames)
-            fits = bounds.memory_bytes <= self.evaluator.capacity_bytes
-            frames = frames[fits][np.lexsort((frames[fits], bounds.time_s[fits]))]
-        evaluated = self._frames(frames, bounds)
+            times = time_bounds(self.space, self.evaluator, frames)
+            frames = np.lexsort((frames, times))
+        evaluated = self._frames(frames, times)
         self._solve()
         self._simulate()
-        solved = tuple(self.solved)
-        return Found(self.ranking, bounds, np.sort(evaluated), solved, self.rows, self.put_off, self.worked_out)
+        return Found(
+            self.ranking,
+            np.sort(evaluated),
+            tuple(self.solved),
+            pruned=self.prune,
+            rows=self.rows,
+            put_off=self.put_off,
+            worked_out=self.worked_out,
+        )
 
-    def _frames(self, frames: Ints, bounds: Bounds | None) -> Ints:
-        """Evaluate every leaf of these frames, in order, but of those whose bounds have become hopeless."""
+    def _frames(self, frames: Ints, times: Floats | None) -> Ints:
+        """Evaluate every leaf of these frames, in order, but of those that turn out to be hopeless."""
         evaluated = [np.zeros(0, np.int64)]
         ends = np.concatenate([[0], np.cumsum(self.space.leaves[frames])])
         start = 0
         while start < len(frames):
+            if times is not None and times[frames[start]] > self.ranking.limit_s and not self.ranking.wants_front:
+                break
             size = ROWS_AT_ONCE if start else FIRST_ROWS
             end = max(start + 1, int(np.searchsorted(ends, ends[start] + size, side="right")) - 1)
             batch = frames[start:end]
-            if bounds is not None:
-                batch = batch[~self.ranking.hopeless(bounds.time_s[batch], bounds.memory_bytes[batch])]
+            if times is not None:
+                batch = self._hopeful(batch, times[batch])
             if len(batch):
                 self._leaves(batch)
                 evaluated.append(batch)
-            elif not self.ranking.wants_front:
-                break
             start = end
-            self._report(start + self.space.num_frames - len(frames))
+            self._report(start)
         self._report(self.space.num_frames)
         return np.concatenate(evaluated)
+
+    def _hopeful(self, frames: Ints, times: Floats) -> Ints:
+        """Return those of the frames that may fit, and may be among the best or on the front."""
+        memory = memory_bounds(self.space, self.evaluator, frames)
+        hopeless = self.ranking.hopeless(times, memory) | (memory > self.evaluator.capacity_bytes)
+        return frames[~hopeless]
 
     def _report(self, done: int) -> None:
         if self.progress is not None:

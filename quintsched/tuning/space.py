@@ -2,7 +2,7 @@
 
     mesh    pp tp cp ep dp                       ┐ a frame: what decides how the work is cut
     frame   … schedule chunks microbatch         ┘
-    leaf    … dtype zero sequence_parallel recompute
+    leaf    … dtype zero overlap sequence_parallel recompute
 
 A box is a mesh with all its frames, or a frame with all its leaves. Frames stand in rising order of their columns, and
 the leaves of a frame in the order of their choices: (frame, leaf) is the place of a strategy, by which ties are broken.
@@ -33,7 +33,7 @@ Mask = NDArray[np.bool_]
 Columns = dict[str, Ints]
 MESH = ("pp", "tp", "cp", "ep", "dp")
 FRAME = (*MESH, "schedule", "chunks", "microbatch")
-SWITCHES = ("dtype", "zero", "sequence_parallel", "recompute")
+SWITCHES = ("dtype", "zero", "overlap", "sequence_parallel", "recompute")
 NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
 """What the column `recompute` says in place of a number of layers."""
 WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
@@ -84,7 +84,7 @@ class Space:
         leaves = self.leaves[chosen]
         if PER_STAGE not in self.recomputes:
             return int(leaves.sum())
-        groups = leaves // self._radices(self.frames[chosen])[3]
+        groups = leaves // self._radices(self.frames[chosen])[-1]
         pp, layers = self.column("pp", chosen), self.stage_layers(chosen)
         alike: dict[tuple[int, int, int], int] = {}
         for key in zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True):
@@ -119,28 +119,34 @@ class Space:
         counts = self.leaves[frames]
         owner = np.repeat(np.arange(len(frames)), counts)
         leaf = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        place = np.stack([frames[owner], leaf], axis=1)
-        return self.rows(place), place
+        return self._rows(frames, owner, leaf), np.stack([frames[owner], leaf], axis=1)
 
     def rows(self, place: Ints) -> Columns:
         """Return the columns of the strategies at these places, (rows, 2)."""
-        frames, rest = place[:, 0], place[:, 1]
-        columns: Columns = {name: self.column(name, frames) for name in FRAME}
-        _, zeros, spread, recomputes = self._radices(self.frames[frames])
+        return self._rows(place[:, 0], np.arange(len(place)), place[:, 1])
+
+    def _rows(self, frames: Ints, owner: Ints, rest: Ints) -> Columns:
+        """Return columns: of each row, which of the frames it is of, and which leaf of that."""
+        of_frames = self.frames[frames]
+        columns: Columns = {name: values[owner] for name, values in zip(FRAME, of_frames.T.copy(), strict=True)}
+        _, zeros, overlaps, spread, recomputes = (radix[owner] for radix in self._radices(of_frames))
         rest, chosen = np.divmod(rest, recomputes)
         columns["recompute"] = self.recomputes[chosen]
         rest, chosen = np.divmod(rest, spread)
         columns["sequence_parallel"] = np.asarray(self.choices.sequence_parallel, np.int64)[chosen]
-        columns["sequence_parallel"] *= self.tokens_divide(frames)
+        columns["sequence_parallel"] *= _tokens_divide(self.seq, of_frames)[owner]
+        rest, chosen = np.divmod(rest, overlaps)
+        columns["overlap"] = np.asarray(self.choices.overlap, np.int64)[chosen]
         columns["dtype"], chosen = np.divmod(rest, zeros)
         columns["zero"] = np.asarray(self.choices.zero, np.int64)[chosen]
         return columns
 
-    def _radices(self, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    def _radices(self, rows: Ints) -> tuple[Ints, ...]:
         """How many choices of each of `SWITCHES` these frames, (n, 8), have."""
         _, tp, cp, ep, dp, *_ = rows.T
         choices = self.choices
         zeros = np.where(dp * cp * ep > 1, len(choices.zero), 1)
+        overlaps = np.where(dp * cp * ep > 1, len(choices.overlap), 1)
         spread = np.where(
             _tokens_divide(self.seq, rows), len(choices.sequence_parallel), False in choices.sequence_parallel
         )
@@ -148,7 +154,7 @@ class Space:
         most = _stage_layers(self.model, rows) - (FULL in self.recomputes)
         numbers = np.searchsorted(self.recomputes[words:], most, side="right")
         dtypes = np.full(len(rows), len(choices.dtype), np.int64)
-        return dtypes, zeros, np.where(tp > 1, spread, 1), words + numbers
+        return dtypes, zeros, overlaps, np.where(tp > 1, spread, 1), words + numbers
 
     @cached_property
     def recomputes(self) -> Ints:
@@ -171,6 +177,7 @@ class Space:
             **{name: at[name] for name in (*MESH, "microbatch", "chunks", "zero")},
             schedule=schedule,
             dtype=self.choices.dtype[at["dtype"]],
+            overlap=bool(at["overlap"]),
             sequence_parallel=bool(at["sequence_parallel"]),
             recompute=recompute,
         )

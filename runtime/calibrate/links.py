@@ -42,7 +42,7 @@ LAYERS, LAYERS_AT_A_TIME = 32, 3
 EDGE = 256
 """Of those that ranks multiply side by side."""
 SHARING_S = 0.4
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 Call = Callable[[], object]
 

@@ -157,6 +157,7 @@ def test_files_that_are_not_there(refused) -> None:
     assert "leave out one" in refused(2, "predict", "job.yaml", "--rows", "rows.json")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_job_and_its_plan(cli, root, tmp_path) -> None:
     job = root / "examples" / "text_4d.yaml"

@@ -65,7 +65,7 @@ CHOSEN = tuple(name for name in FLAGS if name != "stages")
 def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags, or those named; it gets the values of those that were given as `flags`."""
     chosen = {name: FLAGS[name] for name in (names or FLAGS)}
-    switches = [name for name in SWITCHES if not several or name != "overlap"]
+    switches = list(SWITCHES)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**options: Any) -> None:

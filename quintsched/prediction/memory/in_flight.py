@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quintsched.errors import UsageError
-from quintsched.prediction.pipeline import peak_activations
+from quintsched.prediction.pipeline.makespan import peak_activations
 from quintsched.schedules import find_schedule
 
 Form = Callable[[Any, Any, Any, Any], Any]

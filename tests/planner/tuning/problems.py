@@ -5,13 +5,31 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quintsched.descriptions.hardware import Hardware
+from quintsched.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.descriptions.model import Experts, Model
 from quintsched.descriptions.strategy import Strategy
 from quintsched.errors import UsageError
 from quintsched.prediction.table import Table, evaluate
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.tuning.choices import Choices
+
+
+def _curve(rate: float) -> Curve:
+    return Curve(sizes=(1e3, 1e6, 1e9), rates=(rate / 10, rate / 2, rate))
+
+
+CPU = Measured(
+    matmul={"bf16": _curve(1e11)},
+    memory=_curve(1e10),
+    link=_curve(2e9),
+    link_work=_curve(3e9),
+    all_reduce={2: _curve(1e9), 8: _curve(3e8)},
+    all_reduce_work={2: _curve(2e9), 8: _curve(1e9)},
+    kernel_s=1e-5,
+    cores=2,
+    sharing={1: 1.0, 8: 0.8},
+)
+"""A machine whose ranks share cores."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +63,13 @@ def problem(seed: int) -> Problem:
         link_gbps=draw.choice([16.0, 300.0]),
         network_gbps=draw.choice([1.0, 25.0]),
         reserved_gb=0.1,
+        measured=draw.choice([None, None, None, None, CPU]),
     )
     recomputes = [("none", "selective", "full", "per-stage"), ("none", "full"), ("per-stage",), ("selective", 1, 2)]
     choices = Choices(
         recompute=draw.choice(recomputes),
         zero=draw.choice([(0, 1, 2, 3), (0, 1), (1,)]),
+        overlap=draw.choice([(False, True), (False,), (True,)]),
         sequence_parallel=draw.choice([(False, True), (True,), (False,)]),
     )
     return Problem(model, hardware, draw.choice([1, 2, 4, 6, 8]), draw.choice([4, 8, 12]), 512, choices)
@@ -107,8 +127,9 @@ def _of_mesh(given: Problem, dp: int, tp: int, pp: int, cp: int, ep: int) -> Ite
             spread = given.choices.sequence_parallel if tp > 1 else given.choices.sequence_parallel[:1]
             if given.seq // cp % tp:
                 spread = tuple(one for one in spread if not one)
-            for zero, sequence_parallel in itertools.product(zeros, spread):
-                switches = {"zero": zero, "sequence_parallel": sequence_parallel}
+            overlaps = given.choices.overlap if dp * cp * ep > 1 else given.choices.overlap[:1]
+            for zero, overlap, sequence_parallel in itertools.product(zeros, overlaps, spread):
+                switches = {"zero": zero, "overlap": overlap, "sequence_parallel": sequence_parallel}
                 for tuples, named in _recomputes(given, schedule, pp, chunks):
                     yield Group(tuple(Strategy(**common, **switches, recompute=one) for one in tuples), named)
 

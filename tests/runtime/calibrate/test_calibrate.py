@@ -119,6 +119,7 @@ def test_processes_that_hang_end_with_the_call(monkeypatch: pytest.MonkeyPatch, 
             os.kill(int(file.read_text()), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_links_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "PARTIES", (2,))

@@ -86,7 +86,13 @@ def train(tmp_path: Path, name: str, parallel: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("gpt", {}), ("gpt", {"tp": 2, "cp": 2}), ("moe-gpt", {"pp": 1, "ep": 2}), ("vit", {"pp": 2})]
+    ("name", "axes"),
+    [
+        ("gpt", {}),
+        ("gpt", {"tp": 2, "cp": 2}),
+        ("moe-gpt", {"pp": 1, "ep": 2}),
+        pytest.param("vit", {"pp": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_chosen_learns_what_one_rank_learns(name: str, axes: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)

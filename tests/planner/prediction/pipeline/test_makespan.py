@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.prediction.closed_forms import CLOSED_FORMS
-from quintsched.prediction.levels import KINDS
-from quintsched.prediction.pipeline import (
+from quintsched.prediction.pipeline.closed_forms import CLOSED_FORMS
+from quintsched.prediction.pipeline.levels import KINDS
+from quintsched.prediction.pipeline.makespan import (
     bound_of,
     has_closed_form,
     lower_bound,

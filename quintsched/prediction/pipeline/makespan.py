@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from quintsched.ir.instructions import Recompute
 from quintsched.ir.mesh import Mesh
-from quintsched.prediction.closed_forms import CLOSED_FORMS, Each, Passes, Pipelines, Values, chunked
-from quintsched.prediction.levels import KINDS, levels_of
+from quintsched.prediction.pipeline.closed_forms import CLOSED_FORMS
+from quintsched.prediction.pipeline.levels import KINDS, levels_of
+from quintsched.prediction.pipeline.runs import Each, Passes, Pipelines, Values, chunked
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.order import order_of_computation
 from quintsched.simulation import activation_memory

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.prediction.blocks import Blocks
-from quintsched.prediction.closed_forms import Pipelines
-from quintsched.prediction.columns import Table
+from quintsched.prediction.columns import Table, distinct
 from quintsched.prediction.operators import Array
-from quintsched.prediction.pipeline import (
+from quintsched.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
     has_closed_form,
@@ -26,9 +25,11 @@ from quintsched.prediction.pipeline import (
     stage_durations,
     staged,
 )
+from quintsched.prediction.pipeline.runs import Pipelines
 from quintsched.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
 
 Rows = NDArray[np.int64]
+Passes = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,26 @@ class Spans:
     exact: NDArray[np.bool_]
 
 
+DECIDES = (
+    "gpus",
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "microbatch",
+    "batch",
+    "seq",
+    "chunks",
+    "sequence_parallel",
+    "schedule",
+    "recompute",
+    "dtype",
+    "stages",
+)
+"""Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
+
+
 def spans(
     table: Table,
     each: PerMicrobatch,
@@ -73,31 +94,45 @@ def spans(
         each: what ranks of each kind do, (n, K).
         blocks: what the first and the last stage do besides, among others.
         kinds: which ranks there are.
-        reduction: how long each kind of rank adds up gradients, (n, K).
+        reduction: how long each kind of rank adds up gradients, (n, K); `exposed` is of rows that overlap it.
         of_stages: what is asked about rows that have no closed form, which are then simulated; None: bounds are enough.
         tied: whether the first and the last stage share weights.
     """
     weights = each.weights + each.expert_weights
     pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
-    found = Spans(np.zeros(len(table)), np.zeros(len(table)), np.zeros(len(table), bool))
+    first, which = distinct([getattr(table, name) for name in DECIDES] + [table.zero * (table.zero >= 2)])
+    makespan, exact = _makespans(table, each, blocks, kinds, first)
+    found = Spans(makespan[which], np.zeros(len(table)), exact[which])
     for code, schedule in enumerate(table.values["schedule"]):
-        rows = np.flatnonzero(table.schedule == code)
-        if not len(rows):
-            continue
-        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
-        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
-        closed |= table.pp[rows] * table.chunks[rows] == 1
-        if table.overlap[rows].any():
+        rows = np.flatnonzero((table.schedule == code) & (table.overlap > 0))
+        if len(rows):
             ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
-            found.exposed[rows] = exposed_reductions(schedule, s, reduction.T[:, rows], *ends, tied=tied)
-        if closed.any():
-            found.makespan[rows] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
-        if not closed.all():
-            found.makespan[rows] = np.where(closed, found.makespan[rows], bound_of(schedule, s, alike))
-        found.exact[rows] = closed
+            computing = _computing(schedule, table, each, blocks, kinds, rows)
+            found.exposed[rows] = exposed_reductions(schedule, computing, reduction.T[:, rows], *ends, tied=tied)
     if of_stages is not None:
         _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found
+
+
+def _makespans(
+    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: Rows
+) -> tuple[Array, NDArray[np.bool_]]:
+    """Return the makespan of these rows, (n,), and whether it is no bound only."""
+    makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
+    for code, schedule in enumerate(table.values["schedule"]):
+        at = np.flatnonzero(table.schedule[of] == code)
+        if not len(at):
+            continue
+        rows = of[at]
+        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
+        closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
+        closed |= table.pp[rows] * table.chunks[rows] == 1
+        if closed.any():
+            makespan[at] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
+        if not closed.all():
+            makespan[at] = np.where(closed, makespan[at], bound_of(schedule, s, alike))
+        exact[at] = closed
+    return makespan, exact
 
 
 def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes], *, tied: bool) -> None:
@@ -120,14 +155,47 @@ def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows]
 def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
     first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return _of_passes(
+        schedule,
+        table,
+        kinds,
+        rows,
+        (each.forward, each.backward_input, each.compute_weight),
+        (first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
+        (last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+    )
+
+
+def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+    """Return the same, with what passes compute and nothing else: what is certain to run beside reductions.
+
+    A recomputation does not wait for a gradient, so that it is not on the last one's way up the ranks.
+    """
+    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    return _of_passes(
+        schedule,
+        table,
+        kinds,
+        rows,
+        (each.compute_forward, each.compute_input, each.compute_weight),
+        (first.forward, first.backward_input, first.backward_weight),
+        (last.forward, last.backward_input, last.backward_weight),
+    )
+
+
+def _of_passes(
+    schedule: str, table: Table, kinds: Kinds, rows: Rows, passes: Passes, first: Passes, last: Passes
+) -> Pipelines:
+    """Return pipelines whose forwards and halves of backwards take so long; `first` and `last`: embedding and head."""
+    forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
     return rank_pipelines(
         schedule,
         ranks=kinds.ranks.T[:, rows],
         microbatches=table.microbatches[rows],
         chunks=table.chunks[rows],
-        forward=each.forward.T[:, rows],
-        backward_input=each.backward_input.T[:, rows],
-        backward_weight=each.compute_weight.T[:, rows],
-        first=(first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
-        last=(last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        first=first,
+        last=last,
     )

@@ -95,7 +95,7 @@ class Levels:
         return found
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def levels_of(
     schedule: str, pp: int, microbatches: int, chunks: int | None, recompute: tuple[bool, ...] = ()
 ) -> Levels:
