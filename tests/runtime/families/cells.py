@@ -285,7 +285,10 @@ def _in_bf16(model: nn.Module, batch: Batch) -> nn.Module:
 
 
 def _step_alone(model: nn.Module, batch: Batch, summed_in: torch.dtype) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss of a batch, and its gradients, added up over the microbatches."""
+    """Return the loss of a batch, and its gradients, added up over the microbatches and divided by what counts at last.
+
+    Norms of transformers compute in float32 whatever the weights are, so that it matters when that is done.
+    """
     dtype = next(model.parameters()).dtype
     pieces = [_share(batch, k, MICROBATCHES) for k in range(MICROBATCHES)]
     weight = sum(float((piece.targets != -100).sum()) for piece in pieces)
@@ -293,11 +296,11 @@ def _step_alone(model: nn.Module, batch: Batch, summed_in: torch.dtype) -> tuple
     for piece in pieces:
         inputs = _each(piece.inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         loss, _ = loss_of(model(inputs) if isinstance(inputs, Tensor) else model(**inputs), piece.targets)
-        (loss / weight).backward()
+        loss.backward()
         total += float(loss.detach()) / weight
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 grad = parameter.grad.to(summed_in)
                 gradients[name] = gradients[name] + grad if name in gradients else grad
                 parameter.grad = None
-    return total, gradients
+    return total, {name: gradient / weight for name, gradient in gradients.items()}

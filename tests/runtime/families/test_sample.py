@@ -1,0 +1,44 @@
+"""A few families on a few meshes train as in one process, each with something that others do not have."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from .cells import MESHES, judge
+from .every import FAMILIES, family_named
+
+SAMPLE = [
+    ("transformers/qwen3", "pp2 zb-h1"),
+    ("transformers/gemma3_text", "tp2"),
+    ("transformers/gpt2", "pp4 1f1b"),
+    ("transformers/gpt_neox", "sp"),
+    ("transformers/llama", "cp2"),
+    ("transformers/mixtral", "dp2 ZeRO-1"),
+    ("transformers/bert", "dp2 ZeRO-3"),
+    ("transformers/t5", "pp2 zb-h1"),
+    ("transformers/vit", "bf16 dp2·pp2"),
+    ("timm/vit", "tp2"),
+    ("timm/convnext", "pp4 1f1b"),
+    ("timm/deit", "dp2 ZeRO-3"),
+    ("timm/resnet", "pp2 zb-h1"),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh"), SAMPLE, ids=lambda word: word.replace(" ", "_"))
+def test_a_family_trains_as_in_one_process(family: str, mesh: str) -> None:
+    pytest.importorskip(family_named(family).library, reason="the extra `families` is not installed")
+    verdict = judge(family_named(family), MESHES[mesh])
+    assert verdict.result == "equal", verdict.why
+
+
+def test_the_sample_has_every_mesh() -> None:
+    assert {mesh for _, mesh in SAMPLE} == MESHES.keys()
+
+
+def test_the_matrix_is_as_wide_as_promised() -> None:
+    libraries = [family.library for family in FAMILIES.values()]
+    assert libraries.count("transformers") >= 30
+    assert libraries.count("timm") >= 20
+    assert len({name for name in FAMILIES}) == len(libraries)
