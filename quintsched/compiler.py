@@ -27,7 +27,7 @@ from quintsched.schedules import Schedule, Shape
 from quintsched.schedules.kit.order import order_of_computation
 from quintsched.schedules.kit.runs import Runs, find_runs
 from quintsched.simulation.costs import Costs
-from quintsched.user_code import load_schedule
+from quintsched.user_code import load_schedule, names_file
 from quintsched.verify.meaning import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
@@ -217,6 +217,32 @@ def evaluation_of(plan: Plan) -> Plan:
         losses=plan.losses,
         zero=plan.zero.stage if plan.zero.shards_weights else 0,
     )
+
+
+def compiled_again(plan: Plan, **changes: object) -> Plan | None:
+    """Return the plan that the same request gives with some of its settings changed (microbatches=6, tied={…}).
+
+    None where the plan is not what its own settings compile to: it was imported, edited by hand, compiled with costs
+    that it does not say, or from a schedule in a file, whose name is never resolved to code.
+
+    Raises:
+        UsageError: the schedule does not take what was changed.
+    """
+    if names_file(plan.schedule.name):
+        return None
+    try:
+        request = _request_of(plan)
+        if compile_request(request).to_json() != plan.to_json():
+            return None
+    except (UsageError, UnsoundError):
+        return None
+    return compile_request(replace(request, **changes))  # type: ignore[arg-type]
+
+
+def _request_of(plan: Plan) -> CompileRequest:
+    """Return what a plan says of the settings that it was compiled from."""
+    said = {name: setting.in_plan(plan) for name, setting in settings() if setting.in_plan is not None}
+    return CompileRequest(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape) -> tuple[int, ...]:

@@ -1,0 +1,43 @@
+"""Plans are compiled again from what they say of their settings, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import quintsched as qs
+from quintsched.compiler import compiled_again
+from quintsched.errors import UsageError
+from quintsched.schedules import all_schedules
+
+SETTINGS = [{}, {"zero": 3, "zero_every": 2}, {"recompute": 1, "buckets_per_stage": 2}, {"skip": {"h": (0, 1)}}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", [schedule.name for schedule in all_schedules() if schedule.mode == "train"])
+def test_a_plan_says_all_that_it_was_compiled_from(name, settings):
+    bidirectional = next(schedule.bidirectional for schedule in all_schedules() if schedule.name == name)
+    if bidirectional and "skip" in settings:
+        pytest.skip("bidirectional schedules take no skips")
+    plan = qs.compile(name, mesh="dp=2,pp=2", microbatches=8, **settings)
+    assert compiled_again(plan).to_json() == plan.to_json()
+    wanted = qs.compile(name, mesh="dp=2,pp=2", microbatches=4, **settings)
+    assert compiled_again(plan, microbatches=4).to_json() == wanted.to_json()
+
+
+def test_a_plan_that_was_changed_by_hand_is_not_compiled_again():
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4)
+    named_otherwise = replace(plan, schedule=replace(plan.schedule, name="1f1b"))
+    assert compiled_again(named_otherwise, microbatches=2) is None
+
+
+def test_the_name_of_a_file_is_never_resolved():
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4)
+    assert compiled_again(replace(plan, schedule=replace(plan.schedule, name="evil.py:run"))) is None
+
+
+def test_what_the_schedule_does_not_take_is_said():
+    plan = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
+    with pytest.raises(UsageError, match="microbatches"):
+        compiled_again(plan, microbatches=3)
