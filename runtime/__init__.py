@@ -5,6 +5,7 @@
     run_local, connect          all ranks in one process; gloo and NCCL
     MoE, apply_expert_parallel  a mixture of experts, shared out over ep
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    split, Split                a whole model, of transformers or your own, cut into blocks
     Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
     defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
     build_model, measure_costs  the model in one piece; what its blocks cost
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
+    from .splitting.split import Split, split
     from .train.trainer import Trainer
 
 _HOMES = {
@@ -56,6 +58,7 @@ _HOMES = {
         "VocabParallelEmbedding",
         "apply_tensor_parallel",
     ),
+    "splitting.split": ("Split", "split"),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
 }
@@ -69,6 +72,7 @@ __all__ = [
     "JobConfig",
     "MoE",
     "RowParallelLinear",
+    "Split",
     "StepResult",
     "Trainer",
     "Transport",
@@ -83,6 +87,7 @@ __all__ = [
     "measure_costs",
     "plan_of",
     "run_local",
+    "split",
 ]
 
 

@@ -31,6 +31,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "interpreter",
         "state",
         "stage",
+        "splitting",
         "models",
         "parallel",
         "blocks",

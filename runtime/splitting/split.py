@@ -1,7 +1,7 @@
 """A whole model cut into blocks that an engine takes: `split(model)`.
 
-    model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
-          ─▶ blocks, ties taken apart ─▶ proved: the chain of the blocks gives what the model gives
+model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
+      ─▶ blocks, ties taken apart ─▶ proved: the chain of the blocks gives what the model gives
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..blocks.blocks import Block
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
 from .experiments import find_riders
-from .flow import HIDDEN, Flow, Span, capture, is_unknown
+from .flow import HIDDEN, Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
 from .parts import TARGET_NAMES, Segment, layer_block
@@ -124,7 +124,11 @@ def split(
 
 def _sequential(model: nn.Sequential) -> Split:
     made = list(model.children())
-    own_names = {f"{n}.{name}": f"{key}.{name}" for n, (key, b) in enumerate(model.named_children()) for name, _ in b.named_parameters()}
+    own_names = {
+        f"{n}.{name}": f"{key}.{name}"
+        for n, (key, b) in enumerate(model.named_children())
+        for name, _ in b.named_parameters()
+    }
     return Split(made, tied=untie(made), own_names=own_names)
 
 
@@ -163,7 +167,7 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     flow, _ = capture(frame, {**inputs, **settings}, device)
     spans = _spans(flow)
     hidden = [next(c for m, c in zip(r.leaves, r.constants, strict=True) if m is HIDDEN) for r in flow.results]
-    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, hidden)
+    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, hidden, select)
     names = _inputs(model)
     origin = Origin(frame, flow, spans, names, settings, select)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
@@ -173,6 +177,7 @@ def _spans(flow: Flow) -> list[Span]:
     """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
     count = len(flow.calls)
     before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
+    before = before and bool(flow.entry)
     spans = [Span(range(0, 0), is_first=True)] if before else []
     for call in range(count):
         is_first, is_last = call == 0 and not before, call == count - 1 and not behind

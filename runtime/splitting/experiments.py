@@ -10,7 +10,7 @@ In the experiment of a block its own weights and its hidden state are finite num
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,16 @@ Place = tuple[int, str]
 
 
 def find_riders(
-    frame: Frame, flow: Flow, spans: Sequence[Span], inputs: Mapping[str, Any], hidden: Sequence[Tensor]
+    frame: Frame,
+    flow: Flow,
+    spans: Sequence[Span],
+    inputs: Mapping[str, Any],
+    hidden: Sequence[Tensor],
+    select: Callable[[Any], Any],
 ) -> list[Rider]:
-    """Return what travels besides hidden states and inputs; `hidden` are samples of what blocks are given.
+    """Return what travels besides hidden states and inputs.
+
+    `hidden` are samples of what calls leave, `select` takes what counts of the model's output.
 
     Raises `MisfitError` for what a block can neither find again nor be given.
     """
@@ -50,7 +57,7 @@ def find_riders(
             found = place if old is None else old.found
             riders[value] = Rider(name, source, found, (*(old.takers if old else ()), place))
     last = _Experiment(frame, flow, len(spans) - 1, spans, hidden, inputs, [*riders.values()])
-    if any(is_unknown(leaf) for leaf in tree_flatten(last.output)[0]):
+    if any(is_unknown(leaf) for leaf in tree_flatten(select(last.output))[0]):
         raise MisfitError(
             f"what follows the last layer, {flow.calls[-1]!r}, uses more than what that gives: a value that an "
             "earlier block has made; name blocks that keep them together"
@@ -59,9 +66,11 @@ def find_riders(
 
 
 class _Experiment(SpanWalk):
-    """Runs the forward with the finite numbers of one block; afterwards `known` and `unknown` are the arguments of calls.
+    """Runs the forward with the finite numbers of one block.
 
-    Known ones are of later blocks.
+    Attributes:
+        known: arguments of later calls that are finite all the same.
+        unknown: the places of arguments that are not.
     """
 
     def __init__(
@@ -80,12 +89,22 @@ class _Experiment(SpanWalk):
         self.known: dict[Place, Tensor] = {}
         self.unknown: list[Place] = []
         self._alive: list[Any] = []
+        self._has_unknown = False
         self._ridden = {place for rider in riders for place in rider.takers}
         self.output = self.run(inputs)
 
     def fill(self, like: Tensor) -> Tensor:
         filled = super().fill(like)
-        return _finite(filled) if self.calls in self.span.phases and is_number(filled) else filled
+        is_own = self.calls in self.span.phases and not self._has_unknown
+        return _finite(filled) if is_own and is_number(filled) else filled
+
+    def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As for other walks; what is made of something unknown is not known."""
+        self._has_unknown = any(map(is_unknown, tree_flatten((args, kwargs))[0]))
+        try:
+            return super().beside(module, args, kwargs)
+        finally:
+            self._has_unknown = False
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.flow.results[number]
@@ -104,8 +123,7 @@ class _Experiment(SpanWalk):
         filled = tree_map(lambda c: _finite(c) if is_number(c) else c, list(result.constants))
         given = by_place((args, kwargs))
         leaves = [
-            given[leaf] if isinstance(leaf, str) else value
-            for leaf, value in zip(result.leaves, filled, strict=True)
+            given[leaf] if isinstance(leaf, str) else value for leaf, value in zip(result.leaves, filled, strict=True)
         ]
         return tree_unflatten(leaves, result.spec)
 

@@ -61,7 +61,7 @@ class Frame:
         self._index()
 
     def _index(self) -> None:
-        self.names = {id(module): name for name, module in self.root.named_modules()}
+        self.names: dict[int, str] = {id(module): name for name, module in self.root.named_modules()}
         self.ways = [module for module in self.root.modules() if isinstance(module, _Way)]
         for way in self.ways:
             way.eval()
@@ -180,7 +180,7 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)  # type: ignore[misc]
         walk = _CURRENT.get()
-        if isinstance(found, nn.Parameter) and found.is_meta and walk is not None and not walk.inside:
+        if isinstance(found, Tensor) and found.is_meta and walk is not None and not walk.inside:
             return walk.weight(self, name, found)  # type: ignore[arg-type]
         return found
 
@@ -207,7 +207,7 @@ class _Beside(_Watched):
 
 
 def _become(module: nn.Module, role: type) -> None:
-    module.__class__ = _in_role(type(module), role)
+    module.__class__ = _in_role(type(module), role)  # type: ignore[arg-type]
 
 
 @cache

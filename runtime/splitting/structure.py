@@ -1,4 +1,4 @@
-"""Where the layers of a model are: the lists of modules that hold most of its weights, or the names that a user gives."""
+"""Where the layers of a model are: the lists of modules that hold most of its weights, or what a user names."""
 
 from __future__ import annotations
 

@@ -27,14 +27,16 @@ def require_equal(
         chained = chain(blocks, dict(inputs))
     expected, found = tree_flatten(whole)[0], tree_flatten(chained)[0]
     if len(expected) != len(found):
-        raise MisfitError(f"the blocks of {type(model).__name__} give {len(found)} tensors, and the model {len(expected)}")
+        raise MisfitError(
+            f"the blocks of {type(model).__name__} give {len(found)} tensors, and the model {len(expected)}"
+        )
     for one, other in zip(expected, found, strict=True):
         off = _off(one, other)
         if not off <= TOLERANCE:
             raise MisfitError(
-                f"the blocks of {type(model).__name__} do not give what the model gives: off by {off:.1g} of its largest "
-                "number; its forward does more between its layers than can be found by running it, so write its "
-                "blocks by hand, or name others: split(model, blocks=[…])"
+                f"the blocks of {type(model).__name__} do not give what the model gives: off by {off:.1g} of its "
+                "largest number; its forward does more between its layers than can be found by running it: name other "
+                "blocks, split(model, blocks=[…]), or write them by hand"
             )
 
 

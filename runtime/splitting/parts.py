@@ -49,7 +49,7 @@ def layer_block(layer: nn.Module, origin: Origin, number: int) -> nn.Module:
             f"the forward of {type(layer).__name__} {origin.flow.calls[origin.spans[number].calls.start]!r} was put in "
             "place of its class's; take such hooks off before the model is split"
         )
-    block.__class__ = _block_class(type(layer), origin.takes(number))
+    block.__class__ = _block_class(type(layer), origin.takes(number))  # type: ignore[arg-type]
     block.__dict__.update(_origin=origin, _number=number)
     return block
 
@@ -104,7 +104,7 @@ class Segment(nn.Module):
 
     def forward(self, given: Any, /, **extras: Any) -> Any:
         """Run the block's part of the model's forward."""
-        origin, frame, span = self._origin, self._frame.it, self._origin.spans[self._number]
+        origin, span = self._origin, self._origin.spans[self._number]
         inputs = origin.inputs_of(extras)
         if span.is_first:
             inputs = {**inputs, **self._named(given, inputs)}
@@ -117,6 +117,7 @@ class Segment(nn.Module):
             selected = origin.select(output)
             return as_meta(selected) if like.is_meta else selected
         beside = {**walk.made, **self._carried(inputs, extras)}
+        assert walk.left is not None
         left = as_meta(walk.left) if like.is_meta else walk.left
         return Carry(left, **(as_meta(beside) if like.is_meta else beside)) if beside else left
 
@@ -149,7 +150,7 @@ class Segment(nn.Module):
             parent._modules[key] = stand_in if is_meta else self.get_submodule(name)
         for name in self._weights:
             owner, _, key = name.rpartition(".")
-            frame.root.get_submodule(owner)._parameters[key] = self.get_parameter(name)
+            frame.root.get_submodule(owner)._parameters[key] = self.get_submodule(owner)._parameters[key]
 
 
 class _Own:

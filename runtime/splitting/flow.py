@@ -97,8 +97,6 @@ class Result:
         return tree_unflatten(leaves, self.spec)
 
 
-
-
 @dataclass
 class Flow:
     """What was found out of a model.
@@ -108,8 +106,8 @@ class Flow:
         results: what each call gives.
         beside: the names of the modules that each phase calls.
         weights: the names of the weights that each phase uses without calling their modules.
-        entry: where call 0 is given its hidden state.
-        arguments: for each call, what its layer is called with apart from the hidden state, where no tensor is among it.
+        entry: where call 0 is given its hidden state; empty where it is given none.
+        arguments: for each call, what its layer is called with, where that is a hidden state and no other tensor.
         repeats: for each call, whether what it is called with depends on no hidden state but for that itself.
         riders: what travels besides the hidden state and the model's inputs.
     """
@@ -165,12 +163,10 @@ class _Capture(Walk):
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, given = self.flow, by_place((args, kwargs))
         numbers = {place: leaf for place, leaf in given.items() if is_number(leaf)}
-        if not numbers:
-            raise MisfitError(f"{self.frame.name_of(layer)!r} is called without a hidden state")
         flow.calls.append(self.frame.name_of(layer))
         if number == 0:
-            flow.entry = next(iter(numbers))
-        hidden = numbers[flow.entry] if number == 0 else self._hidden
+            flow.entry = next(iter(numbers), "")
+        hidden = numbers.get(flow.entry) if number == 0 else self._hidden
         others = {place: leaf for place, leaf in given.items() if leaf is not hidden}
         is_plain = len(others) + 1 == len(given) and all(map(_is_setting, others.values()))
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
@@ -230,7 +226,7 @@ def _hole(constant: Any, hidden: Tensor) -> Any:
     return constant
 
 
-class Stop(Exception):  # noqa: N818 - nothing is wrong: a block has all that it leaves
+class Stop(Exception):
     """Ends a walk."""
 
 
@@ -298,6 +294,7 @@ class SpanWalk(Walk):
         self.frame.set_training(self.is_training() and self.calls in self.span.phases)
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a call gives: its own result within the block, outside of it what stands for one."""
         span, result = self.span, self._known(layer, number)
         self._tell_training()
         if number < span.calls.start:

@@ -66,7 +66,8 @@ class Origin:
             found = self._walk(number, hidden, inputs, on=False)[call]
         else:
             found = self._remembered(number, hidden, inputs)[call]
-        return replaced(_with_hidden(found, hidden), riders)
+        args, kwargs = replaced(_with_hidden(found, hidden), riders)
+        return args, kwargs
 
     def _remembered(self, number: int, hidden: Tensor, inputs: dict[str, Any]) -> dict[int, Call]:
         """Return what this call and later ones get: if possible from the last walk, where it had the same inputs."""
@@ -107,6 +108,7 @@ class _ArgumentsWalk(SpanWalk):
         self.found[number] = (args, kwargs)
         if not self._on:
             raise Stop
+        assert self.left is not None
         return self.flow.results[number].rebuilt(self.left, (args, kwargs))
 
     def passed(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
