@@ -44,6 +44,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
 
     def run() -> None:
         reducer.complete(wait)
+        tally.take_along()
         reducer.divide(tally.weight(wait))
         square, work = norm.square()
         wait([work])
@@ -64,6 +65,6 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
         if optimizer is not None and not outcome.skipped:
             optimizer.step()
             masters.publish(stages)
-        reducer.clear(stages)
+        reducer.clear(stages, afresh=outcome.skipped)
 
     return run

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import comes_summed, local_of
@@ -27,6 +28,7 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
 from .master_weights import Masters, is_low
+from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
@@ -48,7 +50,9 @@ class GradBucket:
         shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
         views: the gradient of each parameter, in the flat buffer.
         comes_summed: whether PyTorch reduces these gradients itself.
+        blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing.
         missing: parameters whose gradient the last backward has yet to bring.
+        notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
         ready: whether the bucket may be launched.
         reshards: whether full gradients are resident only from a backward to their reduction.
     """
@@ -59,21 +63,35 @@ class GradBucket:
     shard: Tensor
     views: list[Tensor]
 
-    def __init__(self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
+    room: Room | None = None
+    """Where figures of the step ride along with its reduction."""
+
+    def __init__(
+        self,
+        plan_bucket: PlanBucket,
+        parameters: Sequence[nn.Parameter],
+        masters: Masters,
+        *,
+        has_room: bool = False,
+    ) -> None:
         self.plan_bucket, self.stage = plan_bucket, plan_bucket.stage
         self.parameters = tuple(parameters)
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
         dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
+        self.blank: set[Tensor] = set(parameters)
         self.missing: set[Tensor] = set(parameters)
-        self.ready = False
+        self.ready = self.notes_arrivals = False
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._room_size = room_for(dtype) if has_room else 0
         self._lay_out(local, dtype, masters)
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         layout = FlatLayout.packed(local)
-        self.flat = self.shard = torch.zeros(layout.size, dtype=dtype, device=local[0].device)
+        self._sent = torch.empty(layout.size + self._room_size, dtype=dtype, device=local[0].device)
+        self.flat = self.shard = self._sent[: layout.size]
+        self.room = Room(self._sent[layout.size :]) if self._room_size else None
         self.views = layout.views(self.flat)
         masters_of = [masters.of(parameter) for parameter in self.parameters]
         self._grads = [
@@ -81,15 +99,41 @@ class GradBucket:
         ]
 
     def attach(self) -> None:
-        """Let every weight's gradient be its view, also where `zero_grad` took it away."""
-        attach(self._grads)
+        """See to it that the first backward brings new gradients, whatever was done to parameters between steps."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, which is this view; the first of a step is only copied."""
+        if parameter not in self.blank:
+            view.add_(gradient)
+            return
+        self.blank.discard(parameter)
+        if gradient.layout is torch.strided:
+            view.copy_(gradient)
+        else:
+            view.zero_().add_(gradient)
+
+    def fill(self) -> None:
+        """Let the gradients that no backward brought be zero, before they are read all together."""
+        if self.blank:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter in self.blank:
+                    view.zero_()
+            self.blank.clear()
+
+    def hand_over(self) -> None:
+        """Let the gradient of everything that the optimizer works on be what has been added up for it."""
+        self.fill()
+        for stepped, view in self._grads:
+            stepped.grad = view
 
     def allocate_full(self) -> None:
         """Make full gradients resident, so that they can be added up: here they always are."""
 
     def reduce(self, group: Group) -> Work:
-        """Begin to sum the gradients over the replicas."""
-        return group.all_reduce(self.flat)
+        """Begin to sum the gradients over the replicas, and what rides along."""
+        return group.all_reduce(self._sent)
 
     def finish_reduction(self) -> None:
         """Take over what has been reduced: here it is in its place."""
@@ -98,17 +142,14 @@ class GradBucket:
         """Return the gradients of those parameters that count in the norm, whole where all do."""
         return [self.shard] if all(counts) else [view for view, here in zip(self.views, counts, strict=True) if here]
 
-    def clear(self) -> None:
-        """Begin again at zero."""
-        self.flat.zero_()
-        self.missing, self.ready = set(self.parameters), False
+    def clear(self, *, afresh: bool = False) -> None:
+        """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
+        self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
 
 
-def attach(grads: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Let the gradients of parameters be these tensors."""
-    for parameter, view in grads:
-        if parameter.grad is not view:
-            parameter.grad = view
+def can_be_grad(view: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter's gradient can be this view, so that backwards add to it."""
+    return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
 
 
 class GradBuckets:

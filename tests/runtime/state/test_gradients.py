@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.grad_buckets import GradBucket, PlanBucket, cut_buckets
 from quintsched.runtime.state.master_weights import Masters
+from quintsched.runtime.state.passengers import ROOM, Room, room_for
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import Task, sgd, share, tiny_vit
@@ -26,11 +30,20 @@ def test_buckets_hold_every_parameter_once_last_first(bucket_bytes: int, buckets
     assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
 
 
-def test_a_gradient_is_a_view_into_its_bucket() -> None:
+def test_the_first_gradient_of_a_step_is_copied_later_ones_are_added_and_what_none_comes_for_is_zero() -> None:
     layer = nn.Linear(3, 2)
     bucket = GradBucket(PlanBucket(0, 0), list(layer.parameters()), Masters({}))
-    layer(torch.ones(1, 3)).sum().backward()
-    assert bucket.flat.tolist() == [1.0] * 8
+    bucket.flat.fill_(torch.nan)
+    weight, view = layer.weight, bucket.views[0]
+    bucket.add(weight, view, torch.ones(2, 3))
+    bucket.add(weight, view, torch.ones(2, 3))
+    bucket.hand_over()
+    assert bucket.flat.tolist() == [2.0] * 6 + [0.0] * 2
+    assert layer.weight.grad is view
+    assert layer.bias.grad is bucket.views[1]
+    bucket.clear()
+    bucket.add(weight, view, torch.ones(2, 3).to_sparse())
+    assert view.tolist() == [[1.0] * 3] * 2
 
 
 def test_mixed_types_and_buckets_are_cut_apart() -> None:
@@ -67,7 +80,8 @@ def test_buckets_are_launched_while_the_last_backward_runs() -> None:
         engine.step(torch.randn(4, 6), torch.randn(4, 6))
 
     run_local(2, run)
-    launched = ["launch 6", "launch 36", "launch 6", "launch 36"]
+    last = 36 + room_for(torch.float32)
+    launched = ["launch 6", "launch 36", "launch 6", f"launch {last}"]
     assert [note for note in notes[0] if note.startswith("launch")] == launched
     assert notes[0] == notes[1]
     last_microbatch = notes[0][notes[0].index("launch 6") :]
@@ -110,3 +124,39 @@ def test_no_reduction_without_replicas() -> None:
 
     engine._groups.replicas.all_reduce = refuse  # type: ignore[method-assign, assignment]
     assert torch.isfinite(engine.step(*share(engine, task.inputs[0], task.targets[0])).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_figures_that_ride_along_are_added_up_to_the_last_bit(dtype: torch.dtype) -> None:
+    figures = torch.randn(ROOM, dtype=torch.float64) * 10.0 ** torch.arange(-20, 20).repeat(5)[:ROOM]
+    figures[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    others = torch.zeros(ROOM, dtype=torch.float64)
+    memories = torch.full((2, room_for(dtype)), torch.nan, dtype=dtype)
+    for memory, brought in zip(memories, (figures, others), strict=True):
+        Room(memory).board(brought)
+    total = memories.sum(0)
+    room = Room(memories[0])
+    memories[0].copy_(total)
+    assert torch.equal(room.alight(ROOM)[3:], figures[3:])
+    assert not room.alight(3).isfinite().any()
+
+
+def test_a_step_of_replicas_is_one_collective() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
+    counts = [0, 0]
+
+    def run(transport: Transport) -> float:
+        engine = Engine(plan, [lambda: nn.Linear(6, 6)], nn.functional.mse_loss, sgd, transport=transport)
+        for group in (engine._groups.replicas, engine._groups.metrics):
+            group.all_reduce = partial(counted, transport.rank, group.all_reduce)  # type: ignore[method-assign]
+        engine.step(torch.ones(4, 6), torch.zeros(4, 6))
+        counts[transport.rank] = 0
+        return engine.step(torch.ones(4, 6), torch.zeros(4, 6)).loss.item()
+
+    def counted(rank: int, reduce: Callable[..., object], *given: object) -> object:
+        counts[rank] += 1
+        return reduce(*given)
+
+    first, second = run_local(2, run)
+    assert first == second
+    assert counts == [1, 1]
