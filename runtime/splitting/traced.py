@@ -75,7 +75,17 @@ def segments(model: nn.Module) -> list[Segment] | None:
         return None
     constants = found[True].constants | found[False].constants
     both = zip(pieces[True], pieces[False], strict=True)
-    return [Segment(model, {True: one, False: other}, constants) for one, other in both]
+    made = [Segment(model, {True: one, False: other}, constants) for one, other in both]
+    _keep_unused(model, made)
+    return made
+
+
+def _keep_unused(model: nn.Module, made: Sequence[Segment]) -> None:
+    """Let the last segment have the weights that no step uses: they are saved with the others."""
+    used = {id(parameter) for segment in made for parameter in segment.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in used:
+            _hang(made[-1], name, model, {})
 
 
 def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -140,7 +150,7 @@ def _targets(graph: fx.Graph) -> list[str]:
 
 
 def _hang(root: nn.Module, target: str, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
-    """Let `root` have a module, a weight or a buffer of the model's under its name; modules around it are empty ones."""
+    """Let `root` have a module, a weight or a buffer of the model's under its name, in empty modules."""
     *owners, name = target.split(".")
     owner, source = root, model
     for part in owners:

@@ -20,6 +20,7 @@ SAMPLES, LENGTH, VOCABULARY, CLASSES, WIDTH = 8, 8, 48, 10, 32
 
 Library = Literal["transformers", "timm"]
 Inputs = Tensor | dict[str, Tensor]
+"""What a model's `forward` takes: the one tensor that it needs, or several by name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Family:
 
 def words(random: torch.Generator) -> Batch:
     """A batch of ids, with an id as target of each; some targets do not count."""
-    return Batch({"input_ids": _ids(random)}, _labels(random))
+    return Batch(_ids(random), _labels(random))
 
 
 def padded_words(random: torch.Generator) -> Batch:
@@ -52,8 +53,8 @@ def padded_words(random: torch.Generator) -> Batch:
     batch = words(random)
     lengths = torch.randint(LENGTH // 2, LENGTH + 1, (SAMPLES, 1), generator=random)
     mask = (torch.arange(LENGTH) < lengths).long()
-    assert isinstance(batch.inputs, dict)
-    return Batch(batch.inputs | {"attention_mask": mask}, batch.targets.masked_fill(mask == 0, -100))
+    inputs = {"input_ids": batch.inputs, "attention_mask": mask}
+    return Batch(inputs, batch.targets.masked_fill(mask == 0, -100))
 
 
 def translated_words(random: torch.Generator) -> Batch:
@@ -69,15 +70,15 @@ def spoken_words(random: torch.Generator) -> Batch:
 
 def embedded_words(random: torch.Generator) -> Batch:
     """Ids, with a vector as target of each sample."""
-    return Batch({"input_ids": _ids(random)}, torch.randn(SAMPLES, WIDTH, generator=random, dtype=torch.float64))
+    return Batch(_ids(random), torch.randn(SAMPLES, WIDTH, generator=random, dtype=torch.float64))
 
 
-def pictures(size: int, name: str | None = None) -> Callable[[torch.Generator], Batch]:
-    """Return what makes a batch of square pictures, each of a class; a model that takes keywords names them."""
+def pictures(size: int) -> Callable[[torch.Generator], Batch]:
+    """Return what makes a batch of square pictures, each of a class."""
 
     def make(random: torch.Generator) -> Batch:
         pixels = torch.randn(SAMPLES, 3, size, size, generator=random, dtype=torch.float64)
-        return Batch({name: pixels} if name else pixels, torch.randint(0, CLASSES, (SAMPLES,), generator=random))
+        return Batch(pixels, torch.randint(0, CLASSES, (SAMPLES,), generator=random))
 
     return make
 

@@ -3,20 +3,23 @@
     drawn model ─┬─▶ split ─▶ Engine on every rank (threads of this process) ─▶ losses, gradients, weights ─┐
                  └─▶ its own forward, microbatch by microbatch, in one process ──────────────────────────────┴─▶ verdict
 
-In float64 losses of all steps, gradients of the last and weights after it have to be equal to 1e-9. bf16 is judged by
-how far its gradients are from those of float64: at most 1.5 times as far as those of one process in bf16.
+In float64 losses of all steps, gradients of the last and weights after it have to be equal to 1e-9; what models compute
+in float32 whatever their weights are is done in float64 then, or else its rounding would be what is compared. bf16 is
+judged by how far its gradients are from those of float64: at most 1.5 times as far as those of one process in bf16.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import quintsched as qs
 from quintsched.errors import QuintschedError, StallError
@@ -143,6 +146,20 @@ def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float
     return float(torch.stack(squares).sum().sqrt())
 
 
+class Doubles(TorchFunctionMode):
+    """Keeps in float64 what is in float64, where code turns it to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if is_double and func is Tensor.float:
+            return args[0]
+        if is_double and (torch.float32 in given.values() or any(arg is torch.float32 for arg in args)):
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            given = {name: torch.float64 if arg is torch.float32 else arg for name, arg in given.items()}
+        return func(*args, **given)
+
+
 @cache
 def model_of(family: Family) -> nn.Module:
     """The family's model, drawn once; who trains it takes a copy."""
@@ -189,8 +206,13 @@ def _optimizer(bf16: bool) -> Callable[[Iterable[tuple[str, nn.Parameter]]], Not
 
 def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> list[Trained]:
     plan, model, batches = mesh.plan, model_of(family), batches_of(family)
+    aliases = _aliases(model)
 
     def run(transport: Transport) -> Trained:
+        with nullcontext() if mesh.bf16 else Doubles():
+            return train(transport)
+
+    def train(transport: Transport) -> Trained:
         mine = copy.deepcopy(model)
         parts = split(mine.float() if mesh.bf16 else mine)
         engine = Engine(
@@ -210,11 +232,18 @@ def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> lis
             stepped(step)
         weights = engine.full_weights()
         gradients = {} if mesh.zero else _noted(engine) if mesh.bf16 else _full_gradients(engine)
-        names = parts.own_names
+        names = {name: aliases.get(own, own) for name, own in parts.own_names.items()}
         own = ({names.get(name, name): t for name, t in found.items()} for found in (gradients, weights))
         return Trained(losses, *own)
 
     return run_local(plan.mesh.size, run, timeout_s=TIMEOUT_S, rules="nccl")
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return every name of what a model saves with the first of them."""
+    firsts: dict[int, str] = {}
+    found = model.state_dict(keep_vars=True)
+    return {name: firsts.setdefault(id(tensor), name) for name, tensor in found.items()}
 
 
 def _noted(engine: Engine) -> dict[str, Tensor]:
@@ -259,7 +288,8 @@ def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Tra
     optimizer = _optimizer(bf16 or sgd)((name, p) for name, p in parameters.items() if name in trained)
     losses = []
     for batch in batches_of(family):
-        loss, gradients = _step_alone(model, batch, torch.float32 if bf16 else torch.float64)
+        with nullcontext() if bf16 else Doubles():
+            loss, gradients = _step_alone(model, batch, torch.float32 if bf16 else torch.float64)
         losses.append(loss)
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
@@ -267,8 +297,10 @@ def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Tra
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(parameters[name])
-    weights = {**model.state_dict(keep_vars=True), **parameters}
-    weights = {name: tensor.detach() for name, tensor in weights.items()}
+    saved, aliases = model.state_dict(), _aliases(model)
+    weights = {name: saved[name] for name in dict.fromkeys(aliases.values())} | {
+        n: p.detach() for n, p in parameters.items()
+    }
     return Trained(losses, optimizer.noted, weights)
 
 

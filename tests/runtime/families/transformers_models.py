@@ -224,7 +224,7 @@ def _family(
 FAMILIES: tuple[Family, ...] = (
     *(_family(kind, options, "AutoModelForCausalLM", causal=True) for kind, options in CAUSAL.items()),
     *(_family(kind, options, "AutoModelForMaskedLM", padded_words) for kind, options in ENCODERS.items()),
-    *(_family(kind, BERT | PICTURES, name, pictures(16, "pixel_values")) for kind, name in VISION.items()),
+    *(_family(kind, BERT | PICTURES, name, pictures(16)) for kind, name in VISION.items()),
     _family("t5", T5, "T5ForConditionalGeneration", translated_words),
     _family("whisper", WHISPER, "WhisperForConditionalGeneration", spoken_words),
     _family("clip_text_model", CLIP, "CLIPTextModelWithProjection", embedded_words, causal=True, name="clip text"),
