@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.blocks import TensorSpec
+from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
 
 Column = list[tuple[int, Tensor | float]]

@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError, StallError
 from ...blocks.blocks import Parcel, accepted_extras, required_parameters
 from ...blocks.dtensor import is_sharded
 from ...comm import Group, ReduceOp
+from ...comm.control import first_said
 from ...job.choices import Proofs, TensorSplit
 from ..context.context import ContextParallel
 from ..tensor.apply import apply_tensor_parallel
@@ -39,9 +40,6 @@ TOLERANCE = 1e-4
 
 _NOISE = 10.0
 """Where rounding alone changes numbers by more, a difference may be so many times that."""
-
-_LONGEST = 2000
-"""Bytes of a refusal."""
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -162,7 +160,7 @@ class Prover:
             )
             refusal = next((text for text in found if text), "")
         self._kinds.clear()
-        said = _first_said(refusal, world)
+        said = first_said(refusal, world)
         if said:
             raise MisfitError(said)
 
@@ -284,18 +282,6 @@ class Prover:
         for group in setting.groups:
             group.all_reduce(found, ReduceOp.MAX).wait()
         return float(found)
-
-
-def _first_said(mine: str, world: Group) -> str:
-    """Return, on all ranks, the words of the first rank that has some; empty: none has."""
-    first = torch.tensor([float(world.index if mine else world.size)], device=world.device)
-    world.all_reduce(first, ReduceOp.MIN).wait()
-    if first == world.size:
-        return ""
-    text = mine.encode()[:_LONGEST]
-    sent = torch.tensor([*text, *[0] * (_LONGEST - len(text))], dtype=torch.uint8, device=world.device)
-    world.broadcast(sent, int(first)).wait()
-    return bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _pairs(cuts: Sequence[Cut]) -> list[list[Cut]]:
