@@ -7,8 +7,9 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,10 @@ from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs
+from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .optim.builds import ModelParameters, OptimizerBuilds
+from .optim.chained import LRSchedulers
+from .optim.given import Builder, OptimizerGiven, builder_of
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
@@ -46,7 +50,7 @@ from .stage.build import Stage
 from .stage.rank_model import ModelOptions, RankModel
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
-from .state.training_state import OptimizerFn, TrainingState
+from .state.training_state import TrainingState
 
 
 class Engine:
@@ -60,8 +64,7 @@ class Engine:
             returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
             sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
-            pairs. With ZeRO these are segments of one dimension of the parameters that they are named after.
+        optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
@@ -78,6 +81,8 @@ class Engine:
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
+        zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
+            these for optimizers that work on them.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -92,7 +97,7 @@ class Engine:
         plan: Plan,
         blocks: Blocks,
         loss_fn: LossFn,
-        optimizer: OptimizerFn,
+        optimizer: OptimizerGiven,
         *,
         metrics: Mapping[str, MetricFn] | None = None,
         clip: float | None = None,
@@ -105,6 +110,7 @@ class Engine:
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
+        zero_split: ZeroSplit = "auto",
         trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -116,6 +122,7 @@ class Engine:
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
             block_costs=block_costs,
@@ -138,7 +145,7 @@ class Engine:
             self.stages,
             self._groups,
             self._model.tied,
-            optimizer,
+            self._build_optimizers(builder, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
         self.clock = Clock(self.transport.device)
@@ -169,6 +176,17 @@ class Engine:
         require_movable_activations(self.plan, model.stages)
         return model
 
+    def _build_optimizers(self, builder: Builder, split: ZeroSplit) -> OptimizerBuilds:
+        model = self._model
+        parameters = ModelParameters(
+            stages=model.stages,
+            outlines=model.outlines,
+            tied=model.tied.names,
+            device=self.transport.device,
+            dtype=model.options.dtype,
+        )
+        return OptimizerBuilds(builder, self.plan, model.pp_rank, parameters, self._groups.tensor, split)
+
     def _make_recorder(self, trace_steps: Collection[int] | None) -> Recorder | None:
         if trace_steps is None:
             return None
@@ -190,6 +208,18 @@ class Engine:
         if len(self.optimizers) != 1:
             raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
         return next(iter(self.optimizers.values()))
+
+    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
+        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
+
+        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
+        """
+        return LRSchedulers(make, self.optimizers.values())
+
+    @property
+    def zero_split(self) -> str | None:
+        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
+        return self._state.zero_split
 
     @property
     def masters(self) -> Masters:

@@ -30,6 +30,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "requirements",
         "interpreter",
         "state",
+        "optim",
         "stage",
         "models",
         "parallel",

@@ -57,12 +57,12 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
 
 def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> Call:
     """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
-    optimizer, stages = state.optimizers.get(instruction.stages), instruction.stages
+    stepper, stages = state.steppers.get(instruction.stages), instruction.stages
     reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome
 
     def run() -> None:
-        if optimizer is not None and not outcome.skipped:
-            optimizer.step()
+        if stepper is not None and not outcome.skipped:
+            stepper.step()
             masters.publish(stages)
         reducer.clear(stages)
 

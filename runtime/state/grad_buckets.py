@@ -13,6 +13,7 @@ theirs need not be resident before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -164,12 +165,22 @@ def cut_stages(
     apart: Collection[nn.Parameter] = (),
     *,
     waiting_apart: bool = False,
+    whole: Collection[nn.Parameter] = (),
+    whole_bytes: int = 0,
 ) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
     """Return the buckets of all stages; see `cut_buckets`."""
     return [
         bucket
         for stage in stages.values()
-        for bucket in cut_buckets(stage, buckets_per_stage, bucket_bytes, apart, waiting_apart=waiting_apart)
+        for bucket in cut_buckets(
+            stage,
+            buckets_per_stage,
+            bucket_bytes,
+            apart,
+            waiting_apart=waiting_apart,
+            whole=whole,
+            whole_bytes=whole_bytes,
+        )
     ]
 
 
@@ -180,12 +191,15 @@ def cut_buckets(
     apart: Collection[nn.Parameter] = (),
     *,
     waiting_apart: bool = False,
+    whole: Collection[nn.Parameter] = (),
+    whole_bytes: int = 0,
 ) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into the plan's buckets, of like size, and those by bytes and dtype.
 
     Behind them come those with partial sums, then those to be reduced `apart`, each in a separate bucket; then, in
     one more bucket of the plan, the experts that ranks along ep do not have in common. With `waiting_apart` no bucket
-    has both weights whose gradients can wait and others.
+    has both weights whose gradients can wait and others, and none both parameters that have to stay `whole`, in buckets
+    of `whole_bytes`, and others.
     """
     found, experts = list(stage.named_weights().values()), expert_weights(stage)
     alone = [parameter for parameter in found if parameter in apart]
@@ -197,8 +211,9 @@ def cut_buckets(
 
     def cut(parameters: list[nn.Parameter], number: int) -> Iterator[tuple[int, list[nn.Parameter]]]:
         waiting = {p for p in parameters if waiting_apart and queue_of(p) is not None}
-        for group in ([p for p in parameters if p not in waiting], [p for p in parameters if p in waiting]):
-            yield from _cut_evenly(group, number, bucket_bytes)
+        for waits, stays in product((False, True), (False, True)):
+            group = [p for p in parameters if (p in waiting) is waits and (p in whole) is stays]
+            yield from _cut_evenly(group, number, whole_bytes if stays else bucket_bytes)
 
     buckets = [
         *sorted(cut(dense, buckets_per_stage), key=itemgetter(0)),

@@ -49,9 +49,9 @@ class ShardedGradBucket(GradBucket):
             ResizableStorage(self.shard, MemoryKind.GRADIENTS, self._stats)
         self._full = [(p, view) for p, view in zip(self.parameters, self.views, strict=True) if p.dtype == dtype]
         self._grads = [
-            (master, segment.of(self.shard))
-            for master, segment in zip(self._segments, self._layout.segments(), strict=True)
-            if master is not None and segment is not None
+            (master, gradient)
+            for master, gradient in zip(self._segments, self._layout.held(self.shard), strict=True)
+            if master is not None and gradient is not None
         ]
 
     def attach(self) -> None:
