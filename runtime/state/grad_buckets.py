@@ -32,6 +32,9 @@ from .master_weights import Masters, is_low
 Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
 
+NO_GRADIENT = -0.0
+"""What gradients begin as: it adds nothing, and stays so in sums, but a gradient of zeros makes it +0.0."""
+
 
 class PlanBucket(NamedTuple):
     """A bucket as the plan counts them: a stage, and a number within it."""
@@ -52,6 +55,7 @@ class GradBucket:
         missing: parameters whose gradient the last backward has yet to bring.
         ready: whether the bucket may be launched.
         reshards: whether full gradients are resident only from a backward to their reduction.
+        firsts: where in the shard what it has of each parameter begins, of those that it has something of.
     """
 
     reshards = False
@@ -59,6 +63,7 @@ class GradBucket:
     flat: Tensor
     shard: Tensor
     views: list[Tensor]
+    firsts: Tensor
 
     def __init__(self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
         self.plan_bucket, self.stage = plan_bucket, plan_bucket.stage
@@ -73,9 +78,11 @@ class GradBucket:
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
-        layout = FlatLayout.packed(local)
-        self.flat = self.shard = torch.zeros(layout.size, dtype=dtype, device=local[0].device)
+        layout, device = FlatLayout.packed(local), local[0].device
+        self.flat = self.shard = torch.full((layout.size,), NO_GRADIENT, dtype=dtype, device=device)
         self.views = layout.views(self.flat)
+        starts = zip(layout.starts, self.views, strict=True)
+        self.firsts = torch.tensor([start for start, view in starts if view.numel()], dtype=torch.int64, device=device)
         masters_of = [masters.of(parameter) for parameter in self.parameters]
         self._grads = [
             (master, view) for master, view in zip(masters_of, self.views, strict=True) if master is not None
@@ -101,8 +108,17 @@ class GradBucket:
 
     def clear(self) -> None:
         """Begin again at zero."""
-        self.flat.zero_()
+        self.flat.fill_(NO_GRADIENT)
         self.missing, self.ready = set(self.parameters), False
+
+    def held(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
+        return list(self.views)
+
+
+def is_untouched(gradient: Tensor) -> Tensor:
+    """Return where no gradient has come."""
+    return (gradient == 0).logical_and_(gradient.signbit())
 
 
 def attach(grads: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -23,7 +23,7 @@ from ..stage.build import Stage
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_stages
 from .grad_hooks import GradHooks
-from .grad_norm import GradNorm
+from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
 from .grad_sums import GradSums
 from .master_weights import Masters
@@ -44,6 +44,7 @@ class Gradients:
     sums: GradSums
     reducer: GradReducer
     norm: GradNorm
+    absent: AbsentGradients
 
 
 class TrainingState:
@@ -147,7 +148,8 @@ class TrainingState:
             twin_stages=[stage for stage in self._stages if plan.layout.twins(stage)[:1] not in ((), (stage,))],
             sharded=sharded,
         )
-        return Gradients(GradHooks(buckets, reducer), sums, reducer, norm)
+        absent = AbsentGradients(buckets, self.masters, sharded=sharded)
+        return Gradients(GradHooks(buckets, reducer), sums, reducer, norm, absent)
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Work
-from .grad_buckets import GradBucket, attach
+from .grad_buckets import NO_GRADIENT, GradBucket, attach
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .zero_params import WeightBucket
@@ -40,10 +40,13 @@ class ShardedGradBucket(GradBucket):
             self._free_full()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
-        self.flat = torch.zeros(self._layout.size, dtype=dtype, device=local[0].device)
+        device = local[0].device
+        self.flat = torch.full((self._layout.size,), NO_GRADIENT, dtype=dtype, device=device)
         self.views = self._layout.views(self.flat)
         self._reduced = self._layout.shard(self.flat)
-        self.shard = torch.zeros_like(self._reduced) if self.reshards else self._reduced
+        self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
+        places = [segment.at for segment in self._layout.segments() if segment is not None]
+        self.firsts = torch.tensor(places, dtype=torch.int64, device=device)
         self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, self._stats)
         if self.reshards:
             ResizableStorage(self.shard, MemoryKind.GRADIENTS, self._stats)
@@ -64,7 +67,7 @@ class ShardedGradBucket(GradBucket):
         """Make full gradients resident, zero at first."""
         if self.reshards and not self._storage.is_resident:
             self._storage.allocate()
-            self.flat.zero_()
+            self.flat.fill_(NO_GRADIENT)
             attach(self._full)
 
     def reduce(self, group: Group) -> Work:
@@ -87,10 +90,14 @@ class ShardedGradBucket(GradBucket):
 
     def clear(self) -> None:
         """Begin again at zero."""
-        self.shard.zero_()
+        self.shard.fill_(NO_GRADIENT)
         if self._storage.is_resident:
-            self.flat.zero_()
+            self.flat.fill_(NO_GRADIENT)
         self.missing, self.ready = set(self.parameters), False
+
+    def held(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
+        return self._layout.held(self.shard)
 
     def _free_full(self) -> None:
         for parameter, _ in self._full:
