@@ -70,6 +70,6 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
             absent.take_away(stages)
             stepper.step()
             masters.publish(stages)
-        reducer.clear(stages)
+        reducer.clear(stages, afresh=outcome.skipped)
 
     return run

@@ -36,7 +36,7 @@ WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "kron", "psgd",
 SHAPES = {0: [()], 1: [(24,)], 2: [(6, 4), (160, 144)], 3: [(4, 3, 2)], 4: [(4, 3, 2, 2)]}
 """Of how many dimensions a parameter is, and of which sizes such are tried: factors may begin at 128."""
 
-STEPS = {(160, 144): 3}
+STEPS: dict[tuple[int, ...], int] = {(160, 144): 3}
 """How many steps are tried of parameters of some sizes; of others 24, for some begin by doing less."""
 
 
@@ -116,7 +116,7 @@ def _try(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None, 
         if _off(trial.updates(others=True)[:1], whole[:1]) > tolerance * float(whole[0].abs().max()):
             return Coupling.ACROSS
         half = -(-whole[0].numel() // 2)
-        halves = [trial.updates(slice(None, half)), trial.updates(slice(half, None))]
+        halves: list[list[Tensor]] = [trial.updates(slice(None, half)), trial.updates(slice(half, None))]
         joined = [torch.cat(pair) for pair in zip(*halves, strict=True)]
         if _off(joined, [update.flatten() for update in whole]) > tolerance * most:
             return Coupling.WITHIN

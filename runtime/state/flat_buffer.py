@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 32
@@ -86,6 +87,19 @@ class FlatLayout:
     def size(self) -> int:
         """How many numbers the flat buffer has."""
         return self.num_shards * self.shard_size
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new flat buffer: not initialised, but zero in the gaps between parameters."""
+        return self.zero_gaps(torch.empty(self.size, dtype=dtype, device=device))
+
+    def zero_gaps(self, flat: Tensor) -> Tensor:
+        """Let what lies in no parameter be zero, and return the buffer."""
+        end = 0
+        for start, shape in [*sorted(zip(self.starts, self.shapes, strict=True)), (self.size, ())]:
+            if end < start:
+                flat[end:start].zero_()
+            end = start + prod(shape)
+        return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters in the flat buffer, in their shapes."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import comes_summed, local_of
@@ -33,7 +34,7 @@ Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
 
 NO_GRADIENT = -0.0
-"""What gradients begin as: it adds nothing, and stays so in sums, but a gradient of zeros makes it +0.0."""
+"""What stands where no gradient came: it adds nothing, and stays so in sums, but a gradient of zeros makes it +0.0."""
 
 
 class PlanBucket(NamedTuple):
@@ -52,7 +53,9 @@ class GradBucket:
         shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
         views: the gradient of each parameter, in the flat buffer.
         comes_summed: whether PyTorch reduces these gradients itself.
+        blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing.
         missing: parameters whose gradient the last backward has yet to bring.
+        notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
         ready: whether the bucket may be launched.
         reshards: whether full gradients are resident only from a backward to their reduction.
         firsts: where in the shard what it has of each parameter begins, of those that it has something of.
@@ -71,15 +74,16 @@ class GradBucket:
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
         dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
+        self.blank: set[Tensor] = set(parameters)
         self.missing: set[Tensor] = set(parameters)
-        self.ready = False
+        self.ready = self.notes_arrivals = False
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._lay_out(local, dtype, masters)
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         layout, device = FlatLayout.packed(local), local[0].device
-        self.flat = self.shard = torch.full((layout.size,), NO_GRADIENT, dtype=dtype, device=device)
+        self.flat = self.shard = torch.empty(layout.size, dtype=dtype, device=device)
         self.views = layout.views(self.flat)
         starts = zip(layout.starts, self.views, strict=True)
         self.firsts = torch.tensor([start for start, view in starts if view.numel()], dtype=torch.int64, device=device)
@@ -89,8 +93,34 @@ class GradBucket:
         ]
 
     def attach(self) -> None:
-        """Let every weight's gradient be its view, also where `zero_grad` took it away."""
-        attach(self._grads)
+        """See to it that the first backward brings new gradients, whatever was done to parameters between steps."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, which is this view; the first of a step is only copied."""
+        if parameter not in self.blank:
+            view.add_(gradient)
+            return
+        self.blank.discard(parameter)
+        if gradient.layout is torch.strided:
+            view.copy_(gradient)
+        else:
+            view.zero_().add_(gradient)
+
+    def fill(self) -> None:
+        """Let the gradients that no backward brought add nothing, before they are read all together."""
+        if self.blank:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter in self.blank:
+                    view.fill_(NO_GRADIENT)
+            self.blank.clear()
+
+    def hand_over(self) -> None:
+        """Let the gradient of everything that the optimizer works on be what has been added up for it."""
+        self.fill()
+        for stepped, view in self._grads:
+            stepped.grad = view
 
     def allocate_full(self) -> None:
         """Make full gradients resident, so that they can be added up: here they always are."""
@@ -106,10 +136,9 @@ class GradBucket:
         """Return the gradients of those parameters that count in the norm, whole where all do."""
         return [self.shard] if all(counts) else [view for view, here in zip(self.views, counts, strict=True) if here]
 
-    def clear(self) -> None:
-        """Begin again at zero."""
-        self.flat.fill_(NO_GRADIENT)
-        self.missing, self.ready = set(self.parameters), False
+    def clear(self, *, afresh: bool = False) -> None:
+        """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
+        self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
 
     def held(self) -> list[Tensor | None]:
         """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
@@ -121,11 +150,9 @@ def is_untouched(gradient: Tensor) -> Tensor:
     return (gradient == 0).logical_and_(gradient.signbit())
 
 
-def attach(grads: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Let the gradients of parameters be these tensors."""
-    for parameter, view in grads:
-        if parameter.grad is not view:
-            parameter.grad = view
+def can_be_grad(view: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter's gradient can be this view, so that backwards add to it."""
+    return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
 
 
 class GradBuckets:

@@ -6,10 +6,10 @@
 
 Where replicas hold shards, the sum runs over all ranks; else over one replica of the model.
 
-A parameter that no microbatch on any rank has used has no gradient, and is not stepped, as in one process. Gradients
-begin at -0.0, which adds nothing and which a gradient of zeros makes +0.0: so sums say by themselves whether one has
-come. The first number of each parameter is looked at, beside the norm; only where it is -0.0 on some rank are all of
-them.
+A parameter that no microbatch on any rank has used has no gradient, and is not stepped, as in one process. What no
+backward brought is -0.0, which adds nothing and which a gradient of zeros makes +0.0: so sums say by themselves whether
+one has come. The first number of each parameter is looked at, beside the norm; only where it is -0.0 on some rank are
+all of them.
 """
 
 from __future__ import annotations
