@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import evaluation_of
+from quintsched.compiler import compiled_again, evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -36,9 +36,9 @@ from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
 from .job.choices import ContextMethod, Proofs, ZeroSplit
-from .optim.builds import ModelParameters, OptimizerBuilds
+from .optim.builds import OptimizerBuilds
 from .optim.chained import LRSchedulers
-from .optim.given import Builder, OptimizerGiven, builder_of
+from .optim.given import OptimizerGiven, builder_of
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
@@ -49,8 +49,10 @@ from .requirements import (
     require_movable_activations,
     require_runnable,
 )
-from .stage.build import Stage
+from .splitting.split import Split
+from .stage.build import Stage, cuts_of
 from .stage.rank_model import ModelOptions, RankModel
+from .stage.tied_weights import homes_across
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
@@ -121,6 +123,9 @@ class Engine:
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
+        if isinstance(blocks, Split):
+            rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
+            plan = _with_ties(plan, blocks, tied, block_costs)
         self.plan, self._evaluation_plan = plan, evaluation_of(plan)
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
@@ -148,7 +153,7 @@ class Engine:
             self.stages,
             self._groups,
             self._model.tied,
-            self._build_optimizers(builder, zero_split),
+            OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
@@ -180,17 +185,6 @@ class Engine:
         require_blocks_to_recompute(self.plan, model.stages)
         require_movable_activations(self.plan, model.stages)
         return model
-
-    def _build_optimizers(self, builder: Builder, split: ZeroSplit) -> OptimizerBuilds:
-        model = self._model
-        parameters = ModelParameters(
-            stages=model.stages,
-            outlines=model.outlines,
-            tied=model.tied.names,
-            device=self.transport.device,
-            dtype=model.options.dtype,
-        )
-        return OptimizerBuilds(builder, self.plan, model.pp_rank, parameters, self._groups.tensor, split)
 
     def _make_recorder(self, trace_steps: Collection[int] | None) -> Recorder | None:
         if trace_steps is None:
@@ -388,3 +382,13 @@ class Engine:
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
+
+
+def _with_ties(
+    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
+) -> Plan:
+    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
+    if plan.tied or not tied or plan.stage_to_part is not None:
+        return plan
+    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
+    return (compiled_again(plan, tied=across) or plan) if across else plan

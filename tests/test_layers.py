@@ -33,6 +33,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "state",
         "optim",
         "stage",
+        "splitting",
         "models",
         "parallel",
         "blocks",

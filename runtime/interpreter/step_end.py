@@ -45,6 +45,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
 
     def run() -> None:
         reducer.complete(wait)
+        tally.take_along()
         reducer.divide(tally.weight(wait))
         figures, work = norm.square(absent.suspects())
         wait([work])

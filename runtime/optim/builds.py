@@ -13,7 +13,6 @@ stages and shards a rank has. Where every rank holds whole replicas of the model
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
@@ -23,12 +22,11 @@ from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instructions import OptStep
-from quintsched.plan import Plan
 
 from ..comm import Group
 from ..job.choices import ZeroSplit
 from ..parallel.tensor.shard import shard_of
-from ..stage.build import Stage
+from ..stage.rank_model import RankModel
 from .chained import chained
 from .coupling import ELEMENTWISE, Coupling, coupling_of, require_steppable
 from .gathered import GatheredMatrix, Stepper
@@ -45,33 +43,12 @@ class Masters(Protocol):
         """Return it; None where the rank has nothing of a parameter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelParameters:
-    """The parameters that optimizers are built over.
-
-    Attributes:
-        stages: this rank's stages.
-        outlines: all blocks of the model, whole and without weights.
-        tied: names of the weights that are one.
-        device: where the rank computes.
-        dtype: the type of weights; None: as they are built.
-    """
-
-    stages: Mapping[int, Stage]
-    outlines: Sequence[nn.Module]
-    tied: Mapping[str, Sequence[str]]
-    device: torch.device
-    dtype: torch.dtype | None
-
-
 class OptimizerBuilds:
     """Builds the optimizers of one rank.
 
     Args:
         builder: what builds them from named parameters.
-        plan: which stages step together, and what replicas shard.
-        pp_rank: this rank's pp coordinate.
-        parameters: of the model.
+        model: this rank's stages, and the outlines of all blocks.
         tensor: the ranks of tp.
         split: what of parameters replicas shard.
 
@@ -87,16 +64,14 @@ class OptimizerBuilds:
     def __init__(
         self,
         builder: Builder,
-        plan: Plan,
-        pp_rank: int,
-        parameters: ModelParameters,
+        model: RankModel,
         tensor: Group,
         split: ZeroSplit,
     ) -> None:
-        self._builder, self._parameters, self._tensor, self._split = builder, parameters, tensor, split
-        self._plan, self._mesh = plan, plan.mesh
+        self._builder, self._model, self._tensor, self._split = builder, model, tensor, split
+        plan = model.plan
         per_rank = [[i.stages for i in program if isinstance(i, OptStep)] for program in plan.programs]
-        self._steps: list[Step] = per_rank[pp_rank]
+        self._steps: list[Step] = per_rank[model.pp_rank]
         self._is_whole_here = plan.mesh.axis_size("pp") * plan.mesh.axis_size("ep") == 1 and len(self._steps) == 1
         self._shards = plan.zero.shards_optimizer
         self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
@@ -113,17 +88,17 @@ class OptimizerBuilds:
 
     def _own_names(self) -> Iterator[tuple[nn.Parameter, str]]:
         """Yield this rank's parameters and the names that they are built by: of tied ones, the first."""
-        first = {other: names[0] for names in self._parameters.tied.values() for other in names[1:]}
-        for stage in self._parameters.stages.values():
+        first = {other: names[0] for names in self._model.tied.names.values() for other in names[1:]}
+        for stage in self._model.stages.values():
             for name, parameter in stage.named_weights().items():
                 yield parameter, first.get(name, name)
 
     def _make_stand_ins(self) -> Iterator[tuple[str, nn.Parameter]]:
         own = {name: parameter for parameter, name in self._names.items()}
-        others = {other for names in self._parameters.tied.values() for other in names[1:]}
+        others = {other for names in self._model.tied.names.values() for other in names[1:]}
         found: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
-        for number, block in enumerate(self._parameters.outlines):
+        for number, block in enumerate(self._model.outlines):
             for name, parameter in block.named_parameters():
                 if parameter.requires_grad and id(parameter) not in seen and f"{number}.{name}" not in others:
                     seen.add(id(parameter))
@@ -133,11 +108,9 @@ class OptimizerBuilds:
 
     def _stand_in(self, outline: nn.Parameter, own: nn.Parameter | None) -> nn.Parameter:
         """Return a parameter of a whole shape that takes no memory, with the attributes that users gave it."""
-        dtype = (
-            (own if own is not None else outline).dtype if self._parameters.dtype is None else self._parameters.dtype
-        )
+        dtype = self._model.options.dtype or (outline if own is None else own).dtype
         dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-        one = torch.zeros((), dtype=dtype, device=self._parameters.device)
+        one = torch.zeros((), dtype=dtype, device=self._tensor.device)
         made = nn.Parameter(one.expand(outline.shape))
         for given in (outline, own):
             kept = {} if given is None else vars(given)
@@ -166,7 +139,7 @@ class OptimizerBuilds:
         """Find out which parameters have to be whole, and whether that can be."""
         whole: set[str] = set()
         for optimizer in next(iter(self._made.values()), []):
-            found = self._couple(optimizer)
+            found = coupling_of(optimizer, self._tensor.device)
             self._coupling.append(found)
             kind = type(optimizer).__name__
             names = [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -186,21 +159,17 @@ class OptimizerBuilds:
         everything = self._split == "parameter"
         self.whole = {parameter for parameter, name in self._names.items() if everything or name in whole}
 
-    def _couple(self, optimizer: Optimizer) -> Coupling:
-        """Return what updates depend on, as far as the mesh makes a difference to that."""
-        return coupling_of(optimizer, self._parameters.device)
-
     def _require_all_here(self, kind: str) -> None:
         if self._is_whole_here and not self._shards:
             return
+        zero = f" with ZeRO-{self._model.plan.zero.stage}" if self._shards else ""
         raise MisfitError(
-            f"an update by {kind} depends on all parameters, of which the ranks of mesh {self._mesh}"
-            f"{f' with ZeRO-{self._plan.zero.stage}' if self._shards else ''} hold shares; train on dp, cp and tp "
-            "alone, with zero=0"
+            f"an update by {kind} depends on all parameters, of which the ranks of mesh {self._model.plan.mesh}{zero} "
+            "hold shares; train on dp, cp and tp alone, with zero=0"
         )
 
     def _require_no_dtensors(self, kind: str) -> None:
-        for number, block in enumerate(self._parameters.outlines):
+        for number, block in enumerate(self._model.outlines):
             for name, parameter in block.named_parameters():
                 if isinstance(parameter, DTensor):
                     raise MisfitError(
@@ -214,7 +183,7 @@ class OptimizerBuilds:
             return self._bind_directly(masters)
         found = {}
         for step, made in self._made.items():
-            here = [p for stage in step for p in self._parameters.stages[stage].named_weights().values()]
+            here = [p for stage in step for p in self._model.stages[stage].named_weights().values()]
             parts, gathered = [], list[GatheredMatrix]()
             for optimizer, coupling in zip(made, self._coupling, strict=True):
                 ours: dict[str, list[nn.Parameter]] = {}
@@ -235,7 +204,7 @@ class OptimizerBuilds:
             named = [
                 (name, master)
                 for stage in step
-                for name, parameter in self._parameters.stages[stage].named_weights().items()
+                for name, parameter in self._model.stages[stage].named_weights().items()
                 if (master := masters.of(parameter)) is not None
             ]
             if named:
