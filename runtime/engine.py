@@ -255,7 +255,7 @@ class Engine:
         """Which of them this rank belongs to."""
         return self._model.replica
 
-    def step(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+    def step(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
         Args:
@@ -268,9 +268,7 @@ class Engine:
         """
         return self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras))
 
-    def step_counting_saved(
-        self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor
-    ) -> tuple[StepResult, SavedBytes]:
+    def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
         batch = self._model.batches(self.plan, inputs, targets, extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
@@ -287,7 +285,7 @@ class Engine:
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+    def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
         batch = self._model.batches(self._evaluation_plan, inputs, targets, extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
