@@ -160,10 +160,12 @@ def _call_on_meta(
     module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
 ) -> BlockResult:
     module = before_fully_shard(module)
-    weights = {
-        name: t.to("meta", dtype if t.is_floating_point() else None)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
+    weights = {  # by one name each: what torch finds under two it does not put back
+        f"{path}.{name}" if path else name: t.to("meta", dtype if t.is_floating_point() else None)
+        for path, inner in module.named_modules()
+        for name, t in (*inner._parameters.items(), *inner._buffers.items())
+        if t is not None
     }
     with torch.no_grad():
-        result: BlockResult = torch.func.functional_call(module, weights, (given,), extras)
+        result: BlockResult = torch.func.functional_call(module, weights, (given,), extras, tie_weights=False)
     return result

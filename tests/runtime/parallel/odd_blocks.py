@@ -103,7 +103,7 @@ class GroupNormBetween(Mlp):
         return self.inner(y.mT).mT  # type: ignore[no-any-return]
 
 
-class BatchNormBetween(Mlp):
+class InstanceNormBetween(Mlp):
     def set_up(self) -> None:
         self.inner = nn.InstanceNorm1d(HIDDEN, affine=True)
 
@@ -280,7 +280,7 @@ class SpectralNormed(Mlp):
 
 class InPlaceBetween(Mlp):
     def between(self, y: Tensor) -> Tensor:
-        return y.relu_().mul_(2)
+        return y.mul_(2).relu_()
 
 
 class DroppedBetween(Mlp):
@@ -599,7 +599,9 @@ class Bert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict({"self": BertSelf(), "output": nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})})
+        self.attention = nn.ModuleDict(
+            {"self": BertSelf(), "output": nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})}
+        )
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(WIDTH, HIDDEN)})
         self.output = nn.ModuleDict({"dense": nn.Linear(HIDDEN, WIDTH)})
 
@@ -634,7 +636,7 @@ class TiedInside(nn.Module):
 
 
 PAIRED = {
-    LayerNormBetween, SlopeBetween, PReLUBetween, InPlaceBetween, SharedInput, TwiceUsed, Recurrent, Gates,
+    LayerNormBetween, SlopeBetween, PReLUBetween, InPlaceBetween, TwiceUsed, Recurrent, Gates,
     GatesInTurns, PerHeadNorms, WideNorms, GroupedQueries, CountedHeads, Flat, Parallel, Turned, Bert, Mixture,
 }  # fmt: skip
 """Those that can be cut in pairs at tp=2."""
@@ -646,3 +648,9 @@ ODD: list[type[nn.Module]] = [
     and issubclass(found, nn.Module)
     and name not in ("Mlp", "Attention", "Conv1D", "BertSelf")
 ]
+
+BLIND = {block for block in ODD if issubclass(block, Attention | Bert | Turned)} | {
+    GroupNormBetween, InstanceNormBetween, TokensMixed, ConvolvedTokens, ConvolvedOutside, Pooled, Shifted, Positioned,
+    Summed,
+}  # fmt: skip
+"""Those that look at other tokens than the one in question, and know of no slices."""
