@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,7 +237,7 @@ class Engine:
         """Which of them this rank belongs to."""
         return self._model.replica
 
-    def step(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+    def step(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
         Args:
@@ -249,9 +250,7 @@ class Engine:
         """
         return self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras))
 
-    def step_counting_saved(
-        self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor
-    ) -> tuple[StepResult, SavedBytes]:
+    def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
         batch = self._model.batches(self.plan, inputs, targets, extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
@@ -268,7 +267,7 @@ class Engine:
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+    def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
         batch = self._model.batches(self._evaluation_plan, inputs, targets, extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)

@@ -654,3 +654,6 @@ BLIND = {block for block in ODD if issubclass(block, Attention | Bert | Turned)}
     Summed,
 }  # fmt: skip
 """Those that look at other tokens than the one in question, and know of no slices."""
+
+COUNTING = {SpectralNormed}
+"""Those whose buffers each forward changes."""

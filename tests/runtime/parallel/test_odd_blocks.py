@@ -19,7 +19,7 @@ from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear
 
 from ..toys import sgd
-from .odd_blocks import BLIND, ODD, PAIRED, TOKENS, WIDTH
+from .odd_blocks import BLIND, COUNTING, ODD, PAIRED, TOKENS, WIDTH
 
 X, Y = (torch.randn(4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 2))
 
@@ -53,7 +53,7 @@ def is_equal(blocks: Sequence[type[nn.Module]], mesh: str, **more: Any) -> tuple
     try:
         ranks = run_local(qs.Mesh.parse(mesh).size, lambda transport: train(transport, mesh, blocks, **more))
     except MisfitError as error:
-        if f"block 0 ({blocks[0].__name__}) " not in str(error):
+        if "block 0 " not in str(error):
             raise
         return False, False
     weights = {name: weight for of_rank, _ in ranks for name, weight in of_rank.items()}
@@ -91,4 +91,5 @@ class Anchor(nn.Module):
     ("mesh", "more"), [("cp=2", {}), ("cp=2,tp=2", {}), ("pp=2", {"schedule": "seq-1f1b", "slices": 2})]
 )
 def test_where_sequences_are_cut(block: type[nn.Module], mesh: str, more: dict[str, Any]) -> None:
-    assert is_equal([block, Anchor], mesh, **more)[0] == (block not in BLIND)
+    counts = block in COUNTING and "slices" in more
+    assert is_equal([block, Anchor], mesh, **more)[0] == (block not in BLIND and not counts)
