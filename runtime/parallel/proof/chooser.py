@@ -82,7 +82,7 @@ class Chooser:
             places, choice = self._together(kind, pairs, arrival, whole)
         if slices and self._tensor.has_pairs(kind.number, choice):
             choice = self._sliced(kind, choice, arrival, whole)
-        elif slices:
+        else:
             choice = replace(choice, slices=False)
         return self._note(kind, pairs, places, choice)
 
