@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..comm.device import GENERATORS
 from .dtensor import is_sharded
 
 Block = nn.Module | Callable[[], nn.Module]
@@ -29,9 +29,6 @@ TOKENS = 1
 
 TARGETS = "targets"
 """The name by which a block takes the targets of its unit."""
-
-_GLOBAL_GENERATOR = threading.Lock()
-"""Ranks that are threads of one process have one global generator of torch's; one block is built at a time."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterat
     others: dict[str, Any] = {"devices": []}
     if device is not None and device.type != "cpu":
         others = {"devices": [device], "device_type": device.type}
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(**others):
+    with GENERATORS, torch.random.fork_rng(**others):
         torch.manual_seed((seed * 1_000_003 + number) % 2**63)
         yield
 

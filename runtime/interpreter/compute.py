@@ -60,9 +60,7 @@ def _bind_training(
 ) -> Call:
     """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
-    if forward.drops:
-        extras_of = _with_unit(state, instruction, extras_of)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
@@ -88,7 +86,7 @@ def _bind_training(
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append((place, auxiliary.detach()))
-        saved[kept] = Saved(given, start, reruns)
+        saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
         if activations is not None:
             host.leave(kept, activations, given if take is not None else ())
@@ -134,7 +132,7 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
     skips = _taken_skips(state, instruction)
@@ -206,8 +204,12 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 def _with_unit(
     state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
-    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
+    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens.
+
+    That is where blocks draw; in an evaluation otherwise than in the step that has its number.
+    """
     schedule, place, current = state.flows.plan.schedule, state.place, state.current
+    draws, trains = state.forwards[instruction.stage].draws, state.flows.trains
     shape = place.input_spec.shape
     microbatch, number = divmod(instruction.microbatch, schedule.slices)
     first = (place.replica * schedule.microbatches + microbatch) * shape[0]
@@ -216,7 +218,14 @@ def _with_unit(
         positions = place.context.positions
     elif schedule.slices > 1:
         positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
-    return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
+
+    def extras(given: Outputs) -> Extras:
+        if not draws.want_unit:
+            return extras_of(given)
+        step = current.number if trains else -1 - current.number
+        return {**extras_of(given), UNIT: Unit(step, samples, positions)}
+
+    return extras
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
@@ -366,15 +375,15 @@ def _backward(
     take = cells.row_taker(_parts(state, taken, forward.parcel.names), index) if taken else None
     give = cells.row_giver(_parts(state, made, forward.arriving)) if made else None
     forget = _forget_past(state, instruction)
-    clock, saved = state.clock, state.saved
+    clock, saved, again = state.clock, state.saved, forward.draws.again
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
         if arrive is not None:
             arrive()
         clock.start()
-        given, start, _ = saved.pop(kept_as)
-        with around:
+        given, start, _, unit = saved.pop(kept_as)
+        with around, again(unit):
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
         if give is not None:
             give(tuple([_gradient_of(tensor, gradients) for tensor in given]))

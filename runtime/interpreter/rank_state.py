@@ -30,6 +30,7 @@ from ..blocks.blocks import TensorSpec
 from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
 from ..parallel.context.context import Context
+from ..parallel.dropout import Unit
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
 from ..stage.microbatches import NOTHING, Batch
@@ -64,11 +65,12 @@ class Start(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward."""
+    """What a forward keeps for its backward; `unit` is there where blocks draw."""
 
     given: Outputs
     start: Start
     reruns: list[Rerun]
+    unit: Unit | None = None
 
 
 @dataclass

@@ -10,24 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd.recompute import Rerun, run_dropped
 from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
-from ..parallel.dropout import KeyedDropout, Masks
+from ..comm import Group
+from ..parallel.dropout import Masks
+from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
 
-Extras = Mapping[str, Any]
-Outputs = tuple[Tensor, ...]
-"""The activation, then what rides along, in the order of the parcel's names."""
-
-
-Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
-
-UNIT = "the unit"
-"""Under this key a unit's extras say which one it is (a `dropout.Unit`), where masks are drawn; blocks never see it."""
+__all__ = ["UNIT", "Chain", "Extras", "Outputs", "Run", "StageForward", "apart"]
 
 
 class Chain:
@@ -68,7 +61,8 @@ class StageForward:
         recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
         around: number, block → the block with what runs before and behind it.
-        masks: what the blocks' dropouts draw by.
+        masks: what the blocks draw by.
+        sliced: number → the ranks over which the tokens are sliced that a block is given, if they are.
     """
 
     def __init__(
@@ -81,6 +75,7 @@ class StageForward:
         recompute: int = 0,
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
+        sliced: Callable[[int], Group | None] = lambda _: None,
     ) -> None:
         numbers = list(blocks)
         self.arriving = parcels[start - 1].names if start else ()
@@ -89,17 +84,16 @@ class StageForward:
         """What it leaves: its output, and what rides along from there or is taken past stages."""
         self._modules = tuple(blocks.values())
         self.takes_targets = any(map(takes_targets, blocks.values()))
-        self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
-        """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
+        self.draws = StageDraws(masks, blocks, sliced)
+        """What the blocks draw; where they do, they are given their unit (see `UNIT`)."""
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
             first, end = (some[0], some[-1] + 1) if some else (start, start)
             arriving, leaving = (parcels[number - 1].names if number else () for number in (first, end))
             modules = [module for number in some for module in around(number, blocks[number])]
             made = Chain(modules, arriving, leaving)
-            run = torch.compile(made, dynamic=False) if compiled and modules else made
-            keyed = partial(_run_keyed, masks, run) if self.drops else run
-            return keyed, partial(_buffers, modules) if dropped else None
+            run = self.draws.keyed(made, torch.compile(made, dynamic=False) if compiled and modules else None)
+            return run, partial(_buffers, modules) if dropped else None
 
         self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
@@ -122,15 +116,6 @@ class StageForward:
         tensors = (t for module in self._modules for t in (*module.parameters(), *module.buffers()))
         held = {tensor.untyped_storage()._cdata for tensor in tensors}
         return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
-
-
-def _run_keyed(masks: Masks, run: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
-    """Run with the masks of the unit, also when it is run again."""
-    unit = extras.get(UNIT)
-    if unit is None:
-        return run(given, extras)
-    with masks.of(unit):
-        return run(given, {name: extra for name, extra in extras.items() if name != UNIT})
 
 
 def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
