@@ -1,10 +1,12 @@
 """The runtime: what runs plans. Needs torch (`pip install 'quintsched[runtime]'`).
 
     Engine, StepResult          a plan and a list of blocks; the user keeps the loop
+    LoadedWeights               what a pretrained checkpoint and the model did not have in common
     Trainer, load_job, plan_of  that loop written out, driven by a job file
     run_local, connect          all ranks in one process; gloo and NCCL
     MoE, apply_expert_parallel  a mixture of experts, shared out over ep
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    split, Split                a whole model, of transformers or your own, cut into blocks
     Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
     defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
     build_model, measure_costs  the model in one piece; what its blocks cost
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
+    from .interchange.load_pretrained import LoadedWeights
     from .interpreter.tally import StepResult
     from .job.config import JobConfig
     from .job.jobfile import load_job
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
+    from .splitting.split import Split, split
     from .train.trainer import Trainer
 
 _HOMES = {
@@ -46,6 +50,7 @@ _HOMES = {
     "job.config": ("JobConfig",),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
+    "interchange.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
     "job.jobfile": ("load_job",),
@@ -56,6 +61,7 @@ _HOMES = {
         "VocabParallelEmbedding",
         "apply_tensor_parallel",
     ),
+    "splitting.split": ("Split", "split"),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
 }
@@ -67,8 +73,10 @@ __all__ = [
     "Engine",
     "Group",
     "JobConfig",
+    "LoadedWeights",
     "MoE",
     "RowParallelLinear",
+    "Split",
     "StepResult",
     "Trainer",
     "Transport",
@@ -83,6 +91,7 @@ __all__ = [
     "measure_costs",
     "plan_of",
     "run_local",
+    "split",
 ]
 
 

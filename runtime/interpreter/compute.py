@@ -27,7 +27,6 @@ from ..autograd.kv_store import Past, Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TARGETS, TensorSpec
-from ..parallel.dropout import Unit
 from ..stage.cargo import TakenSkips
 from ..stage.forward import UNIT, Extras, Outputs, apart
 from .cells import Cell, Parts
@@ -204,26 +203,14 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 def _with_unit(
     state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
-    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens.
-
-    That is where blocks draw; in an evaluation otherwise than in the step that has its number.
-    """
-    schedule, place, current = state.flows.plan.schedule, state.place, state.current
-    draws, trains = state.forwards[instruction.stage].draws, state.flows.trains
-    shape = place.input_spec.shape
-    microbatch, number = divmod(instruction.microbatch, schedule.slices)
-    first = (place.replica * schedule.microbatches + microbatch) * shape[0]
-    samples, positions = range(first, first + shape[0]), None
-    if place.context is not None:
-        positions = place.context.positions
-    elif schedule.slices > 1:
-        positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
+    """Return what adds to the extras which unit it is, where blocks draw; an evaluation has numbers of its own."""
+    draws, current, trains = state.forwards[instruction.stage].draws, state.current, state.flows.trains
+    schedule, unit_of, number = state.flows.plan.schedule, state.place.unit_of, instruction.microbatch
 
     def extras(given: Outputs) -> Extras:
         if not draws.want_unit:
             return extras_of(given)
-        step = current.number if trains else -1 - current.number
-        return {**extras_of(given), UNIT: Unit(step, samples, positions)}
+        return {**extras_of(given), UNIT: unit_of(schedule, number, current.number if trains else -1 - current.number)}
 
     return extras
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
+from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.ir.values import Value
 
 from ..autograd.deferred_weight_grads import Products, WeightQueue
@@ -98,6 +99,18 @@ class UnitPlace:
     context: Context | None
     token_shards: Mapping[int, int]
     device: torch.device
+
+    def unit_of(self, schedule: ScheduleSpec, number: int, step: int) -> Unit:
+        """Return which samples of a step's batch a unit has, and the positions of its tokens."""
+        shape = self.input_spec.shape
+        microbatch, part = divmod(number, schedule.slices)
+        first = (self.replica * schedule.microbatches + microbatch) * shape[0]
+        positions = None
+        if self.context is not None:
+            positions = self.context.positions
+        elif schedule.slices > 1:
+            positions = torch.arange(part * shape[1], (part + 1) * shape[1], device=self.device)
+        return Unit(step, range(first, first + shape[0]), positions)
 
     def require_input(self, unit: Tensor) -> None:
         """Raise `MisfitError` unless a unit of inputs has the shape that the ranks agreed on."""

@@ -17,7 +17,6 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.interpreter.rank_state import LossFn
 from quintsched.verify import soundness

@@ -226,7 +226,7 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3 * self.training, is_causal=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p(x).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         seen = checkpoint(self.attend, q, k, v, use_reentrant=False) if self.core else self.attend(q, k, v)
         return self.o_proj(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
