@@ -21,7 +21,7 @@ from ..comm import Group
 from ..parallel.draws.mode import KeyedDraws
 from ..parallel.dropout import KeyedDropout, Masks, Unit
 from ..parallel.expert.moe import mixtures
-from ..parallel.proof.kinds import is_built_in
+from ..parallel.tensor.rules import is_built_in
 
 Outputs = tuple[Tensor, ...]
 """The activation, then what rides along, in the order of the parcel's names."""

@@ -3,11 +3,11 @@
     F.dropout(x) ─▶ the mode ─▶ where was it called? "3.mlp: forward 112" ─▶ words of its samples ─▶ a mask
     torch.randperm(n) ────────▶ … ─────────────────────────────────────────▶ torch's generator, seeded by the unit
 
-A call is known by its place in the code: the module of the model whose forward runs, and the lines that lead from there
-to the draw. So a part of a block that runs again within a backward draws what it drew before. Where the first
-dimension of what is drawn is that of the samples, or of samples and tokens in one, each sample has words of its own, and
-no cut of the batch changes them; else, and for functions that have no words, all depends on the unit, by its first
-sample.
+A call is known by its place in the code: the module of the model whose forward runs, and the lines that lead from
+there to the draw. So a part of a block that runs again within a backward draws what it drew before. Where the first
+dimension of what is drawn is that of the samples, or of samples and tokens in one, each sample has words of its own,
+and no cut of the batch changes them; else, and for functions that have no words, all depends on the unit, by its
+first sample.
 
 Ranks of tp draw alike, but between a column and its row, where each draws for its shard of heads or features.
 """
