@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
 from quintsched.ir.plan_data import ScheduleSpec
@@ -27,9 +26,10 @@ from ..autograd.deferred_weight_grads import Products, WeightQueue
 from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
-from ..blocks.blocks import TensorSpec
+from ..blocks.trees import TreeSpec
 from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
+from ..optim.gathered import Stepper
 from ..parallel.context.context import Context
 from ..parallel.dropout import Unit
 from ..stage.cargo import Cargo
@@ -44,8 +44,8 @@ from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .tally import Tally
 
-LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
-MetricFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
+MetricFn = Callable[[Any, Any], Tensor]
 
 
 class Start(NamedTuple):
@@ -87,14 +87,14 @@ class UnitPlace:
     """Where units are in the batch, and what of a sequence a stage is given.
 
     Attributes:
-        input_spec: one unit of inputs, as the ranks agreed on it.
+        inputs: one unit of inputs, as the ranks agreed on it.
         replica: which of the replicas that divide the batch this rank belongs to.
         context: what blocks are given where sequences are cut over cp; None where they are not.
         token_shards: per stage, over how many ranks of tp the tokens that it is given are sharded.
         device: where the rank computes.
     """
 
-    input_spec: TensorSpec
+    inputs: TreeSpec
     replica: int
     context: Context | None
     token_shards: Mapping[int, int]
@@ -102,7 +102,7 @@ class UnitPlace:
 
     def unit_of(self, schedule: ScheduleSpec, number: int, step: int) -> Unit:
         """Return which samples of a step's batch a unit has, and the positions of its tokens."""
-        shape = self.input_spec.shape
+        shape = self.inputs.samples.shape
         microbatch, part = divmod(number, schedule.slices)
         first = (self.replica * schedule.microbatches + microbatch) * shape[0]
         positions = None
@@ -112,11 +112,12 @@ class UnitPlace:
             positions = torch.arange(part * shape[1], (part + 1) * shape[1], device=self.device)
         return Unit(step, range(first, first + shape[0]), positions)
 
-    def require_input(self, unit: Tensor) -> None:
-        """Raise `MisfitError` unless a unit of inputs has the shape that the ranks agreed on."""
-        if TensorSpec.of(unit) != self.input_spec:
+    def require_input(self, batch: Batch) -> None:
+        """Raise `MisfitError` unless units of inputs have the shape that the ranks agreed on."""
+        found = batch.input_spec()
+        if found.tensors != self.inputs.tensors or not found.tree.is_built_as(self.inputs.tree):
             raise MisfitError(
-                f"a microbatch of inputs is {TensorSpec.of(unit)}; the first step's was {self.input_spec}, and "
+                f"a microbatch of inputs is {found}; the first step's was {self.inputs}, and "
                 "buffers are made once: pad the batch, and give padded samples no loss weight"
             )
 
@@ -180,7 +181,7 @@ class StepEndState:
     metrics_group: Group
     gradients: Gradients
     masters: Masters
-    optimizers: Mapping[tuple[int, ...], Optimizer]
+    steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     outcome: GradOutcome = field(default_factory=GradOutcome)
 
@@ -215,7 +216,7 @@ class RankState:
         self.compute.host.begin()
         self.step_end.outcome.norm, self.step_end.outcome.skipped = None, False
         if self.flows.trains:
-            self.compute.gradients.reducer.attach()
+            self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:
         """End the step: nothing of its batch is kept."""

@@ -23,8 +23,11 @@ from ..parallel.dropout import KeyedDropout, Masks, Unit
 from ..parallel.expert.moe import mixtures
 from ..parallel.tensor.rules import is_built_in
 
-Outputs = tuple[Tensor, ...]
-"""The activation, then what rides along, in the order of the parcel's names."""
+Outputs = tuple[Any, ...]
+"""A row of tensors: those of the output, then what rides along, in the order of the parcel's specs.
+
+That of the last stage has nothing but its output, as the last block gave it.
+"""
 
 Extras = Mapping[str, Any]
 Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
