@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from ..comm.device import GENERATORS
@@ -101,10 +102,35 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
     A module is returned as it is; a builder runs with torch's global generator seeded by (seed, number).
     """
     if isinstance(block, nn.Module):
-        return block.to(dtype) if dtype else block
+        return cast(block, dtype)
     with seeded(seed, number):
         built = block()
-    return built.to(dtype) if dtype else built
+    return cast(built, dtype)
+
+
+def cast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Let a module compute in a type, in place, and return it; None leaves it as it is.
+
+    What loses its meaning in a short type stays as it is: all of a norm that keeps running statistics, the frequencies
+    of rotary embeddings (`inv_freq`), and complex numbers.
+    """
+    if dtype is None:
+        return module
+    types = {id(tensor): kind for _, tensor, kind in typed(module, dtype)}
+    return module._apply(lambda tensor: tensor.to(types.get(id(tensor)) or tensor.dtype))
+
+
+def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
+    """Yield each parameter and buffer by its name, and the type that it has where the module computes in `dtype`.
+
+    None: it keeps the one it has.
+    """
+    for prefix, child in module.named_modules():
+        keeps = isinstance(child, _NormBase) and child.running_mean is not None
+        parameters = child.named_parameters(prefix, recurse=False)
+        for name, tensor in (*parameters, *child.named_buffers(prefix, recurse=False)):
+            stays = keeps or name.endswith("inv_freq") or not tensor.is_floating_point()
+            yield name, tensor, None if stays else dtype
 
 
 def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:

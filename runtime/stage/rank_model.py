@@ -31,6 +31,7 @@ from ..parallel.tensor.rules import Rules
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
 from .microbatches import BatchCutter
+from .same_data import SameData
 from .tied_weights import TiedWeights
 
 
@@ -69,6 +70,7 @@ class RankModel:
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
         batches: cuts a batch into units.
+        same_data: compares what ranks of one replica are given.
         queues: where the weight gradients of split backwards wait, per stage that has such.
         deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
     """
@@ -131,6 +133,7 @@ class RankModel:
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
+        self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
         self.batches = BatchCutter(
             device,
             options.dtype,
