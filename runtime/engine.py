@@ -51,7 +51,6 @@ from .requirements import (
 )
 from .splitting.split import Split
 from .stage.build import Stage, cuts_of
-from .stage.microbatches import Batch
 from .stage.rank_model import ModelOptions, RankModel
 from .stage.tied_weights import homes_across
 from .state.master_weights import Masters
@@ -267,19 +266,11 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        return self._runner.run(self.plan, self._batch(self.plan, inputs, targets, extras))
-
-    def _batch(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Batch:
-        """Return what this rank is given, cut into units; in the first steps ranks of a replica compare it."""
-        model = self._model
-        batch = model.batches(plan, inputs, targets, extras)
-        needed = {"inputs": inputs if model.needs_inputs else None, "targets": targets if model.needs_targets else None}
-        model.same_data.require(plan.mode, needed, extras)
-        return batch
+        return self._runner.run(self.plan, self._model.batch(self.plan, inputs, targets, extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._batch(self.plan, inputs, targets, extras)
+        batch = self._model.batch(self.plan, inputs, targets, extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -296,7 +287,7 @@ class Engine:
 
     def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._batch(self._evaluation_plan, inputs, targets, extras)
+        batch = self._model.batch(self._evaluation_plan, inputs, targets, extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
-from .microbatches import BatchCutter
+from .microbatches import Batch, BatchCutter
 from .same_data import SameData
 from .tied_weights import TiedWeights
 
@@ -150,6 +151,13 @@ class RankModel:
         waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
         total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
         return queues, waiting / total if total else None
+
+    def batch(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Batch:
+        """Return what this rank is given, cut into units; in the first steps ranks of a replica compare it."""
+        batch = self.batches(plan, inputs, targets, extras)
+        needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
+        self.same_data.require(plan.mode, needed, extras)
+        return batch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
