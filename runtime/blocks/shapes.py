@@ -19,7 +19,7 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group, ReduceOp
 from ..comm.control import first_said
-from .blocks import TARGETS, Blocks, Parcel, accepted_extras, on_meta, split_result
+from .blocks import TARGETS, Blocks, Parcel, accepted_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
@@ -165,11 +165,6 @@ class _Ride:
 
 def _call_on_meta(module: nn.Module, given: object, extras: dict[str, Any], dtype: torch.dtype | None) -> Any:
     module = before_fully_shard(module)
-    weights = {  # by one name each: what torch finds under two it does not put back
-        f"{path}.{name}" if path else name: t.to("meta", dtype if t.is_floating_point() else None)
-        for path, inner in module.named_modules()
-        for name, t in (*inner._parameters.items(), *inner._buffers.items())
-        if t is not None
-    }
+    weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(module, dtype)}
     with torch.no_grad():
         return torch.func.functional_call(module, weights, (given,), extras, tie_weights=False)

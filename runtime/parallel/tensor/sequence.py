@@ -46,6 +46,10 @@ class SequenceParallel:
         """Whether block `number` works on this rank's slice."""
         return self._inside[number]
 
+    def group_of(self, number: int) -> Group | None:
+        """Return the ranks over which the tokens are sliced that block `number` works on; None: they are whole."""
+        return self._group if self._inside[number] else None
+
     def leaves_slice(self, number: int) -> bool:
         """Whether what travels behind block `number` is a slice; before the first and after the last it is not."""
         neighbours = self._inside[number : number + 2]
