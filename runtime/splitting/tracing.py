@@ -85,7 +85,8 @@ class _Tracer(fx.Tracer):
         self.kept, self.opened, self.inside = kept, opened, list[str]()
         for module in list(self.root.modules()):
             module.__dict__["_tracer"] = self
-            module.__class__ = _watched(type(module))
+            kind: type = type(module)
+            module.__class__ = _watched(kind)
 
     def run(self) -> Traced:
         """Return the steps of the root's forward."""
@@ -139,14 +140,14 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 
 @cache
-def _watched(kind: type[nn.Module]) -> type[nn.Module]:
+def _watched(kind: type) -> type:
     """Return the class of a skeleton's modules of a kind: calls and weights are the tracer's."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._tracer.call(self, args, kwargs)
 
     def getattr_(self: Any, name: str) -> Any:
-        found = kind.__getattr__(self, name)
+        found = kind.__getattr__(self, name)  # type: ignore[attr-defined]
         return self._tracer.attribute(self, name) if isinstance(found, Tensor) else found
 
     return type(kind.__name__, (kind,), {"__call__": call, "__getattr__": getattr_, "__module__": kind.__module__})

@@ -119,7 +119,7 @@ def test_several_values_cross_a_cut():
 @pytest.mark.parametrize("kind", [Drawing, Asking])
 def test_what_looks_at_numbers_or_draws_them_is_not_traced(kind):
     assert segments(drawn(kind)) is None
-    with pytest.raises(UsageError, match="example"):
+    with pytest.raises(UsageError, match=r"split\(model, "):
         split(drawn(kind))
 
 
