@@ -134,6 +134,9 @@ class PlanRunner:
             state.compute.place.require_input(batch)
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
+        if state.flows.trains:
+            for stage in self._model.stages.values():
+                stage.require_known_weights()
         self._latest, self._is_broken = interpreter, True
         state.current.number = self.steps.total
         with self._model.masks.guarding(self._transport.device):
