@@ -24,6 +24,7 @@ from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
+from ..parallel.synced_norm import take_over_synced
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.shard import shard_of
 from .balance import partition
@@ -132,6 +133,7 @@ def build_stages(
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
+        take_over_synced(module)
         choice = prover.choose(number, module)
         apply_expert_parallel(module, groups.experts, groups.context)
         cut = tensor.apply(number, module, choice)
