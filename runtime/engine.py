@@ -344,6 +344,40 @@ class Engine:
         """
         self._exchange.save_pretrained(path, dtype, max_file_bytes)
 
+    def save_dcp(self, path: str | Path) -> None:
+        """Write weights and optimizer state as `torch.distributed.checkpoint` does, each rank its shards (collective).
+
+        Any mesh loads it, and so does PyTorch without us: see docs/checkpoints.md. What was in the folder before stays
+        until the new files are whole.
+
+        Raises, on all ranks alike, `UsageError` where it cannot be written, `MisfitError` for optimizer state that is
+        neither a weight's shape nor whole.
+        """
+        self._exchange.save_dcp(path, self._runner.steps.total, {})
+
+    def load_dcp(
+        self, path: str | Path, *, fresh: Sequence[str] = (), strict: bool = True, optimizer: bool = True
+    ) -> LoadedWeights:
+        """Take over a checkpoint of `torch.distributed.checkpoint`, of whatever mesh or program (collective).
+
+        Its table is a pickle, which is read without running anything; values are read as plain data only.
+
+        Args:
+            path: the folder.
+            fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
+            strict: whether a tensor that no weight takes is an error.
+            optimizer: whether the optimizer's state is taken over too, where there is one; settings of groups are not.
+
+        Returns what stayed fresh, and what was not used.
+
+        Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for one that is damaged or
+        lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
+        """
+        loaded = self._exchange.load_dcp(path, fresh, strict=strict, optimizer=optimizer, beside=())
+        steps = self._runner.steps
+        steps.before = loaded.step - steps.in_run
+        return loaded.weights
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).
 

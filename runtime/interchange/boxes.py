@@ -91,10 +91,10 @@ class Placement:
         if self.span is None:
             yield (0,) * len(self.local), numbers
             return
-        at = 0
+        at, flat = 0, numbers.reshape(-1)
         for offsets, sizes in flat_boxes(self.local, *self.span):
             count = prod(sizes)
-            yield offsets, numbers[at : at + count].view(sizes)
+            yield offsets, flat[at : at + count].view(sizes)
             at += count
 
     def _apart(self, shard: Shard, box: Box) -> Iterator[Box]:

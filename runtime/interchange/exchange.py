@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +14,10 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from .held import HeldTensor, held_tensors
+from .load_dcp import LoadedState, load_dcp
 from .load_pretrained import LoadedWeights, load_pretrained
 from .model_names import ModelNames
+from .save_dcp import Kept, SavedWeight, save_dcp
 from .save_pretrained import save_pretrained
 
 
@@ -51,6 +53,40 @@ class Exchange:
             return load_pretrained(
                 Path(path), self.names, held, self._everyone, given=given, fresh=fresh, strict=strict
             )
+
+    def save_dcp(self, path: str | Path, step: int, beside: Mapping[str, object]) -> None:
+        """See `Engine.save_dcp`; `beside` are values of this rank's own, by name."""
+        save_dcp(Path(path), self._weights(self._held()), step, beside, self._everyone, self.groups.world.index)
+
+    def load_dcp(
+        self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str]
+    ) -> LoadedState:
+        """See `Engine.load_dcp`; `beside` are the names of values of this rank's own."""
+        with self._writing() as held:
+            weights = self._weights(held)
+            return load_dcp(
+                Path(path), weights, self._everyone, fresh=fresh, strict=strict, optimizer=optimizer, beside=beside
+            )
+
+    def _weights(self, held: Sequence[HeldTensor]) -> list[SavedWeight]:
+        """Return this rank's tensors, each by all names that it has in the model; of copies, the first one speaks."""
+        names, twins = self.names.dcp_names(), self.model.plan.layout.twins
+        further = {name for group in self.names.same() for name in group[1:]}
+        firsts = {id(one.tensor): one for one in reversed(held)}
+        firsts |= {id(one.tensor): one for one in reversed(held) if one.name not in further}
+        found = []
+        for one in firsts.values():
+            speaks = one.speaks and one.name not in further and twins(one.stage)[:1] in ((), (one.stage,))
+            found.append(SavedWeight(replace(one, speaks=speaks), names[one.name], self._kept(one, speaks)))
+        return found
+
+    def _kept(self, one: HeldTensor, speaks: bool) -> Kept | None:
+        master = one.numbers
+        for optimizer in self.state.optimizers.values():
+            for group in optimizer.param_groups:
+                if master is not None and any(master is parameter for parameter in group["params"]):
+                    return Kept(optimizer.state[master], one.placement, tuple(master.shape), speaks, group)
+        return None
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
         """See `Engine.save_pretrained`."""

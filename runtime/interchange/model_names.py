@@ -61,6 +61,30 @@ class ModelNames:
         names = given if given is not None else self.own or {}
         return {name: Origin(names.get(name, name)) for name in self.ours}
 
+    def same(self) -> list[Sequence[str]]:
+        """Return the names of tensors that are one: tied, or under several names in a block."""
+        return [*self.tied.values(), *_same_within(self.outlines)]
+
+    def dcp_names(self) -> dict[str, tuple[str, ...]]:
+        """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
+        names = {name: (self.own or {}).get(name, name) for name in self.ours}
+        same: dict[str, list[str]] = {name: [name] for name in names}
+        for group in self.same():
+            joined = list(dict.fromkeys(name for one in group for name in same[one]))
+            same.update(dict.fromkeys(joined, joined))
+        return {name: tuple(dict.fromkeys(names[other] for other in group)) for name, group in same.items()}
+
+
+def _same_within(blocks: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of tensors that a block has under several."""
+    found: list[list[str]] = []
+    for number, block in enumerate(blocks):
+        groups: dict[int, list[str]] = {}
+        for name, tensor in block.state_dict(keep_vars=True).items():
+            groups.setdefault(id(tensor), []).append(f"{number}.{name}")
+        found += [group for group in groups.values() if len(group) > 1]
+    return found
+
 
 def _require_known(given: Iterable[str], known: Collection[str]) -> None:
     for name in given:
