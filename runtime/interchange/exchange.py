@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,11 +15,22 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from .held import HeldTensor, held_tensors
-from .load_dcp import LoadedState, load_dcp
+from .load_dcp import load_dcp
 from .load_pretrained import LoadedWeights, load_pretrained
 from .model_names import ModelNames
 from .save_dcp import Kept, SavedWeight, save_dcp
 from .save_pretrained import save_pretrained
+
+
+class Steps(Protocol):
+    """How many steps were made: in this run, and before it."""
+
+    before: int
+    in_run: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class Exchange:
     state: TrainingState
     groups: MeshGroups
     names: ModelNames
+    steps: Steps
 
     @property
     def _everyone(self) -> ControlGroup:
@@ -48,25 +61,33 @@ class Exchange:
     def load_pretrained(
         self, path: str | Path, given: Mapping[str, str] | None, fresh: Sequence[str], *, strict: bool
     ) -> LoadedWeights:
-        """See `Engine.load_pretrained`."""
+        """See `CheckpointFiles.load_pretrained`."""
         with self._writing() as held:
             return load_pretrained(
                 Path(path), self.names, held, self._everyone, given=given, fresh=fresh, strict=strict
             )
 
-    def save_dcp(self, path: str | Path, step: int, beside: Mapping[str, object]) -> None:
-        """See `Engine.save_dcp`; `beside` are values of this rank's own, by name."""
-        save_dcp(Path(path), self._weights(self._held()), step, beside, self._everyone, self.groups.world.index)
+    def save_dcp(self, path: str | Path, beside: Mapping[str, object]) -> None:
+        """See `CheckpointFiles.save_dcp`; `beside` are values of this rank's own, by name."""
+        weights = self._weights(self._held())
+        save_dcp(Path(path), weights, self.steps.total, beside, self._everyone, self.groups.world.index)
 
     def load_dcp(
-        self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str]
-    ) -> LoadedState:
-        """See `Engine.load_dcp`; `beside` are the names of values of this rank's own."""
+        self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str] = ()
+    ) -> tuple[LoadedWeights, Mapping[str, object]]:
+        """See `CheckpointFiles.load_dcp`; return also the values of these names, None where there is none."""
         with self._writing() as held:
-            weights = self._weights(held)
-            return load_dcp(
-                Path(path), weights, self._everyone, fresh=fresh, strict=strict, optimizer=optimizer, beside=beside
+            loaded = load_dcp(
+                Path(path),
+                self._weights(held),
+                self._everyone,
+                fresh=fresh,
+                strict=strict,
+                optimizer=optimizer,
+                beside=beside,
             )
+        self.steps.before = loaded.step - self.steps.in_run
+        return loaded.weights, loaded.beside
 
     def _weights(self, held: Sequence[HeldTensor]) -> list[SavedWeight]:
         """Return this rank's tensors, each by all names that it has in the model; of copies, the first one speaks."""
@@ -89,5 +110,5 @@ class Exchange:
         return None
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
-        """See `Engine.save_pretrained`."""
+        """See `CheckpointFiles.save_pretrained`."""
         save_pretrained(Path(path), self.names, self._held(), self.model, self.groups, dtype, max_file_bytes)

@@ -46,7 +46,7 @@ def load_dcp(
     optimizer: bool,
     beside: Sequence[str] = (),
 ) -> LoadedState:
-    """Let what this rank holds be what a checkpoint has; see `Engine.load_dcp`. All ranks call this."""
+    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_dcp`. All ranks call this."""
     table = everyone.together(lambda: read_table(path))
     everyone.together(lambda: _require_sane(path, table))
     with PieceReader(path, table) as pieces:

@@ -64,7 +64,7 @@ def load_pretrained(
     fresh: Sequence[str],
     strict: bool,
 ) -> LoadedWeights:
-    """Let what this rank holds be what a checkpoint has; see `Engine.load_pretrained`. All ranks call this."""
+    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_pretrained`. All ranks call this."""
     with ExitStack() as stack:
         folder = everyone.together(lambda: in_model_names(stack.enter_context(open_folder(path)), names))
         origins, prefix = everyone.together(lambda: _origins(folder, names, given))

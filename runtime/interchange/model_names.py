@@ -24,6 +24,7 @@ class ModelNames:
         own: our names to the model's own, where the blocks say (`split`).
         tied: names of ours that are one, by the name of each tie.
         config: the configuration of the library that the model is from, or None.
+        conversions: that library's rules for names of checkpoints (`conversions`).
         generation_config: that library's settings of generation, or None.
     """
 
@@ -31,14 +32,15 @@ class ModelNames:
     own: Mapping[str, str] | None
     tied: Mapping[str, Sequence[str]]
     config: Any = None
+    conversions: Sequence[Any] = ()
     generation_config: Any = None
 
     @classmethod
     def of(cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]) -> ModelNames:
         """Return what blocks say of their names."""
-        said = (getattr(blocks, name, None) for name in ("own_names", "config", "generation_config"))
-        own, config, generation_config = said
-        return cls(outlines, own, tied, config, generation_config)
+        said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
+        own, config, conversions, generation_config = said
+        return cls(outlines, own, tied, config, conversions or (), generation_config)
 
     @property
     def ours(self) -> list[str]:

@@ -72,7 +72,7 @@ def save_dcp(
     everyone: ControlGroup,
     rank: int,
 ) -> None:
-    """Write the folder; see `Engine.save_dcp`. All ranks call this; `beside` are values of this rank's own, by name."""
+    """Write the folder; see `CheckpointFiles.save_dcp`. All ranks call this; `beside` are values of this rank alone."""
     everyone.together(lambda: _require_whole_states(weights))
 
     def write(folder: Path) -> None:

@@ -91,7 +91,7 @@ def save_pretrained(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Write the folder; see `Engine.save_pretrained`. All ranks call this."""
+    """Write the folder; see `CheckpointFiles.save_pretrained`. All ranks call this."""
     everyone, is_first, is_writer = ControlGroup(groups.world), groups.world.index == 0, groups.holders.index == 0
     origins = everyone.together(lambda: _saved_origins(names))
     mine = {one.name: one for one in held if one.name in origins and _is_first_twin(one, model)}
