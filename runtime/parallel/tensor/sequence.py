@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import TOKENS, Parcel, TensorSpec
+from ...blocks.blocks import TOKENS, Parcel
+from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, scatter_to_group
 from ..expert.moe import mixtures
@@ -82,14 +83,20 @@ class SequenceParallel:
                 f"{parcel.names[0]!r} rides along behind block {number}, which sequence parallelism does not "
                 "slice; run without sequence_parallel"
             )
-        samples, *rest = parcel.activation.shape
+        if not parcel.output.tree.is_tensor:
+            raise MisfitError(
+                f"block {number} leaves {parcel.output.tree}, and sequence parallelism slices nothing but tensors; run "
+                "without sequence_parallel"
+            )
+        (left,) = parcel.output.tensors
+        samples, *rest = left.shape
         if len(rest) < 2 or rest[0] % self._group.size:
             raise MisfitError(
                 f"sequence parallelism slices tokens, dimension {TOKENS}, over tp={self._group.size}, but block "
-                f"{number} leaves {parcel.activation}, which does not divide; choose another length or tp"
+                f"{number} leaves {left}, which does not divide; choose another length or tp"
             )
         shape = (samples, rest[0] // self._group.size, *rest[1:])
-        return replace(parcel, activation=TensorSpec(shape, parcel.activation.dtype))
+        return replace(parcel, output=TreeSpec.plain(TensorSpec(shape, left.dtype)))
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
