@@ -26,8 +26,7 @@ from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
-from .interchange.exchange import Exchange
-from .interchange.files import CheckpointFiles
+from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock

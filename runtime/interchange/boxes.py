@@ -77,7 +77,11 @@ class Placement:
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all of it."""
-        return self.local == self.shape and self.span is None
+        return self.local == self.shape and self.span in (None, (0, prod(self.local)))
+
+    def gathered(self) -> Placement:
+        """Return how it is held where the ranks that cut it gather it."""
+        return Placement(self.shape, self.shape, (0,) * len(self.shape))
 
     def boxes(self, numbers: Tensor) -> Iterator[Box]:
         """Yield the boxes of what this rank holds: `numbers` of the local shape, or flat with a span."""

@@ -37,9 +37,15 @@ def weighed_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss_of(output, targets), torch.tensor(float(len(targets)))
 
 
-def run(plan: qs.Plan, body: Callable[[Engine], Any], blocks: Callable[[], Any] = Split, **more: Any) -> list[Any]:
+def run(
+    plan: qs.Plan,
+    body: Callable[[Engine], Any],
+    blocks: Callable[[], Any] = Split,
+    optimizer: Any = adamw,
+    **more: Any,
+) -> list[Any]:
     def start(transport: Transport) -> Any:
-        return body(Engine(plan, blocks(), weighed_loss, adamw, transport=transport, **more))
+        return body(Engine(plan, blocks(), weighed_loss, optimizer, transport=transport, **more))
 
     return run_local(plan.mesh.size, start, timeout_s=60)
 
@@ -301,3 +307,44 @@ def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None
         info.relative_path = "../__0_0.distcp"
     path.write_bytes(pickle.dumps(table))
     assert "is not the name of a plain file beside it" in str(refused(tmp_path / "in"))
+
+
+class RowsAndColumns(torch.optim.Optimizer):
+    """Keeps a mean per row, as Adafactor does: state that has not the shape of its weight."""
+
+    needs_whole_parameters = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                rows = p.grad.square().mean(-1, keepdim=True)
+                state["rows"] = state["rows"] * 0.9 + rows if "rows" in state else rows
+                state["count"] = state.get("count", 0) + 1
+                p.sub_(group["lr"] * p.grad / (state["rows"].sqrt() + 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(("dp=2", 3), ("tp=2", 0)), (("tp=2", 0), ("dp=2", 1)), (("dp=1", 0), ("dp=2,tp=2", 2))]
+)
+def test_state_of_other_shapes_moves_where_parameters_are_whole(
+    tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    def begin(engine: Engine) -> list[float]:
+        train(engine, 0, 2)
+        engine.save_dcp(tmp_path / "out")
+        return train(engine, 2, 4)
+
+    def end(engine: Engine) -> list[float]:
+        engine.load_dcp(tmp_path / "out")
+        return train(engine, 2, 4)
+
+    expected = run(plan_of(*first), begin, optimizer=RowsAndColumns)[0]
+    for found in run(plan_of(*second), end, optimizer=RowsAndColumns):
+        assert found == pytest.approx(expected, rel=1e-12)

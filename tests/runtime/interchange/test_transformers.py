@@ -18,6 +18,7 @@ from quintsched.runtime import split
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interchange.load_pretrained import LoadedWeights
+from quintsched.runtime.splitting.split import Split
 
 transformers = pytest.importorskip("transformers")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
@@ -155,15 +156,18 @@ def reloaded(like: nn.Module, folder: Path) -> nn.Module:
 def build_only(mesh: str, zero: int, model: nn.Module, body: Callable[[Engine], Any]) -> None:
     """Run with blocks that hold a model's tensors under its names, and cannot be run."""
 
-    class Holder(list[nn.Module]):
-        own_names = {f"0.{name}": name for name in model.state_dict()}
-        config = model.config
-        conversions = tuple(conversion_mapping.get_model_conversion_mapping(model))
+    def blocks() -> Split:
+        return Split(
+            [copy.deepcopy(model)],
+            own_names={f"0.{name}": name for name in model.state_dict()},
+            config=model.config,
+            conversions=conversion_mapping.get_model_conversion_mapping(model),
+        )
 
     plan = qs.compile("1f1b", mesh=mesh, microbatches=1, zero=zero)
 
     def start(transport: Transport) -> Any:
-        return body(Engine(plan, Holder([copy.deepcopy(model)]), loss_of, adam, transport=transport, prove="none"))
+        return body(Engine(plan, blocks(), loss_of, adam, transport=transport, prove="none"))
 
     run_local(plan.mesh.size, start, timeout_s=60)
 
