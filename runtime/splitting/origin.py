@@ -83,7 +83,8 @@ class Origin:
         self.frame.cast(hidden.dtype)
         walk = _ArgumentsWalk(self, number, computable(hidden), on)
         walk.go(self.called_with(inputs, hidden))
-        found = {at: tree_map(lambda leaf: HIDDEN if leaf is walk.hidden else leaf, c) for at, c in walk.found.items()}
+        places = {at: {self.flow.entries[at]: HIDDEN} for at in walk.found if self.flow.repeats[at]}
+        found = {at: replaced(call, places.get(at, {})) for at, call in walk.found.items()}
         return as_meta(found) if hidden.is_meta else found
 
     def called_with(self, inputs: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..blocks.blocks import Block
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
 from .experiments import find_riders
-from .flow import HIDDEN, Flow, Span, capture
+from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
 from .parts import TARGET_NAMES, Segment, layer_block
@@ -166,8 +166,7 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     device = torch.device("cpu")
     flow, _ = capture(frame, {**inputs, **settings}, device)
     spans = _spans(flow)
-    hidden = [next(c for m, c in zip(r.leaves, r.constants, strict=True) if m is HIDDEN) for r in flow.results]
-    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, hidden, select)
+    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
     origin = Origin(frame, flow, spans, names, settings, select)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
@@ -177,7 +176,7 @@ def _spans(flow: Flow) -> list[Span]:
     """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
     count = len(flow.calls)
     before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
-    before = before and bool(flow.entry)
+    before = before and bool(flow.entries[0])
     spans = [Span(range(0, 0), is_first=True)] if before else []
     for call in range(count):
         is_first, is_last = call == 0 and not before, call == count - 1 and not behind
