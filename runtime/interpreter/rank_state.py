@@ -200,7 +200,7 @@ class RankState:
         self.compute.host.begin()
         self.step_end.outcome.norm, self.step_end.outcome.skipped = None, False
         if self.flows.trains:
-            self.compute.gradients.reducer.attach()
+            self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:
         """End the step: nothing of its batch is kept."""
