@@ -7,8 +7,9 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,11 @@ from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
+    cuts_sequences,
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
+    require_loss_of_slices,
     require_movable_activations,
     require_runnable,
 )
@@ -124,6 +127,8 @@ class Engine:
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        require_loss_of_slices(plan, loss_fn)
+        self._prepare, loss_fn = _for_slices(plan, loss_fn)
         metrics = metrics or {}
         options = ModelOptions(
             block_costs=block_costs,
@@ -247,13 +252,13 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        return self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras))
+        return self._runner.run(self.plan, self._model.batches(self.plan, inputs, self._prepare(targets), extras))
 
     def step_counting_saved(
         self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor
     ) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batches(self.plan, inputs, targets, extras)
+        batch = self._model.batches(self.plan, inputs, self._prepare(targets), extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -270,7 +275,7 @@ class Engine:
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batches(self._evaluation_plan, inputs, targets, extras)
+        batch = self._model.batches(self._evaluation_plan, inputs, self._prepare(targets), extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch)
@@ -373,3 +378,11 @@ def _with_ties(
         return plan
     across = homes_across(tied, cuts_of(plan, blocks, block_costs))
     return (compiled_again(plan, tied=across) or plan) if across else plan
+
+
+def _for_slices(plan: Plan, loss_fn: LossFn) -> tuple[Callable[[Any], Any], LossFn]:
+    """Return what is done with targets before they are cut, and the loss, which may look beyond a slice."""
+    prepare = getattr(loss_fn, "prepare", None)
+    if prepare is None or not cuts_sequences(plan):
+        return lambda targets: targets, loss_fn
+    return lambda targets: None if targets is None else prepare(targets), loss_fn.prepared  # type: ignore[attr-defined]

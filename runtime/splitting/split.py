@@ -22,7 +22,7 @@ from .experiments import find_riders
 from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
-from .parts import TARGET_NAMES, Segment, layer_block
+from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal
 from .structure import find_layers, named_layers
 from .ties import untie
@@ -168,7 +168,7 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     spans = _spans(flow)
     flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
-    origin = Origin(frame, flow, spans, names, settings, select)
+    origin = Origin(frame, flow, spans, names, settings, select, sees=transformers.is_one(model))
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
 
 
@@ -196,7 +196,7 @@ def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     if _is_layer(origin, number):
         name = origin.flow.calls[origin.spans[number].calls.start]
         return layer_block(model.get_submodule(name), origin, number)
-    return Segment(model, origin, number)
+    return segment(model, origin, number)
 
 
 def _first(output: Any) -> Any:
