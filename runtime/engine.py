@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import compiled_again, evaluation_of
+from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -35,12 +35,14 @@ from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs
+from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .optim.builds import OptimizerBuilds
+from .optim.chained import LRSchedulers
+from .optim.given import OptimizerGiven, builder_of
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
-    cuts_sequences,
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
@@ -49,12 +51,13 @@ from .requirements import (
     require_runnable,
 )
 from .splitting.split import Split
-from .stage.build import Stage, cuts_of
+from .stage.build import Stage
+from .stage.losses import for_slices
 from .stage.rank_model import ModelOptions, RankModel
-from .stage.tied_weights import homes_across
+from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
-from .state.training_state import OptimizerFn, TrainingState
+from .state.training_state import TrainingState
 
 
 class Engine:
@@ -68,8 +71,7 @@ class Engine:
             returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
             sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
-            pairs. With ZeRO these are segments of one dimension of the parameters that they are named after.
+        optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
@@ -86,6 +88,8 @@ class Engine:
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
+        zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
+            these for optimizers that work on them.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -100,7 +104,7 @@ class Engine:
         plan: Plan,
         blocks: Blocks,
         loss_fn: LossFn,
-        optimizer: OptimizerFn,
+        optimizer: OptimizerGiven,
         *,
         metrics: Mapping[str, MetricFn] | None = None,
         clip: float | None = None,
@@ -113,6 +117,7 @@ class Engine:
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
+        zero_split: ZeroSplit = "auto",
         trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -122,13 +127,14 @@ class Engine:
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
-            plan = _with_ties(plan, blocks, tied, block_costs)
+            plan = with_ties(plan, blocks, tied, block_costs)
         self.plan, self._evaluation_plan = plan, evaluation_of(plan)
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
         require_loss_of_slices(plan, loss_fn)
-        self._prepare, loss_fn = _for_slices(plan, loss_fn)
+        self._prepare, loss_fn = for_slices(plan, loss_fn)
+        builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
             block_costs=block_costs,
@@ -151,7 +157,7 @@ class Engine:
             self.stages,
             self._groups,
             self._model.tied,
-            optimizer,
+            OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
@@ -206,6 +212,18 @@ class Engine:
             raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
         return next(iter(self.optimizers.values()))
 
+    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
+        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
+
+        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
+        """
+        return LRSchedulers(make, self.optimizers.values())
+
+    @property
+    def zero_split(self) -> str | None:
+        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
+        return self._state.zero_split
+
     @property
     def masters(self) -> Masters:
         """The weights that the optimizer works on, where they are not those that blocks compute with."""
@@ -241,7 +259,7 @@ class Engine:
         """Which of them this rank belongs to."""
         return self._model.replica
 
-    def step(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+    def step(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
         Args:
@@ -254,9 +272,7 @@ class Engine:
         """
         return self._runner.run(self.plan, self._model.batches(self.plan, inputs, self._prepare(targets), extras))
 
-    def step_counting_saved(
-        self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor
-    ) -> tuple[StepResult, SavedBytes]:
+    def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
         batch = self._model.batches(self.plan, inputs, self._prepare(targets), extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
@@ -273,7 +289,7 @@ class Engine:
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, **extras: Tensor) -> StepResult:
+    def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
         batch = self._model.batches(self._evaluation_plan, inputs, self._prepare(targets), extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
@@ -368,21 +384,3 @@ class Engine:
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
-
-
-def _with_ties(
-    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
-) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
-    if plan.tied or not tied or plan.stage_to_part is not None:
-        return plan
-    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
-    return (compiled_again(plan, tied=across) or plan) if across else plan
-
-
-def _for_slices(plan: Plan, loss_fn: LossFn) -> tuple[Callable[[Any], Any], LossFn]:
-    """Return what is done with targets before they are cut, and the loss, which may look beyond a slice."""
-    prepare = getattr(loss_fn, "prepare", None)
-    if prepare is None or not cuts_sequences(plan):
-        return lambda targets: targets, loss_fn
-    return lambda targets: None if targets is None else prepare(targets), loss_fn.prepared  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from .comm import Transport
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage
+from .stage.losses import cuts_sequences
 
 
 def require_runnable(plan: Plan, transport: Transport) -> Verdict:
@@ -49,11 +50,6 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             raise MisfitError(
                 f"{what}, but no block takes `{name}` in its forward: an attention would see only its slice"
             )
-
-
-def cuts_sequences(plan: Plan) -> bool:
-    """Whether a unit has but a part of its sequences."""
-    return plan.schedule.slices > 1 or plan.mesh.axis_size("cp") > 1
 
 
 def require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:

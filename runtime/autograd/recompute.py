@@ -83,7 +83,8 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, rerun: Rerun, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.rerun = rerun
         ctx.save_for_backward(*given)
-        return rerun.flat()
+        # To autograd what this returns is made here: a weight, a buffer or an extra must not be, so it gets aliases.
+        return tuple([output.detach() for output in rerun.flat()])
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .dtensor import is_sharded
+from .trees import TensorSpec, TreeSpec
 
 Block = nn.Module | Callable[[], nn.Module]
 Blocks = Sequence[Block]
@@ -35,38 +35,18 @@ _GLOBAL_GENERATOR = threading.Lock()
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that travels."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """Return the spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes a tensor of this spec has."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def empty(self, device: torch.device | str) -> Tensor:
-        """Return an uninitialised tensor of this spec."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
-
-
-@dataclass(frozen=True)
 class Parcel:
-    """What goes from one block to the next: the activation, and by name what rides along to later blocks."""
+    """What goes from one block to the next: its output, and by name what rides along to later blocks."""
 
-    activation: TensorSpec
+    output: TreeSpec
     riders: tuple[tuple[str, TensorSpec], ...] = ()
     has_loss: bool = False
     """Whether the block returns a loss beside it."""
+
+    @property
+    def width(self) -> int:
+        """How many tensors the output has."""
+        return len(self.output.tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,15 +55,19 @@ class Parcel:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The activation's spec, then those of the riders."""
-        return (self.activation, *(spec for _, spec in self.riders))
+        """The specs of the output's tensors, then those of the riders: a row of tensors, as it is sent."""
+        return (*self.output.tensors, *(spec for _, spec in self.riders))
+
+    def place(self, name: str) -> int:
+        """Return where a rider is in that row."""
+        return self.width + self.names.index(name)
 
     def __str__(self) -> str:
-        return " + ".join([str(self.activation), *(f"{name}: {spec}" for name, spec in self.riders)])
+        return " + ".join([str(self.output), *(f"{name}: {spec}" for name, spec in self.riders)])
 
 
 class Carry:
-    """A block's output with tensors that ride along, past the blocks between, to later blocks that take them by name.
+    """A block's output, any tree, with tensors that ride along to later blocks that take them by name.
 
         class Down(nn.Module):
             def forward(self, x):            return Carry(self.pool(x), skip=x)
@@ -92,11 +76,13 @@ class Carry:
 
     On the way they cross stages with the activation, and their gradients come back with its gradient. A rider ends its
     ride at the last block whose `forward` has a parameter of its name.
+
+    Without riders it says that an output is nothing else: `Carry((x, y))` is a tuple also where y looks like a loss.
     """
 
     __slots__ = ("output", "riders")
 
-    def __init__(self, output: Tensor, /, **riders: Tensor) -> None:
+    def __init__(self, output: Any, /, **riders: Tensor) -> None:
         self.output = output
         self.riders = riders
 
@@ -173,13 +159,20 @@ def some_take(name: str, blocks: Blocks) -> bool:
     return any(name in inspect.signature(on_meta(block).forward).parameters for block in blocks)
 
 
-BlockResult = Tensor | Carry | tuple[Tensor | Carry, Tensor]
+def split_result(result: Any) -> tuple[Any, dict[str, Tensor], Tensor | None]:
+    """Return a block's output, what rides along from there, and the auxiliary loss that may be beside it.
 
-
-def split_result(result: BlockResult) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return a block's output, what rides along from there, and the auxiliary loss that may be beside it."""
-    output, auxiliary = result if isinstance(result, tuple) else (result, None)
+    A tuple of two is (output, auxiliary loss) if its second is a floating-point tensor of no dimensions, or None: no
+    loss. Any other is the output itself.
+    """
+    output, auxiliary = result, None
+    if type(result) is tuple and len(result) == 2 and (result[1] is None or _may_be_loss(result[1])):
+        output, auxiliary = result
     return (output.output, output.riders, auxiliary) if isinstance(output, Carry) else (output, {}, auxiliary)
+
+
+def _may_be_loss(found: object) -> bool:
+    return isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point()
 
 
 def named_modules(blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:

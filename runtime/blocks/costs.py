@@ -8,10 +8,14 @@ Stages are cut so that the costs of the slowest are as low as can be (`stage.bal
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from ..comm.clock import settled_s
 from .blocks import Blocks, accepted_extras, build_block, on_meta, split_result
+from .trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
 
 
 def estimate_costs(blocks: Blocks) -> list[float]:
@@ -30,29 +34,29 @@ def estimate_costs(blocks: Blocks) -> list[float]:
     return costs
 
 
-def measure_costs(blocks: Blocks, example: Tensor, seed: int = 0, rounds: int = 3) -> list[float]:
+def measure_costs(blocks: Blocks, example: Any, seed: int = 0, rounds: int = 3) -> list[float]:
     """Measure each block's forward and backward on one microbatch, in seconds: the best of `rounds`.
 
-    `example` is a microbatch of the model's input; one block is built at a time.
+    `example` is a microbatch of the model's input, a tensor or a tree; one block is built at a time.
     """
     costs = []
     riders: dict[str, Tensor] = {}
     for number, block in enumerate(blocks):
-        dtype = example.dtype if example.is_floating_point() else None
-        module = build_block(block, number, seed, dtype).to(example.device)
+        tree, tensors = flatten(example)
+        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+        device = tensors[0].device
+        module = build_block(block, number, seed, dtype).to(device)
         accepts = accepted_extras(module)
         beside = {name: tensor for name, tensor in riders.items() if accepts(name)}
         taken = []
         for _ in range(rounds):
-            start = settled_s(example.device)
-            given = example.detach().requires_grad_(
-                number > 0 and (example.is_floating_point() or example.is_complex())
-            )
+            start = settled_s(device)
+            given = tree.build([t.detach().requires_grad_(number > 0 and t.dtype in DIFFERENTIABLE) for t in tensors])
             output, fresh, _ = split_result(module(given, **beside))
-            output.sum().backward()
-            taken.append(settled_s(example.device) - start)
+            torch.stack([t.sum() for t in tensors_of(output) if t.requires_grad]).sum().backward()
+            taken.append(settled_s(device) - start)
         module.zero_grad()
         costs.append(min(taken))
-        example = output.detach()
+        example = map_tensors(Tensor.detach, output)
         riders.update({name: tensor.detach() for name, tensor in fresh.items()})
     return costs

@@ -1,7 +1,7 @@
 """What travels between stages: found without data, and agreed between ranks by a hash in a tensor.
 
-Only the first stage sees inputs, so its rank tells the others their shape: a few numbers in a tensor. Each rank then
-finds all other shapes by itself on the meta device, and all compare a hash of what they found.
+Only the first stage sees inputs, so its rank tells the others their shape: text in a tensor. Each rank then finds all
+other shapes by itself on the meta device, and all compare a hash of what they found.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,45 +18,32 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from ..comm import Group, ReduceOp
-from .blocks import (
-    TARGETS,
-    BlockResult,
-    Blocks,
-    Carry,
-    Parcel,
-    TensorSpec,
-    accepted_extras,
-    on_meta,
-    split_result,
-)
+from ..comm.control import first_said
+from .blocks import TARGETS, Blocks, Parcel, accepted_extras, on_meta, split_result
 from .dtensor import before_fully_shard
-
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.uint8,
-    torch.int8,
-    torch.bool,
-)
-_MOST_DIMENSIONS = 8
+from .tree_words import from_words, to_words
+from .trees import TensorSpec, TreeSpec, tensors_of
 
 
-def announce_spec(spec: TensorSpec | None, source: int, group: Group, device: torch.device) -> TensorSpec:
-    """Return the spec that the member at index `source` of the group has; the others pass None."""
-    announced = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torch.device) -> TreeSpec:
+    """Return the spec that the member at index `source` of the group has; the others pass None.
+
+    Raises `MisfitError` on all of them for one that cannot be written down (see `tree_words.to_words`).
+    """
+    words = b""
     if spec is not None:
-        if len(spec.shape) > _MOST_DIMENSIONS or spec.dtype not in _DTYPES:
-            raise MisfitError(f"inputs of {spec} cannot be announced to other ranks")
-        numbers = [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-        announced[: len(numbers)] = torch.tensor(numbers, device=device)
-    group.broadcast(announced, source).wait()
-    dtype, dimensions, *shape = announced.tolist()
-    return TensorSpec(tuple(shape[:dimensions]), _DTYPES[dtype])
+        try:
+            words = b"+" + to_words(spec).encode()
+        except MisfitError as error:
+            words = b"-" + str(error).encode()
+    length = torch.tensor([len(words)], dtype=torch.int64, device=device)
+    group.broadcast(length, source).wait()
+    sent = torch.tensor(list(words) or [0] * int(length), dtype=torch.uint8, device=device)
+    group.broadcast(sent, source).wait()
+    verdict, text = chr(sent[0]), bytes(sent[1:].tolist()).decode()
+    if verdict == "-":
+        raise MisfitError(text)
+    return from_words(text)
 
 
 def agree(what: str, fingerprint: str, group: Group, device: torch.device) -> None:
@@ -71,20 +59,32 @@ def agree(what: str, fingerprint: str, group: Group, device: torch.device) -> No
 
 def find_shapes(
     blocks: Blocks,
-    inputs: TensorSpec,
-    extras: Mapping[str, TensorSpec],
+    inputs: TreeSpec,
+    extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None,
     world: Group,
     device: torch.device,
 ) -> list[Parcel]:
-    """Return what every block leaves for the next, for one unit; raises `MisfitError` where ranks disagree."""
-    parcels = trace_shapes(blocks, inputs, extras, dtype)
-    agree("the shapes of what travels", " ".join(map(str, [inputs, *parcels])), world, device)
+    """Return what every block leaves for the next, for one unit.
+
+    Raises `MisfitError` on all ranks, where they disagree, or some cannot find shapes.
+    """
+    given = " ".join([str(inputs), *(f"{name}: {extras[name]}" for name in sorted(extras))])
+    agree("the inputs and extras of a step", given, world, device)
+    parcels, problem = list[Parcel](), ""
+    try:
+        parcels = trace_shapes(blocks, inputs, extras, dtype)
+    except MisfitError as error:
+        problem, cause = str(error), error.__cause__
+    said = first_said(problem, world)
+    if said:
+        raise MisfitError(said) from (cause if problem else None)
+    agree("the shapes of what travels", " ".join(map(str, parcels)), world, device)
     return parcels
 
 
 def trace_shapes(
-    blocks: Blocks, inputs: TensorSpec, extras: Mapping[str, TensorSpec], dtype: torch.dtype | None = None
+    blocks: Blocks, inputs: TreeSpec, extras: Mapping[str, TreeSpec], dtype: torch.dtype | None = None
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
@@ -93,7 +93,7 @@ def trace_shapes(
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    left: list[tuple[Tensor, bool]] = []
+    left: list[tuple[TreeSpec, bool]] = []
     riders: dict[str, _Ride] = {}
     for number, block in enumerate(blocks):
         module = on_meta(block)
@@ -107,22 +107,22 @@ def trace_shapes(
             result = _call_on_meta(module, given, taken, dtype)
         except Exception as error:
             raise MisfitError(
-                f"block {number} cannot take {TensorSpec.of(given)}: {error} (shapes are found by running the "
-                "blocks on torch's meta device)"
+                f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(module).__name__}; shapes are "
+                "found by running the blocks on torch's meta device)"
             ) from error
-        _require_result(number, result)
         given, fresh, auxiliary = split_result(result)
-        left.append((given, auxiliary is not None))
+        left.append((_spec_of_output(number, module, given), auxiliary is not None))
         for name, tensor in fresh.items():
             if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
+            _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; only tensors ride along")
             riders[name] = _Ride(tensor, number, number)
     for name, ride in riders.items():
         if ride.until == ride.since:
             raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
     return [
         Parcel(
-            TensorSpec.of(output),
+            output,
             tuple((name, TensorSpec.of(r.tensor)) for name, r in riders.items() if r.since <= number < r.until),
             has_loss,
         )
@@ -130,21 +130,28 @@ def trace_shapes(
     ]
 
 
-def _require_result(number: int, result: object) -> None:
-    """Raise `MisfitError` unless a block gave a tensor, or (output, auxiliary loss), with or without riders."""
-    output, auxiliary = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    found = output.output if isinstance(output, Carry) else output
-    if not isinstance(found, Tensor) or isinstance(found, DTensor):
+def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:
+    """Return the spec of what a block gave; raises `MisfitError` where it has no tensors, or such as cannot travel."""
+    spec = TreeSpec.of(output)
+    if not spec.tensors:
         raise MisfitError(
-            f"block {number} returns a {type(found).__name__}; it must return a tensor or a Carry, or one of them "
-            "beside an auxiliary loss"
+            f"block {number} ({type(block).__name__}) returns {spec.tree}, in which there is no tensor; it must return "
+            "a tensor, or tuples, lists, dicts or dataclasses of tensors, or one of these beside an auxiliary loss"
         )
-    if auxiliary is not None and not (isinstance(auxiliary, Tensor) and auxiliary.dim() == 0):
-        shape = f"of shape {tuple(auxiliary.shape)}" if isinstance(auxiliary, Tensor) else type(auxiliary).__name__
-        raise MisfitError(
-            f"block {number} returns something {shape} beside its output; only an auxiliary loss may be "
-            "there, a tensor of no dimensions"
-        )
+    for path, tensor in zip(spec.tree.paths, tensors_of(output), strict=True):
+        _require_tensor(number, block, tensor, f"returns {{}}{f' at {path}' if path else ''}, which cannot travel")
+    return spec
+
+
+def _require_tensor(number: int, block: nn.Module, found: object, words: str) -> None:
+    """Raise `MisfitError` unless something is a dense tensor of torch's own."""
+    if isinstance(found, Tensor) and not isinstance(found, DTensor):
+        if found.layout is torch.strided and not found.is_quantized and not found.is_nested:
+            return
+        kind = f"a tensor of layout {found.layout}"
+    else:
+        kind = f"a {type(found).__name__}"
+    raise MisfitError(f"block {number} ({type(block).__name__}) {words.format(kind)}")
 
 
 @dataclass
@@ -156,14 +163,11 @@ class _Ride:
     until: int
 
 
-def _call_on_meta(
-    module: nn.Module, given: Tensor, extras: dict[str, Tensor], dtype: torch.dtype | None
-) -> BlockResult:
+def _call_on_meta(module: nn.Module, given: object, extras: dict[str, Any], dtype: torch.dtype | None) -> Any:
     module = before_fully_shard(module)
     weights = {
         name: t.to("meta", dtype if t.is_floating_point() else None)
         for name, t in (*module.named_parameters(), *module.named_buffers())
     }
     with torch.no_grad():
-        result: BlockResult = torch.func.functional_call(module, weights, (given,), extras)
-    return result
+        return torch.func.functional_call(module, weights, (given,), extras)

@@ -11,7 +11,23 @@ from torch import Tensor
 from quintsched import errors
 from quintsched.errors import QuintschedError
 
-from . import Group
+from . import Group, ReduceOp
+
+_LONGEST = 2000
+"""Bytes of words that go from one rank to all."""
+
+
+def first_said(mine: str, world: Group) -> str:
+    """Return, on all ranks, the words of the first rank that has some; empty: none has."""
+    first = torch.tensor([float(world.index if mine else world.size)], device=world.device)
+    world.all_reduce(first, ReduceOp.MIN).wait()
+    if first == world.size:
+        return ""
+    text = mine.encode()[:_LONGEST]
+    sent = torch.tensor([*text, *[0] * (_LONGEST - len(text))], dtype=torch.uint8, device=world.device)
+    world.broadcast(sent, int(first)).wait()
+    return bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore")
+
 
 Result = TypeVar("Result")
 MOST_WORDS = 4000

@@ -25,6 +25,7 @@ from quintsched.simulation.costs import Costs
 
 from ..autograd.offload import identities, identity
 from ..blocks.dtensor import is_sharded
+from ..blocks.trees import tensors_of
 from ..comm import Group, ReduceOp
 from ..stage.build import Stage
 from ..stage.microbatches import Batch
@@ -166,7 +167,7 @@ def resident_tensors(stages: Mapping[int, Stage], sharded: ShardedWeights, batch
     weights = [t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers())]
     if sharded:  # parameters look into full weights, or, while these are not resident, somewhere else
         weights = [t for t in weights if not t.requires_grad] + sharded.full_tensors()
-    return [*weights, *batch.inputs, *batch.targets, *(t for unit in batch.extras for t in unit.values())]
+    return [*weights, *(t for row in batch.inputs for t in row), *tensors_of([*batch.targets, *batch.extras])]
 
 
 def _nothing() -> None:

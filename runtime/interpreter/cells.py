@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quintsched.ir.values import Kind, Value
 
-from ..blocks.blocks import TensorSpec
+from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.forward import Outputs
 from .data_flow import activation_of
@@ -133,16 +133,18 @@ class Cells:
         return wait
 
     def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
-        """Return what takes values away that together are one row of tensors."""
-        if len(parts) == 1:
+        """Return what takes values away that together are one row of tensors; None where it has no place."""
+        width = 1 + max(place for _, places in parts for place in places)
+        if len(parts) == 1 and len(parts[0][1]) == width:
             return self.taker(parts[0][0], index)
         takers = [(self.taker(value, index), places) for value, places in parts]
 
         def take() -> Outputs:
-            row: dict[int, Tensor] = {}
+            row: list[Tensor | None] = [None] * width
             for taker, places in takers:
-                row.update(zip(places, taker(), strict=True))
-            return tuple([row[place] for place in range(len(row))])
+                for place, tensor in zip(places, taker(), strict=True):
+                    row[place] = tensor
+            return tuple(row)
 
         return take
 

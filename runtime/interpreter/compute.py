@@ -26,7 +26,8 @@ from quintsched.ir.values import Kind, Value
 from ..autograd.kv_store import Past, Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
-from ..blocks.blocks import TARGETS, TensorSpec
+from ..blocks.blocks import TARGETS, Parcel
+from ..blocks.trees import DIFFERENTIABLE, TreeSpec
 from ..parallel.dropout import Unit
 from ..stage.cargo import TakenSkips
 from ..stage.forward import UNIT, Extras, Outputs, apart
@@ -37,12 +38,6 @@ from .rank_state import ComputeState, Saved, Start
 Call = Callable[[], None]
 
 NOTHING = nullcontext()
-
-DIFFERENTIABLE = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-)
 
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
@@ -70,7 +65,7 @@ def _bind_training(
     skips = _taken_skips(state, instruction)
 
     def run() -> None:
-        given = (current.batch.inputs[unit],) if take is None else take()
+        given = current.batch.inputs[unit] if take is None else take()
         clock.start()
         if take is not None:
             given = tuple([leaf(tensor) for tensor in given])
@@ -137,26 +132,26 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
     clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
-    skips = _taken_skips(state, instruction)
+    skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
 
     def run() -> None:
-        given = (current.batch.inputs[unit],) if take is None else take()
+        given = current.batch.inputs[unit] if take is None else take()
         clock.start()
         versions = skips.versions(given)
         outputs, auxiliary = forward(given, extras_of(given), [])
         skips.require_unchanged(given, versions)
         if auxiliary is not None:
             losses.append((place, auxiliary))
-        finish(tuple(apart(output.detach(), given) for output in outputs))
+        finish(tuple([apart(output.detach(), given) for output in outputs]) if hands_on else outputs)
         clock.stop()
 
     return run
 
 
 def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips:
-    names = state.forwards[instruction.stage].arriving
-    parts = _parts(state, state.flows.taken(instruction, Kind.SKIP), names)
-    return TakenSkips(instruction.stage, names, [place for _, places in parts for place in places])
+    arriving = state.forwards[instruction.stage].arriving
+    parts = _parts(state, state.flows.taken(instruction, Kind.SKIP), arriving)
+    return TakenSkips(instruction.stage, arriving, [place for _, places in parts for place in places])
 
 
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
@@ -166,13 +161,14 @@ def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
 
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
     """Return what takes a forward's input; None where that is one of the batch."""
-    taken, names = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP), state.forwards[instruction.stage].arriving
-    return state.cells.row_taker(_parts(state, taken, names), index) if taken else None
+    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
+    arriving = state.forwards[instruction.stage].arriving
+    return state.cells.row_taker(_parts(state, taken, arriving), index) if taken else None
 
 
-def _parts(state: ComputeState, values: Sequence[Value], names: Sequence[str]) -> Parts:
-    """Return which places values have in a row of an activation and what goes by these names."""
-    return [(value, state.cargo.places(value, names)) for value in values]
+def _parts(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
+    """Return which places values have in the row of a parcel."""
+    return [(value, state.cargo.places(value, row)) for value in values]
 
 
 def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
@@ -208,7 +204,7 @@ def _with_unit(
 ) -> Callable[[Outputs], Extras]:
     """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
     schedule, place, current = state.flows.plan.schedule, state.place, state.current
-    shape = place.input_spec.shape
+    shape = place.inputs.samples.shape
     microbatch, number = divmod(instruction.microbatch, schedule.slices)
     first = (place.replica * schedule.microbatches + microbatch) * shape[0]
     samples, positions = range(first, first + shape[0]), None
@@ -223,17 +219,19 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     """Return what leaves a stage's outputs for later ones; what does not fit the agreed shape goes no further."""
     made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
-    give = state.cells.row_giver(_parts(state, made, parcel.names))
-    (shape, dtype), only_one = (parcel.activation.shape, parcel.activation.dtype), not parcel.riders
+    give = state.cells.row_giver(_parts(state, made, parcel))
+    (first, *others) = parcel.specs
+    shape, dtype, only_one = first.shape, first.dtype, not others
 
     def check(outputs: Outputs) -> None:
-        for output, spec in zip(outputs, parcel.specs, strict=True):
-            if output.shape != spec.shape or output.dtype != spec.dtype:
-                raise MisfitError(f"stage {stage} gave {TensorSpec.of(output)}; the ranks agreed on {parcel}")
+        found = [TreeSpec.of(output) for output in outputs]
+        if found != list(map(TreeSpec.plain, parcel.specs)):
+            gave = " + ".join(map(str, found))
+            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {parcel}")
 
     def hand_on(outputs: Outputs) -> Start:
         output = outputs[0]
-        if only_one and output.shape == shape and output.dtype == dtype:
+        if only_one and isinstance(output, Tensor) and output.shape == shape and output.dtype == dtype:
             cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
         check(outputs)
@@ -363,8 +361,9 @@ def _backward(
     taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     forward = state.forwards[instruction.stage]
-    take = cells.row_taker(_parts(state, taken, forward.parcel.names), index) if taken else None
-    give = cells.row_giver(_parts(state, made, forward.arriving)) if made else None
+    take = cells.row_taker(_parts(state, taken, forward.parcel), index) if taken else None
+    back = _parts(state, made, forward.arriving)
+    give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
     clock, saved = state.clock, state.saved
 
@@ -377,7 +376,7 @@ def _backward(
         with around:
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
         if give is not None:
-            give(tuple([_gradient_of(tensor, gradients) for tensor in given]))
+            give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:
             forget()
         clock.stop()

@@ -18,8 +18,9 @@ from quintsched.errors import UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..blocks.blocks import TARGETS, Parcel, TensorSpec, accepted_extras, on_meta, takes_targets
+from ..blocks.blocks import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
 from ..blocks.shapes import agree, announce_spec, find_shapes
+from ..blocks.trees import TreeSpec
 from ..comm import Transport
 from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
@@ -129,8 +130,8 @@ class PlanRunner:
         if self._is_broken:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         state = interpreter.state
-        for unit in batch.inputs[:1]:
-            state.compute.place.require_input(unit)
+        if batch.inputs:
+            state.compute.place.require_input(batch)
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
         self._latest, self._is_broken = interpreter, True
@@ -156,17 +157,17 @@ class PlanRunner:
         recorder = self._recorder if flows.trains else None
         return Interpreter(self._rank_state(flows, inputs, parcels), recorder)
 
-    def _agree_on_shapes(self, plan: Plan, batch: Batch) -> tuple[TensorSpec, list[Parcel]]:
+    def _agree_on_shapes(self, plan: Plan, batch: Batch) -> tuple[TreeSpec, list[Parcel]]:
         """Return a unit of inputs, and what every block leaves for the next; the same on all ranks."""
         device, source = self._transport.device, plan.layout.rank_of(plan.routes[0].stages[0])
-        mine = TensorSpec.of(batch.inputs[0]) if self._model.pp_rank == source else None
+        mine = batch.input_spec() if self._model.pp_rank == source else None
         inputs = announce_spec(mine, source, self._groups.pipeline, device)
         model = self._model
-        extras = {name: TensorSpec.of(extra) for name, extra in batch.extras[0].items()}
+        extras = {name: TreeSpec.of(extra) for name, extra in batch.extras[0].items()}
         _require_takers(extras, model.outlines)
         if any(map(takes_targets, model.outlines)):
             last = plan.layout.rank_of(plan.routes[0].stages[-1])
-            mine = TensorSpec.of(batch.targets[0]) if model.pp_rank == last else None
+            mine = TreeSpec.of(batch.targets[0]) if model.pp_rank == last else None
             extras[TARGETS] = announce_spec(mine, last, self._groups.pipeline, device)
         shapes = find_shapes(model.outlines, inputs, extras, model.options.dtype, self._groups.world, device)
         if plan.mode == "train":
@@ -177,7 +178,7 @@ class PlanRunner:
         model.prover.prove(units, model.outlines, shapes, self._groups.world)
         return inputs, travelling
 
-    def _rank_state(self, flows: ProgramFlow, inputs: TensorSpec, of_blocks: list[Parcel]) -> RankState:
+    def _rank_state(self, flows: ProgramFlow, inputs: TreeSpec, of_blocks: list[Parcel]) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
         cargo = Cargo(flows.plan, model.cuts, of_blocks)
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
@@ -191,7 +192,7 @@ class PlanRunner:
             cells=cells,
             clock=self._clock,
             tally=tally,
-            forwards=self._forwards(flows, cargo),
+            forwards=self._forwards(flows, cargo, inputs, current),
             cargo=cargo,
             place=self._place(inputs),
             loss_fn=options.loss_fn,
@@ -215,14 +216,16 @@ class PlanRunner:
             metrics_group=self._groups.metrics,
             gradients=gradients,
             masters=self._state.masters,
-            optimizers=self._state.optimizers,
+            steppers=self._state.steppers,
             clip=options.clip,
         )
         messages = MessageState(flows, cells, cargo, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
-    def _forwards(self, flows: ProgramFlow, cargo: Cargo) -> dict[int, StageForward]:
+    def _forwards(
+        self, flows: ProgramFlow, cargo: Cargo, inputs: TreeSpec, current: CurrentStep
+    ) -> dict[int, StageForward]:
         model, layout = self._model, flows.plan.layout
         return {
             number: StageForward(
@@ -230,6 +233,8 @@ class PlanRunner:
                 model.cuts[number].start,
                 cargo.of_stage(number),
                 masks=model.masks,
+                inputs=inputs,
+                input_tree=lambda: current.batch.input_tree,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
@@ -237,12 +242,12 @@ class PlanRunner:
             for number, stage in model.stages.items()
         }
 
-    def _place(self, inputs: TensorSpec) -> UnitPlace:
+    def _place(self, inputs: TreeSpec) -> UnitPlace:
         model, tokens = self._model, self._model.tensor.tokens
         return UnitPlace(
-            input_spec=inputs,
+            inputs=inputs,
             replica=model.replica,
-            context=model.sequences.context_of(inputs),
+            context=model.sequences.context_of(inputs.samples),
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
             device=self._transport.device,
         )

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
 from quintsched.ir.values import Value
@@ -26,9 +25,10 @@ from ..autograd.deferred_weight_grads import Products, WeightQueue
 from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
-from ..blocks.blocks import TensorSpec
+from ..blocks.trees import TreeSpec
 from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
+from ..optim.gathered import Stepper
 from ..parallel.context.context import Context
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
@@ -42,8 +42,8 @@ from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .tally import Tally
 
-LossFn = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
-MetricFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
+MetricFn = Callable[[Any, Any], Tensor]
 
 
 class Start(NamedTuple):
@@ -84,24 +84,25 @@ class UnitPlace:
     """Where units are in the batch, and what of a sequence a stage is given.
 
     Attributes:
-        input_spec: one unit of inputs, as the ranks agreed on it.
+        inputs: one unit of inputs, as the ranks agreed on it.
         replica: which of the replicas that divide the batch this rank belongs to.
         context: what blocks are given where sequences are cut over cp; None where they are not.
         token_shards: per stage, over how many ranks of tp the tokens that it is given are sharded.
         device: where the rank computes.
     """
 
-    input_spec: TensorSpec
+    inputs: TreeSpec
     replica: int
     context: Context | None
     token_shards: Mapping[int, int]
     device: torch.device
 
-    def require_input(self, unit: Tensor) -> None:
-        """Raise `MisfitError` unless a unit of inputs has the shape that the ranks agreed on."""
-        if TensorSpec.of(unit) != self.input_spec:
+    def require_input(self, batch: Batch) -> None:
+        """Raise `MisfitError` unless units of inputs have the shape that the ranks agreed on."""
+        found = batch.input_spec()
+        if found.tensors != self.inputs.tensors or not found.tree.is_built_as(self.inputs.tree):
             raise MisfitError(
-                f"a microbatch of inputs is {TensorSpec.of(unit)}; the first step's was {self.input_spec}, and "
+                f"a microbatch of inputs is {found}; the first step's was {self.inputs}, and "
                 "buffers are made once: pad the batch, and give padded samples no loss weight"
             )
 
@@ -165,7 +166,7 @@ class StepEndState:
     metrics_group: Group
     gradients: Gradients
     masters: Masters
-    optimizers: Mapping[tuple[int, ...], Optimizer]
+    steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     outcome: GradOutcome = field(default_factory=GradOutcome)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.blocks import TensorSpec
+from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
 from ..state.passengers import ROOM, Room
 

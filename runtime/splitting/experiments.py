@@ -64,6 +64,38 @@ def find_riders(
     return [*riders.values()]
 
 
+def find_unneeded(
+    frame: Frame, flow: Flow, spans: Sequence[Span], inputs: Mapping[str, Any], select: Callable[[Any], Any]
+) -> dict[str, Tensor]:
+    """Return the inputs of floating point (images, sounds) of which no block but the first needs any number or size.
+
+    They are tried with NaN in their place, and with twice their sizes, where the model takes such.
+    """
+    unneeded: dict[str, Tensor] = {}
+    if None in flow.arguments[1:]:
+        return unneeded
+    for name, tensor in inputs.items():
+        if not is_number(tensor):
+            continue
+        shapes: list[list[torch.Size]] = []
+        for factor in (1, 2):
+            shape = (tensor.shape[0], *(size * factor if size > 3 else size for size in tensor.shape[1:]))
+            blank = {**inputs, name: tensor.new_full(shape, torch.nan)}
+            try:
+                output = tree_flatten(
+                    select(_Experiment(frame, flow, len(spans) - 1, spans, blank, flow.riders).output)
+                )[0]
+            except Exception:
+                break
+            if any(map(is_unknown, output)):
+                shapes = []
+                break
+            shapes.append([leaf.shape for leaf in output if isinstance(leaf, Tensor)])
+        if shapes and all(shape == shapes[0] for shape in shapes):
+            unneeded[name] = tensor.detach().to("meta")
+    return unneeded
+
+
 class _Experiment(SpanWalk):
     """Runs the forward with the finite numbers of one block.
 

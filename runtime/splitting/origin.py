@@ -30,7 +30,7 @@ class Origin:
         sees: whether its attentions can be given what lies beyond a slice of a sequence.
 
     Attributes:
-        uncarried: inputs that no later block needs, with shapes of one sample that stand for them.
+        uncarried: inputs that no later block needs, as samples on the meta device.
     """
 
     def __init__(
@@ -104,8 +104,9 @@ class Origin:
 
     def called_with(self, inputs: Mapping[str, Any], like: Tensor, sight: Sight | None) -> dict[str, Any]:
         """Return what the forward is called with for a batch of as many samples as `like` has."""
+        device = computable(like).device
         stand_ins = {
-            name: sample.new_full((like.shape[0], *sample.shape[1:]), torch.nan, device=computable(like).device)
+            name: torch.full((like.shape[0], *sample.shape[1:]), torch.nan, dtype=sample.dtype, device=device)
             for name, sample in self.uncarried.items()
             if name not in inputs
         }

@@ -18,7 +18,7 @@ from quintsched.errors import UsageError
 from ..blocks.blocks import Block
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
-from .experiments import find_riders
+from .experiments import find_riders, find_unneeded
 from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
@@ -169,6 +169,7 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
     origin = Origin(frame, flow, spans, names, settings, select, sees=transformers.is_one(model))
+    origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
 
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel, TensorSpec, accepted_extras
+from ..blocks.blocks import Parcel, accepted_extras
+from ..blocks.trees import DIFFERENTIABLE, TensorSpec
 
 
 class Cargo:
@@ -52,20 +53,32 @@ class Cargo:
         """Return the specs of the tensors of a value that travels."""
         if value.kind in SKIPS:
             return (self._specs[value.number % MAX_SKIPS],)
-        return self._left[value.stage].specs
+        return tuple([spec for spec, goes in self._row(value) if goes])
 
-    def places(self, value: Value, names: Sequence[str]) -> tuple[int, ...]:
-        """Return where the tensors of a value are in a row of an activation and what goes by these names."""
+    def places(self, value: Value, row: Parcel) -> tuple[int, ...]:
+        """Return where the tensors of a value are in the row of a parcel."""
         if value.kind in SKIPS:
-            return (1 + names.index(self._skips[value.number % MAX_SKIPS]),)
-        return (0, *(1 + names.index(name) for name in self._left[value.stage].names))
+            return (row.place(self._skips[value.number % MAX_SKIPS]),)
+        left = self._left[value.stage]
+        places = (*range(left.width), *map(row.place, left.names))
+        return tuple([place for place, (_, goes) in zip(places, self._row(value), strict=True) if goes])
+
+    def _row(self, value: Value) -> list[tuple[TensorSpec, bool]]:
+        """Return the specs behind a stage, and whether each belongs to a value: ids and flags have no gradient.
+
+        Where nothing has one, zeros go back: a plan has a message there.
+        """
+        specs = self._left[value.stage].specs
+        numbers = [spec.dtype in DIFFERENTIABLE for spec in specs]
+        everything = value.kind is Kind.OUTPUT or not any(numbers)
+        return [(spec, everything or is_number) for spec, is_number in zip(specs, numbers, strict=True)]
 
 
 class TakenSkips:
-    """The skips that a stage is given, at some places behind its activation: later takers get them as they were."""
+    """The skips that a stage is given, at some places of what arrives: later takers get them as they were."""
 
-    def __init__(self, stage: int, names: Sequence[str], places: Sequence[int]) -> None:
-        self._stage, self._names, self._places = stage, names, places
+    def __init__(self, stage: int, arriving: Parcel, places: Sequence[int]) -> None:
+        self._stage, self._arriving, self._places = stage, arriving, places
 
     def versions(self, given: Sequence[Tensor]) -> list[int]:
         """Return how often each was changed so far."""
@@ -75,7 +88,7 @@ class TakenSkips:
         """Raise `MisfitError` where one was changed since."""
         for place, version in zip(self._places, versions, strict=True):
             if given[place]._version != version:
-                name = self._names[place - 1]
+                name = self._arriving.names[place - self._arriving.width]
                 raise MisfitError(
                     f"a block of stage {self._stage} changes {name!r} in place, which the plan's skip gives to others "
                     f"as it was; let the block change {name}.clone(), or compile the plan without --skip {name}=…"

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quintsched.errors import MisfitError
+
 from ..autograd.recompute import Rerun, run_dropped
 from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
+from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
 from ..parallel.dropout import KeyedDropout, Masks
 
 Extras = Mapping[str, Any]
-Outputs = tuple[Tensor, ...]
-"""The activation, then what rides along, in the order of the parcel's names."""
+Outputs = tuple[Any, ...]
+"""A row of tensors: those of the output, then what rides along, in the order of the parcel's specs.
+
+That of the last stage has nothing but its output, as the last block gave it.
+"""
 
 
 Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
@@ -31,17 +37,45 @@ UNIT = "the unit"
 
 
 class Chain:
-    """Some consecutive blocks; `arriving` and `leaving` name what rides along into and out of them."""
+    """Some consecutive blocks.
 
-    def __init__(self, blocks: Sequence[nn.Module], arriving: Sequence[str], leaving: Sequence[str]) -> None:
+    Args:
+        blocks: with what is around them.
+        tree: how what the first block is given is built; None: it is a tensor. `width` is how many tensors it has.
+        arriving: names of what rides along into the first block.
+        leaving: what leaves the last; None: the output of the model, which is left as it is.
+        compiled: whether torch.compile compiles the blocks.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        tree: Callable[[], Tree] | None,
+        width: int,
+        arriving: Sequence[str],
+        leaving: Parcel | None,
+        *,
+        compiled: bool,
+    ) -> None:
         self._blocks = [(block, accepted_extras(block)) for block in blocks]
-        self._arriving = tuple(arriving)
-        self._leaving = tuple(leaving)
+        self._tree, self._width = tree, width
+        self._arriving, self._leaving = tuple(arriving), leaving
+        self._names = () if leaving is None else leaving.names
+        self._leaves_tree = leaving is not None and not leaving.output.tree.is_tensor
+        self._through = torch.compile(self._run, dynamic=False) if compiled and blocks else self._run
 
     def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
         """Return what leaves the last block, and the sum of the auxiliary losses (None where no block has one)."""
-        activation = given[0]
-        beside = {**extras, **dict(zip(self._arriving, given[1:], strict=True))} if self._arriving else extras
+        width = self._width
+        first = given[0] if self._tree is None else self._tree().build(given[:width])
+        beside = {**extras, **dict(zip(self._arriving, given[width:], strict=True))} if self._arriving else extras
+        output, riders, total = self._through(first, beside)
+        if self._leaves_tree:
+            return (*self._tensors_of(output), *riders), total
+        return (output, *riders), total
+
+    def _run(self, activation: Any, beside: Extras) -> tuple[Any, Sequence[Tensor], Tensor | None]:
+        """Return the last block's output, what rides along behind it, and the sum of the auxiliary losses."""
         total: Tensor | None = None
         for block, accepts in self._blocks:
             if beside:
@@ -55,7 +89,35 @@ class Chain:
             beside = {**beside, **fresh} if fresh else beside
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
-        return ((activation, *[beside[name] for name in self._leaving]) if self._leaving else (activation,)), total
+        return activation, [beside[name] for name in self._names] if self._names else (), total
+
+    def _tensors_of(self, output: object) -> Tensors:
+        """Return the tensors of what leaves; raises `MisfitError` unless it is built as the ranks agreed."""
+        assert self._leaving is not None
+        tensors = self._leaving.output.tree.tensors_of(output)
+        if tensors is None:
+            raise MisfitError(
+                f"a {type(self._blocks[-1][0]).__name__} gave {flatten(output)[0]}; the ranks agreed on "
+                f"{self._leaving.output.tree}, which it gave when shapes were found"
+            )
+        return tensors
+
+
+class Whole:
+    """A chain at the end of the model that is run again: its output's tensors, and how they are put together."""
+
+    def __init__(self, chain: Run) -> None:
+        self._chain, self._tree = chain, PLAIN
+
+    def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+        """Return the tensors of the output."""
+        (output,), total = self._chain(given, extras)
+        self._tree, tensors = flatten(output)
+        return tensors, total
+
+    def output(self, tensors: Outputs) -> Outputs:
+        """Return the output that the latest run gave, with these tensors."""
+        return (self._tree.build(tensors),)
 
 
 class StageForward:
@@ -65,6 +127,8 @@ class StageForward:
         blocks: the stage's blocks by number; a stage without any gives what it gets.
         start: how many blocks of the model come before.
         parcels: what every block of the model leaves for the next.
+        inputs: a unit of inputs, as ranks agreed on it.
+        input_tree: how the inputs of the current step are built, whose values may change from step to step.
         recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
         around: number, block → the block with what runs before and behind it.
@@ -78,27 +142,39 @@ class StageForward:
         parcels: Sequence[Parcel],
         *,
         masks: Masks,
+        inputs: TreeSpec,
+        input_tree: Callable[[], Tree],
         recompute: int = 0,
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
     ) -> None:
         numbers = list(blocks)
-        self.arriving = parcels[start - 1].names if start else ()
-        """The names of what the stage is given beside the activation, in order."""
+        self.arriving = parcels[start - 1] if start else Parcel(inputs)
+        """What the stage is given."""
         self.parcel = parcels[start + len(numbers) - 1]
         """What it leaves: its output, and what rides along from there or is taken past stages."""
         self._modules = tuple(blocks.values())
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
+        self._final: Whole | None = None
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
             first, end = (some[0], some[-1] + 1) if some else (start, start)
-            arriving, leaving = (parcels[number - 1].names if number else () for number in (first, end))
+            arriving = parcels[first - 1] if first else Parcel(inputs)
+            tree = partial(_tree_of, arriving) if first else input_tree
             modules = [module for number in some for module in around(number, blocks[number])]
-            made = Chain(modules, arriving, leaving)
-            run = torch.compile(made, dynamic=False) if compiled and modules else made
-            keyed = partial(_run_keyed, masks, run) if self.drops else run
+            made: Run = Chain(
+                modules,
+                None if arriving.output.tree.is_tensor else tree,
+                arriving.width,
+                arriving.names,
+                None if end == len(parcels) else parcels[end - 1],
+                compiled=compiled,
+            )
+            if dropped and end == len(parcels):
+                made = self._final = Whole(made)
+            keyed = partial(_run_keyed, masks, made) if self.drops else made
             return keyed, partial(_buffers, modules) if dropped else None
 
         self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
@@ -115,7 +191,7 @@ class StageForward:
                 given, auxiliary = chain(given, extras)
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
-        return given, total
+        return given if self._final is None else self._final.output(given), total
 
     def without_weights(self, outputs: Sequence[Tensor]) -> Outputs:
         """Return what leaves a stage, copied where it is a weight or a buffer, which may change or be freed by then."""
@@ -131,6 +207,10 @@ def _run_keyed(masks: Masks, run: Run, given: Outputs, extras: Extras) -> tuple[
         return run(given, extras)
     with masks.of(unit):
         return run(given, {name: extra for name, extra in extras.items() if name != UNIT})
+
+
+def _tree_of(parcel: Parcel) -> Tree:
+    return parcel.output.tree
 
 
 def _buffers(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
@@ -155,7 +235,7 @@ def apart(made: Tensor, taken: Outputs) -> Tensor:
     """
     place = made.data_ptr()
     for tensor in taken:
-        begin = tensor.data_ptr()
-        if begin <= place < begin + tensor.nbytes:
+        begin = 0 if tensor is None else tensor.data_ptr()
+        if tensor is not None and begin <= place < begin + tensor.nbytes:
             return made.clone()
     return made

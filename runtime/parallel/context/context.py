@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError, suggest
 
-from ...blocks.blocks import TensorSpec
+from ...blocks.trees import TensorSpec
 from ...comm import Group, Transport
 from ...comm.autograd_collectives import all_gather, all_to_all
 from ...job.choices import ContextMethod

@@ -7,17 +7,19 @@ extras                     as they are in the batch; under cp and slices joined 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import TARGETS, TOKENS, Parcel, TensorSpec, takes_targets
+from ...blocks.blocks import TARGETS, TOKENS, Parcel, takes_targets
 from ...blocks.shapes import trace_shapes
+from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, SelfGroup
 from ..context.context import SequenceShard
 from .twins import SEED, at_work
@@ -35,13 +37,30 @@ class Given:
 
 
 @dataclass(frozen=True)
+class GivenTree:
+    """A tree that a block is given."""
+
+    parts: Sequence[Given]
+    tree: Tree = PLAIN
+
+    def build(self, take: Callable[[Given], Tensor]) -> Any:
+        """Return the tree with what is taken of each tensor."""
+        return self.tree.build([take(part) for part in self.parts])
+
+
+@dataclass(frozen=True)
 class Arrival:
     """All that a block is given: the activation, what rode along, and extras, by name; `inputs` are the model's."""
 
-    activation: Given
+    activation: GivenTree
     riders: Mapping[str, Given] = field(default_factory=dict)
-    extras: Mapping[str, Given] = field(default_factory=dict)
+    extras: Mapping[str, GivenTree] = field(default_factory=dict)
     inputs: TensorSpec | None = None
+
+    @property
+    def tensors(self) -> dict[str, Given]:
+        """The tensors that get gradients: of the activation by their paths, "" where it is one, and riders."""
+        return {**dict(zip(self.activation.tree.paths, self.activation.parts, strict=True)), **self.riders}
 
 
 @dataclass(frozen=True)
@@ -51,11 +70,11 @@ class FirstUnits:
     `inputs` and `targets` are there where the rank needs them.
     """
 
-    spec: TensorSpec
-    extra_specs: Mapping[str, TensorSpec]
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    extras: Sequence[Mapping[str, Tensor]]
+    spec: TreeSpec
+    extra_specs: Mapping[str, TreeSpec]
+    inputs: Sequence[Tensors]
+    targets: Sequence[Any]
+    extras: Sequence[Mapping[str, Any]]
 
 
 class Arrivals:
@@ -80,20 +99,21 @@ class Arrivals:
         dtype: torch.dtype | None,
     ) -> None:
         self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
-        self._samples = min(SAMPLES, units.spec.shape[0])
+        self._of_unit_samples = units.spec.samples.shape[0]
+        self._samples = min(SAMPLES, self._of_unit_samples)
         try:
             self._whole = self._trace(outlines, dtype)
         except MisfitError:  # blocks that want as many samples as there are
-            self._samples = units.spec.shape[0]
+            self._samples = self._of_unit_samples
             self._whole = self._trace(outlines, dtype)
-        self._extras = {name: self._whole_of([unit[name] for unit in units.extras]) for name in units.extras[0]}
-        self._targets = self._whole_of(units.targets) if units.targets else None
-        self._inputs = self._whole_of(units.inputs) if units.inputs else None
+        self._extras = {name: self._whole_tree([unit[name] for unit in units.extras]) for name in units.extras[0]}
+        self._targets = self._whole_tree(units.targets) if units.targets else None
+        self._inputs = list(map(self._whole_of, zip(*units.inputs, strict=True))) if units.inputs else None
 
     @classmethod
     def guess(cls, outlines: Sequence[nn.Module], group: Group, dtype: torch.dtype | None) -> Arrivals | None:
         """Return what blocks may be given, before any batch is known; None where no guess goes through all of them."""
-        for spec in _likely_inputs(outlines[0], dtype or torch.float32):
+        for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or torch.float32)):
             try:
                 parcels = trace_shapes(outlines, spec, {}, dtype)
             except MisfitError:
@@ -104,15 +124,26 @@ class Arrivals:
 
     def _trace(self, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> list[Parcel]:
         """Return what blocks leave of whole sequences of few samples."""
-        extras = {name: self._spec(spec) for name, spec in self._units.extra_specs.items()}
-        return trace_shapes(outlines, self._spec(self._units.spec), extras, dtype)
+        extras = {name: self._tree_spec(spec) for name, spec in self._units.extra_specs.items()}
+        return trace_shapes(outlines, self._tree_spec(self._units.spec), extras, dtype)
+
+    def _tree_spec(self, unit: TreeSpec) -> TreeSpec:
+        return TreeSpec(unit.tree, tuple(map(self._spec, unit.tensors)))
 
     def _spec(self, unit: TensorSpec) -> TensorSpec:
+        if not unit.shape:
+            return unit
         samples, *rest = unit.shape
-        samples = self._samples if samples == self._units.spec.shape[0] else samples
+        samples = self._samples if samples == self._of_unit_samples else samples
         if rest and self._cuts > 1:
             rest[0] *= self._cuts
         return TensorSpec((samples, *rest), unit.dtype)
+
+    def _whole_tree(self, units: Sequence[Any]) -> GivenTree:
+        """Join the slices of a tree's tensors."""
+        tree = flatten(units[0])[0]
+        parts = zip(*(flatten(unit)[1] for unit in units), strict=True)
+        return GivenTree([self._whole_of(slices) for slices in parts], tree)
 
     def _whole_of(self, units: Sequence[Tensor]) -> Given:
         """Join a tensor's slices, of the first samples: those of the other ranks, or those of the other units."""
@@ -123,22 +154,30 @@ class Arrivals:
             whole = _join_ranks(first, self._group)
         elif is_cut:
             whole = torch.cat(list(units[: self._cuts]), TOKENS)
-        samples = self._samples if first.shape[0] == self._units.spec.shape[0] else first.shape[0]
-        return Given(whole[:samples].to(at_work(first.dtype)), TOKENS if is_cut else None)
+        if first.dim() and first.shape[0] == self._of_unit_samples:
+            whole = whole[: self._samples]
+        return Given(whole.to(at_work(first.dtype)), TOKENS if is_cut else None)
 
     def at(self, number: int, block: nn.Module) -> Arrival:
         """Return what block `number` is given."""
-        device, spec = self._group.device, self._spec(self._units.spec)
+        device, spec = self._group.device, self._units.spec
         extras = {**self._extras, **({TARGETS: self._targets} if self._targets and takes_targets(block) else {})}
-        inputs = TensorSpec((self._samples, *self._units.spec.shape[1:]), self._units.spec.dtype)
+        inputs = TensorSpec((self._samples, *spec.samples.shape[1:]), spec.samples.dtype)
         if number == 0:
-            drawn = Given(draw(spec, 0, device), TOKENS if self._cuts > 1 else None)
-            real = self._inputs if self._inputs is not None and not spec.dtype.is_floating_point else None
-            return Arrival(real or drawn, {}, extras, inputs)
+            parts = [
+                self._inputs[k]
+                if self._inputs is not None and not unit.dtype.is_floating_point
+                else Given(
+                    draw(self._spec(unit), k, device), TOKENS if self._cuts > 1 and len(unit.shape) > 1 else None
+                )
+                for k, unit in enumerate(spec.tensors)
+            ]
+            return Arrival(GivenTree(parts, spec.tree), {}, extras, inputs)
         whole, unit = self._whole[number - 1], self._of_unit[number - 1]
         specs = zip(whole.specs, unit.specs, strict=True)
-        first, *others = (Given(draw(w, k, device), self._tokens(w, u)) for k, (w, u) in enumerate(specs))
-        return Arrival(first, dict(zip(whole.names, others, strict=True)), extras, inputs)
+        drawn = [Given(draw(w, k, device), self._tokens(w, u)) for k, (w, u) in enumerate(specs)]
+        riders = dict(zip(whole.names, drawn[whole.width :], strict=True))
+        return Arrival(GivenTree(drawn[: whole.width], whole.output.tree), riders, extras, inputs)
 
     def _tokens(self, whole: TensorSpec, unit: TensorSpec) -> int | None:
         return cut_dimension(whole.shape, unit.shape, self._cuts)
@@ -194,4 +233,4 @@ def guesses(block: nn.Module, device: torch.device, dtype: torch.dtype) -> list[
     """Return what a block may be given, before any batch is known: tokens as wide as its first weights take them."""
     widths = dict.fromkeys(p.shape[-1] for p in block.parameters() if prod(p.shape) > 1)
     specs = [TensorSpec((SAMPLES, 8, width), dtype) for width in list(widths)[:3]]
-    return [Arrival(Given(draw(spec, 0, device))) for spec in specs]
+    return [Arrival(GivenTree([Given(draw(spec, 0, device))])) for spec in specs]

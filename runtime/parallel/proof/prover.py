@@ -22,7 +22,8 @@ from quintsched.errors import MisfitError
 
 from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
-from ...comm import Group, ReduceOp
+from ...comm import Group
+from ...comm.control import first_said
 from ...job.choices import Proofs
 from ..context.context import ContextParallel
 from ..tensor.choice import Choice
@@ -37,9 +38,6 @@ from .kinds import kind_of
 from .trial import Figures, Setting
 from .twins import Blueprint
 from .ways import Way, alone, paired_ways, pairs_of, replicated
-
-_LONGEST = 2000
-"""Bytes of a refusal."""
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -148,7 +146,7 @@ class Prover:
             refusal = next((text for text in found if text), "")
         self._kinds.clear()
         self._numbers.clear()
-        said = _first_said(refusal, world)
+        said = first_said(refusal, world)
         if said:
             raise MisfitError(said)
 
@@ -231,18 +229,6 @@ class Prover:
     def _title(self, kind: Kind) -> str:
         tensor = self._setting.tensor
         return kind.name if tensor is None else f"{kind.name} over tp={tensor.size}"
-
-
-def _first_said(mine: str, world: Group) -> str:
-    """Return, on all ranks, the words of the first rank that has some; empty: none has."""
-    first = torch.tensor([float(world.index if mine else world.size)], device=world.device)
-    world.all_reduce(first, ReduceOp.MIN).wait()
-    if first == world.size:
-        return ""
-    text = mine.encode()[:_LONGEST]
-    sent = torch.tensor([*text, *[0] * (_LONGEST - len(text))], dtype=torch.uint8, device=world.device)
-    world.broadcast(sent, int(first)).wait()
-    return bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _renumbered(path: str, number: int) -> str:

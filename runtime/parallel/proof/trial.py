@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from ...autograd.kv_store import Past, Store
 from ...blocks.blocks import accepted_extras, split_result
+from ...blocks.trees import flatten
 from ...comm import Group
 from ..context.context import ContextParallel
 from ..tensor.sequence import SequenceParallel, partial_weights
 from ..tensor.shard import shard_of, take_shard
-from .arrivals import Arrival, Given, cut_dimension
+from .arrivals import Arrival, Given, GivenTree, cut_dimension
 from .twins import SEED
 
 SMALL = 0.1
@@ -103,7 +104,7 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
     for take, _, made in reversed(runs):
         _backward(made, seeds, dims, take)
     _add_up_partial(block, setting)
-    inputs = {"": arrival.activation, **arrival.riders}
+    inputs = arrival.tensors
     outputs = {name: _join([_detached(made)[name] for _, _, made in runs], dim) for name, dim in dims.items()}
     if LOSS in outputs:
         outputs[LOSS] = _sum_of_losses([_detached(made)[LOSS] for _, _, made in runs], setting)
@@ -133,7 +134,7 @@ def differences(
     whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: Setting
 ) -> Iterator[Difference]:
     """Yield what is compared with how far it is off; `block` is the one that is cut."""
-    take, inputs = setting.slicer(None), {"": arrival.activation, **arrival.riders}
+    take, inputs = setting.slicer(None), arrival.tensors
     share = setting.context.size if setting.context is not None else 1
     outputs: Gradients = {}
     for name, tensor in whole.outputs.items():
@@ -155,7 +156,8 @@ def differences(
 
 def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
     """Return an arrival, and change the weights of a block, by as little as an order of additions might."""
-    generator = torch.Generator(arrival.activation.tensor.device).manual_seed(SEED)
+    given = arrival.activation
+    generator = torch.Generator(given.parts[0].tensor.device).manual_seed(SEED)
 
     def shake(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -166,31 +168,33 @@ def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(shake(parameter))
-    given = arrival.activation
-    return replace(arrival, activation=Given(shake(given.tensor), given.tokens))
+    parts = [Given(shake(part.tensor), part.tokens) for part in given.parts]
+    return replace(arrival, activation=GivenTree(parts, given.tree))
 
 
 def _run(
     block: nn.Module, inside: nn.Module, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
 ) -> tuple[Tensors, Tensors]:
     """Run `inside`, which is `block` with what is around it; return its inputs, as leaves, and its outputs."""
-    leaves = {
-        name: take(given.tensor, given.tokens).detach().clone()
-        for name, given in {"": arrival.activation, **arrival.riders}.items()
-    }
+    leaves = {name: take(given.tensor, given.tokens).detach().clone() for name, given in arrival.tensors.items()}
     for leaf in leaves.values():
         if leaf.is_floating_point():
             leaf.requires_grad_()
     copies = {name: leaf.clone() for name, leaf in leaves.items()}  # a block may change what it is given in place
-    activation = copies.pop("")
-    extras = {name: take(given.tensor, given.tokens).clone() for name, given in arrival.extras.items()}
+    tree = arrival.activation.tree
+    activation = tree.build([copies.pop(path) for path in tree.paths])
+    extras = {
+        name: given.build(lambda part: take(part.tensor, part.tokens).clone()) for name, given in arrival.extras.items()
+    }
     accepts = accepted_extras(block)
     taken = {name: extra for name, extra in {**extras, **copies, **beside}.items() if accepts(name)}
     output, riders, auxiliary = split_result(_through(inside, block, activation, taken))
-    return leaves, {"": output, **riders, **({} if auxiliary is None else {LOSS: auxiliary})}
+    left, tensors = flatten(output)
+    outputs = {**dict(zip(left.paths, tensors, strict=True)), **riders}
+    return leaves, {**outputs, **({} if auxiliary is None else {LOSS: auxiliary})}
 
 
-def _through(inside: nn.Module, block: nn.Module, activation: Tensor, extras: Mapping[str, Any]) -> Any:
+def _through(inside: nn.Module, block: nn.Module, activation: Any, extras: Mapping[str, Any]) -> Any:
     if inside is block:
         return block(activation, **extras)
     assert isinstance(inside, nn.Sequential)
@@ -206,8 +210,9 @@ def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> di
         return {"context": setting.sequences.context_of(arrival.inputs)}
     if setting.slices == 1:
         return {}
-    tokens = arrival.activation.tokens
-    length = arrival.activation.tensor.shape[1 if tokens is None else tokens]
+    parts = sorted(arrival.activation.parts, key=lambda part: (part.tokens is None, part.tensor.dim() < 2))
+    tokens = parts[0].tokens
+    length = parts[0].tensor.shape[1 if tokens is None else tokens]
     return {"past": Past(store, number, setting.slices, length // setting.slices)}
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ...blocks.blocks import Parcel, TensorSpec
+from ...blocks.blocks import Parcel
 from ...blocks.dtensor import is_sharded
+from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...job.choices import TensorSplit
 from .apply import apply_tensor_parallel, require_like_experts
@@ -128,9 +129,10 @@ class TensorCuts:
     def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Return what a rank sends and keeps of what the blocks leave; raises `MisfitError` as `tokens` does."""
         *others, last = self.tokens.travelling(parcels)
-        if self._logits_are_cut:  # a loss on a stage of its own gets them so
-            *sizes, ids = last.activation.shape
-            last = replace(last, activation=TensorSpec((*sizes, ids // self._group.size), last.activation.dtype))
+        if self._logits_are_cut and last.output.tree.is_tensor:  # a loss on a stage of its own gets them so
+            (logits,) = last.output.tensors
+            *sizes, ids = logits.shape
+            last = replace(last, output=TreeSpec.plain(TensorSpec((*sizes, ids // self._group.size), logits.dtype)))
         return [*others, last]
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:

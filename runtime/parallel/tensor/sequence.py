@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import TOKENS, Parcel, TensorSpec
+from ...blocks.blocks import TOKENS, Parcel
+from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, scatter_to_group
 from ..expert.moe import mixtures
@@ -68,7 +69,8 @@ class SequenceParallel:
     def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Return what a rank sends and keeps of what the blocks leave.
 
-        Raises `MisfitError` for tokens that do not divide, and for what rides along.
+        What rides along and has no gradient (ids, masks) travels whole. Raises `MisfitError` for tokens that do not
+        divide, and for what rides along with a gradient.
         """
         return [
             self._slice_of(number, parcel) if self.leaves_slice(number) else parcel
@@ -77,19 +79,26 @@ class SequenceParallel:
 
     def _slice_of(self, number: int, parcel: Parcel) -> Parcel:
         assert self._group is not None
-        if parcel.riders:
+        sliced = next((name for name, spec in parcel.riders if spec.dtype.is_floating_point), None)
+        if sliced is not None:
             raise MisfitError(
-                f"{parcel.names[0]!r} rides along behind block {number}, which sequence parallelism does not "
+                f"{sliced!r} rides along behind block {number}, which sequence parallelism does not "
                 "slice; run without sequence_parallel"
             )
-        samples, *rest = parcel.activation.shape
+        if not parcel.output.tree.is_tensor:
+            raise MisfitError(
+                f"block {number} leaves {parcel.output.tree}, and sequence parallelism slices nothing but tensors; run "
+                "without sequence_parallel"
+            )
+        (left,) = parcel.output.tensors
+        samples, *rest = left.shape
         if len(rest) < 2 or rest[0] % self._group.size:
             raise MisfitError(
                 f"sequence parallelism slices tokens, dimension {TOKENS}, over tp={self._group.size}, but block "
-                f"{number} leaves {parcel.activation}, which does not divide; choose another length or tp"
+                f"{number} leaves {left}, which does not divide; choose another length or tp"
             )
         shape = (samples, rest[0] // self._group.size, *rest[1:])
-        return replace(parcel, activation=TensorSpec(shape, parcel.activation.dtype))
+        return replace(parcel, output=TreeSpec.plain(TensorSpec(shape, left.dtype)))
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:

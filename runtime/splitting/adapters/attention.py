@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -69,19 +70,16 @@ def look_here(modules: Iterable[nn.Module]) -> None:
 
 
 def _register(own: str) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(_PREFIX + own, partial(_attend, own))
-    AttentionMaskInterface.register(_PREFIX + own, partial(_mask, own))
+    library = import_module("transformers")
+    library.AttentionInterface.register(_PREFIX + own, partial(_attend, own))
+    library.AttentionMaskInterface.register(_PREFIX + own, partial(_mask, own))
 
 
 def _mask(own: str, **given: Any) -> Tensor | None:
     """Return which keys the queries of a slice see; None: all up to themselves, or where nothing is causal, all."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     sight = _SIGHT.get()
     if sight is None:
-        mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[own](**given)
+        mask: Tensor | None = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS[own](**given)
         return mask
     padding, window = given.get("attention_mask"), given.get("local_size")
     if padding is not None and padding is not sight.all_seen and not bool(padding.all()):
@@ -159,9 +157,8 @@ def _require_plain(module: nn.Module, dropout: float, others: dict[str, Any]) ->
 
 def _own_function(own: str, module: nn.Module) -> Callable[..., Any]:
     """Return the function that a module would have called."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     homes = [sys.modules.get(kind.__module__) for kind in type(module).__mro__]
-    eager = next((home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward")), None)
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+    eager = next((found for home in homes if (found := getattr(home, "eager_attention_forward", None))), None)
+    registered = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    function: Callable[..., Any] = registered.get_interface(own, eager)
     return function

@@ -5,30 +5,30 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import TensorSpec
 from quintsched.runtime.blocks.shapes import agree, announce_spec, trace_shapes
+from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import tiny_vit
 
 
 def test_shapes_are_found_without_data_or_memory() -> None:
-    parcels = trace_shapes(tiny_vit(), TensorSpec((2, 1, 8, 8), torch.float64), {}, torch.float64)
-    specs = [parcel.activation for parcel in parcels]
+    parcels = trace_shapes(tiny_vit(), TreeSpec.plain(TensorSpec((2, 1, 8, 8), torch.float64)), {}, torch.float64)
+    specs = [parcel.output.tensors[0] for parcel in parcels]
     assert [spec.shape for spec in specs] == [(2, 17, 16)] * 5 + [(2, 10)]
     assert {spec.dtype for spec in specs} == {torch.float64}
     huge = [lambda: nn.Linear(10**6, 10**6, bias=False)]
-    (left,) = trace_shapes(huge, TensorSpec((10**6, 10**6), torch.float32), {})
-    assert left.activation.shape == (10**6, 10**6)
+    (left,) = trace_shapes(huge, TreeSpec.plain(TensorSpec((10**6, 10**6), torch.float32)), {})
+    assert left.output.tensors[0].shape == (10**6, 10**6)
 
 
 @pytest.mark.parametrize("spec", [TensorSpec((3, 1, 28, 28), torch.float32), TensorSpec((), torch.int64)])
 def test_a_spec_is_told_to_ranks_that_do_not_know_it(spec: TensorSpec) -> None:
-    def run(transport: Transport) -> TensorSpec:
+    def run(transport: Transport) -> TreeSpec:
         group = transport.make_group([(0, 1, 2)])
-        return announce_spec(spec if transport.rank == 1 else None, 1, group, transport.device)
+        return announce_spec(TreeSpec.plain(spec) if transport.rank == 1 else None, 1, group, transport.device)
 
-    assert run_local(3, run) == [spec] * 3
+    assert run_local(3, run) == [TreeSpec.plain(spec)] * 3
 
 
 def test_ranks_that_differ_are_told_so_on_every_rank() -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE, apply_expert_parallel, apply_tensor_parallel
-from quintsched.runtime.blocks.blocks import Block, Blocks, TensorSpec, build_block, build_model
+from quintsched.runtime.blocks.blocks import Block, Blocks, build_block, build_model
 from quintsched.runtime.blocks.costs import estimate_costs
 from quintsched.runtime.blocks.shapes import trace_shapes
+from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main
@@ -257,6 +258,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_equal_one_process(mesh: str) -> None:
     sizes = qs.Mesh.parse(mesh)
@@ -264,6 +266,7 @@ def test_meshes_equal_one_process(mesh: str) -> None:
     require_equality(qs.compile("1f1b", mesh=mesh, microbatches=microbatches))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "chunks", "recompute"),
     [
@@ -284,6 +287,7 @@ def test_other_schedules_equal_one_process(schedule: str, mesh: str, chunks: int
     require_equality(plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -302,6 +306,7 @@ def test_variants_equal_one_process(mesh: str, options: dict[str, Any]) -> None:
 LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "shared_experts": 2, "positions": "rope", "kv_heads": 2}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "more", "options"),
     [
@@ -399,14 +404,14 @@ def test_a_rank_holds_its_share_under_the_names_of_the_whole() -> None:
 
 def test_shapes_are_found_and_costs_are_those_of_the_experts_that_a_token_uses() -> None:
     blocks = moe_blocks(shared_experts=1)
-    parcels = trace_shapes(blocks, TensorSpec((2, LENGTH), torch.int64), {}, torch.float64)
-    assert [parcel.activation.shape for parcel in parcels] == [(2, LENGTH, HIDDEN)] * (DEPTH + 1) + [
+    parcels = trace_shapes(blocks, TreeSpec.plain(TensorSpec((2, LENGTH), torch.int64)), {}, torch.float64)
+    assert [parcel.output.tensors[0].shape for parcel in parcels] == [(2, LENGTH, HIDDEN)] * (DEPTH + 1) + [
         (2, LENGTH, CLASSES)
     ]
     few, many = (estimate_costs(moe_blocks(experts=experts))[1] for experts in (4, 16))
     assert many - few == 12 * HIDDEN  # rows of the router
     with pytest.raises(qs.MisfitError, match="block 0 cannot take"):
-        trace_shapes([mixture()], TensorSpec((2, 7), torch.float64), {})
+        trace_shapes([mixture()], TreeSpec.plain(TensorSpec((2, 7), torch.float64)), {})
 
 
 JOB = """

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.blocks.blocks import TensorSpec
+from quintsched.runtime.blocks.trees import TensorSpec
 from quintsched.runtime.comm import Rules, Transport, Work, run_local
 from quintsched.runtime.parallel.context.context import Context, ContextMethod, ContextParallel, SequenceShard
 from quintsched.runtime.parallel.context.ring_attention import ring_channels
