@@ -270,11 +270,11 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        return self._runner.run(self.plan, self._model.batches(self.plan, inputs, self._prepare(targets), extras))
+        return self._runner.run(self.plan, self._model.batch(self.plan, inputs, self._prepare(targets), extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batches(self.plan, inputs, self._prepare(targets), extras)
+        batch = self._model.batch(self.plan, inputs, self._prepare(targets), extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -291,7 +291,7 @@ class Engine:
 
     def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batches(self._evaluation_plan, inputs, self._prepare(targets), extras)
+        batch = self._model.batch(self._evaluation_plan, inputs, self._prepare(targets), extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch)

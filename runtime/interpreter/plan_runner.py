@@ -136,7 +136,8 @@ class PlanRunner:
             self._latest.state.cells.settle()
         self._latest, self._is_broken = interpreter, True
         state.current.number = self.steps.total
-        interpreter.run(batch, self.steps.in_run, calls)
+        with self._model.masks.guarding(self._transport.device):
+            interpreter.run(batch, self.steps.in_run, calls)
         self._settle(state.compute.overlaps)
         self._is_broken = False
         if state.flows.trains:
@@ -238,6 +239,7 @@ class PlanRunner:
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
+                sliced=model.tensor.tokens.group_of,
             )
             for number, stage in model.stages.items()
         }
