@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import compiled_again, evaluation_of
+from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -45,13 +45,15 @@ from .requirements import (
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
+    require_loss_of_slices,
     require_movable_activations,
     require_runnable,
 )
 from .splitting.split import Split
-from .stage.build import Stage, cuts_of
+from .stage.build import Stage
+from .stage.losses import for_slices
 from .stage.rank_model import ModelOptions, RankModel
-from .stage.tied_weights import homes_across
+from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
@@ -124,11 +126,13 @@ class Engine(CheckpointFiles):
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
-            plan = _with_ties(plan, blocks, tied, block_costs)
+            plan = with_ties(plan, blocks, tied, block_costs)
         self.plan, self._evaluation_plan = plan, evaluation_of(plan)
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        require_loss_of_slices(plan, loss_fn)
+        self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
@@ -265,11 +269,11 @@ class Engine(CheckpointFiles):
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        return self._runner.run(self.plan, self._model.batch(self.plan, inputs, targets, extras))
+        return self._runner.run(self.plan, self._model.batch(self.plan, inputs, self._prepare(targets), extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batch(self.plan, inputs, targets, extras)
+        batch = self._model.batch(self.plan, inputs, self._prepare(targets), extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -286,7 +290,7 @@ class Engine(CheckpointFiles):
 
     def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batch(self._evaluation_plan, inputs, targets, extras)
+        batch = self._model.batch(self._evaluation_plan, inputs, self._prepare(targets), extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch)
@@ -334,13 +338,3 @@ class Engine(CheckpointFiles):
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
-
-
-def _with_ties(
-    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
-) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
-    if plan.tied or not tied or plan.stage_to_part is not None:
-        return plan
-    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
-    return (compiled_again(plan, tied=across) or plan) if across else plan

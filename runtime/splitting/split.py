@@ -18,11 +18,11 @@ from quintsched.errors import UsageError
 from ..blocks.blocks import Block
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
-from .experiments import find_riders
-from .flow import HIDDEN, Flow, Span, capture
+from .experiments import find_riders, find_unneeded
+from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
-from .parts import TARGET_NAMES, Segment, layer_block
+from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal
 from .structure import find_layers, named_layers
 from .ties import untie
@@ -171,10 +171,10 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     device = torch.device("cpu")
     flow, _ = capture(frame, {**inputs, **settings}, device)
     spans = _spans(flow)
-    hidden = [next(c for m, c in zip(r.leaves, r.constants, strict=True) if m is HIDDEN) for r in flow.results]
-    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, hidden, select)
+    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
-    origin = Origin(frame, flow, spans, names, settings, select)
+    origin = Origin(frame, flow, spans, names, settings, select, sees=transformers.is_one(model))
+    origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
 
 
@@ -182,7 +182,7 @@ def _spans(flow: Flow) -> list[Span]:
     """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
     count = len(flow.calls)
     before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
-    before = before and bool(flow.entry)
+    before = before and bool(flow.entries[0])
     spans = [Span(range(0, 0), is_first=True)] if before else []
     for call in range(count):
         is_first, is_last = call == 0 and not before, call == count - 1 and not behind
@@ -202,7 +202,7 @@ def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     if _is_layer(origin, number):
         name = origin.flow.calls[origin.spans[number].calls.start]
         return layer_block(model.get_submodule(name), origin, number)
-    return Segment(model, origin, number)
+    return segment(model, origin, number)
 
 
 def _first(output: Any) -> Any:
