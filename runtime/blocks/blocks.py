@@ -117,7 +117,8 @@ def cast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if dtype is None:
         return module
     types = {id(tensor): kind for _, tensor, kind in typed(module, dtype)}
-    return module._apply(lambda tensor: tensor.to(types.get(id(tensor)) or tensor.dtype))
+    module._apply(lambda tensor: tensor.to(types.get(id(tensor)) or tensor.dtype))
+    return module
 
 
 def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:

@@ -93,6 +93,7 @@ class PlainBatchNorm(_BatchNorm):
 
 def take_over_synced(block: nn.Module) -> None:
     """Have every nn.SyncBatchNorm of a block be synced by the mode, over the ranks that the engine says."""
+    module: nn.Module
     for module in block.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = PlainBatchNorm

@@ -65,8 +65,8 @@ class TiedWeights:
         for name in across:
             if any(isinstance(parameter, DTensor) for parameter in self._copies[name]):
                 raise MisfitError(f"tied weight {name!r} is a DTensor; stages tie weights that PyTorch has not sharded")
-        for name, held in self._copies.items():
-            if len({parameter.requires_grad for parameter in held}) > 1:
+        for name, here in self._copies.items():
+            if len({parameter.requires_grad for parameter in here}) > 1:
                 _refuse_half_frozen(name, names[name])
         self.parameters = {parameter for name in across for parameter in self._copies[name] if parameter.requires_grad}
         self._uncounted = {
