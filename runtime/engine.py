@@ -26,8 +26,7 @@ from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
-from .interchange.exchange import Exchange
-from .interchange.load_pretrained import LoadedWeights
+from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
@@ -35,7 +34,7 @@ from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
 from .optim.chained import LRSchedulers
 from .optim.given import OptimizerGiven, builder_of
@@ -60,7 +59,7 @@ from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
 
 
-class Engine:
+class Engine(CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -85,6 +84,8 @@ class Engine:
             3} where outputs are fused blocks (see `parallel.tensor.rules`).
         prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
             slices: all that are not built in ("foreign"), "all", or "none" (see `parallel.proof`).
+        buffers: what becomes of those that a forward changes, where there are replicas: "merge" running statistics,
+            "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
@@ -114,6 +115,7 @@ class Engine:
         context: ContextMethod = "ring",
         rules: Rules | None = None,
         prove: Proofs = "foreign",
+        buffers: BufferChoice = "merge",
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
@@ -142,6 +144,7 @@ class Engine:
             context=context,
             rules=rules or {},
             prove=prove,
+            buffers=buffers,
             sequence_parallel=sequence_parallel,
             cut_logits=all(map(takes_vocabulary, (loss_fn, *metrics.values()))),
             tied=tied or {},
@@ -160,8 +163,6 @@ class Engine:
             OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
-        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
-        self._exchange = Exchange(self._model, self._state, self._groups, names)
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
         bind_logits = self._model.tensor.bind
@@ -174,6 +175,8 @@ class Engine:
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
         )
+        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
+        self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
 
     def _connect(self, context: ContextMethod) -> MeshGroups:
         """Make the groups and the channels of the plan; all ranks must have the same plan."""
@@ -324,51 +327,6 @@ class Engine:
         self._state.load(state)
         steps = self._runner.steps
         steps.before = int(state.get("engine.step", 0)) - steps.in_run
-
-    def load_pretrained(
-        self,
-        path: str | Path,
-        *,
-        names: Mapping[str, str] | None = None,
-        fresh: Sequence[str] = (),
-        strict: bool = True,
-    ) -> LoadedWeights:
-        """Let weights and buffers be those of a safetensors folder; each rank reads its own slices (collective).
-
-        It is meant for an engine that has not stepped yet: the optimizer's state stays.
-
-        Args:
-            path: a file, an index, or the folder of either.
-            names: our names ("3.attn.weight") to those in the checkpoint. None: the model's own where blocks come from
-                `split`, GPT-2's for a built-in GPT of that shape, else ours; with or without a first part ("model.").
-            fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
-            strict: whether a tensor that no weight takes is an error.
-
-        Returns what stayed fresh, and what was not used.
-
-        Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for a file that is damaged
-        or lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
-        """
-        return self._exchange.load_pretrained(path, names, fresh, strict=strict)
-
-    def save_pretrained(
-        self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
-    ) -> None:
-        """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
-
-        Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
-        them; weights that are tied are saved once. What was in the folder before stays until the new files are whole;
-        files of other names stay after it.
-
-        Args:
-            path: the folder.
-            dtype: the type of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
-                the masters that the optimizer works on.
-            max_file_bytes: weights are cut into several files beyond this size, and between pipeline coordinates.
-
-        Raises `UsageError` on all ranks where it cannot be written.
-        """
-        self._exchange.save_pretrained(path, dtype, max_file_bytes)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).

@@ -39,8 +39,10 @@ class Split(Sequence[Block]):
     Attributes:
         tied: name → the weights that are one, "<block>.<name in the block>".
         rules: which layers tensor parallelism cuts, as for `Engine`.
-        own_names: names of weights, "<block>.<name in the block>", to those in the model.
+        own_names: names of weights and of buffers that are saved, "<block>.<name in the block>", to those in the model.
         config: that of the model, where its library has one.
+        conversions: the rules by which the model's library changes names of checkpoints as it loads them.
+        generation_config: the settings of generation that the library saves beside the weights, or None.
         loss_fn: the loss that goes with the model's head: (output, targets) → (sum, weight); None: not known.
         cuts: the names of the modules of the model that are in each block.
     """
@@ -53,6 +55,8 @@ class Split(Sequence[Block]):
         rules: Rules | None = None,
         own_names: Mapping[str, str] | None = None,
         config: Any = None,
+        conversions: Sequence[Any] = (),
+        generation_config: Any = None,
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self._blocks = list(blocks)
@@ -60,6 +64,7 @@ class Split(Sequence[Block]):
         self.rules = dict(rules or {})
         self.own_names = dict(own_names or {})
         self.config, self.loss_fn = config, loss_fn
+        self.conversions, self.generation_config = tuple(conversions), generation_config
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -106,7 +111,7 @@ def split(
     own_names = {
         f"{number}.{name}": f"{prefix}{name}"
         for number, (block, prefix) in enumerate(zip(made, names, strict=True))
-        for name, _ in block.named_parameters(remove_duplicate=False)
+        for name in block.state_dict()
     }
     tied = untie(made)
     is_known = transformers.is_one(model)
@@ -119,6 +124,8 @@ def split(
         tied=tied,
         own_names=own_names,
         config=getattr(model, "config", None),
+        conversions=transformers.conversions(model) if is_known else (),
+        generation_config=getattr(model, "generation_config", None),
         loss_fn=transformers.loss_of(model) if is_known else None,
     )
 
@@ -126,9 +133,7 @@ def split(
 def _sequential(model: nn.Sequential) -> Split:
     made = list(model.children())
     own_names = {
-        f"{n}.{name}": f"{key}.{name}"
-        for n, (key, b) in enumerate(model.named_children())
-        for name, _ in b.named_parameters()
+        f"{n}.{name}": f"{key}.{name}" for n, (key, b) in enumerate(model.named_children()) for name in b.state_dict()
     }
     return Split(made, tied=untie(made), own_names=own_names)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -128,3 +129,12 @@ def regression_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 def multi_label_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Binary cross-entropy of each class, summed."""
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum"), labels.numel()
+
+
+def conversions(model: nn.Module) -> tuple[Any, ...]:
+    """Return the rules by which the library changes names of checkpoints as it loads them; none in older versions."""
+    try:
+        rules_of = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+    except (ImportError, AttributeError):
+        return ()
+    return tuple(rules_of(model))
