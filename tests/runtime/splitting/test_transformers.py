@@ -106,7 +106,7 @@ def test_padded_batches(attention):
 
 
 def test_a_window_is_kept_where_sequences_come_in_slices():
-    model = model_of("mistral", sliding_window=3)
+    model = model_of("mistral", sliding_window=3, num_key_value_heads=2)
     plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=MICROBATCHES, slices=2)
     ids, _, _ = batch()
     found = split_losses(model, plan, lambda engine: engine.step(ids, ids))
