@@ -167,4 +167,4 @@ def _call_on_meta(module: nn.Module, given: object, extras: dict[str, Any], dtyp
     module = before_fully_shard(module)
     weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(module, dtype)}
     with torch.no_grad():
-        return torch.func.functional_call(module, weights, (given,), extras)
+        return torch.func.functional_call(module, weights, (given,), extras, tie_weights=False)
