@@ -87,6 +87,7 @@ def _as_rank(arguments: argparse.Namespace, steps: int, directory: Path) -> int:
     rank = int(os.environ.get("RANK", 0))
     try:
         job, plan, _ = worker.prepare(arguments)
+        assert job.runtime.transport != "local"
         transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
         try:
             save(record(job, plan, transport, steps), directory)
