@@ -27,7 +27,7 @@ from ...comm.control import first_said
 from ...job.choices import Proofs
 from ..context.context import ContextParallel
 from ..tensor.choice import Choice
-from ..tensor.cuts import Cut
+from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
 from ..tensor.rules import RuleData, is_built_in
@@ -37,7 +37,7 @@ from .chooser import Chooser
 from .kinds import kind_of
 from .trial import Figures, Setting
 from .twins import Blueprint
-from .ways import Way, alone, paired_ways, pairs_of, replicated
+from .ways import Way, alone, paired_ways, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
 
