@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -99,6 +100,9 @@ def test_over_other_meshes(block: type[nn.Module], mesh: str, more: dict[str, An
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_is_proved_may_be_compiled() -> None:
     for block in (PerHeadNorms, WideNorms, SoftmaxBetween):
         assert is_equal([block], "tp=2", compiled=True)[0]
