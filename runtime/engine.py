@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quintsched.compiler import evaluation_of
@@ -57,6 +57,9 @@ from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
+from .verification.comparison import Comparison, compare
+from .verification.recording import BEFORE, Recording, StepObserver
+from .verification.whole_model import WholeModel, share_of
 
 
 class Engine(CheckpointFiles):
@@ -165,6 +168,7 @@ class Engine(CheckpointFiles):
         )
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
+        self._loss_fn, self._clip = loss_fn, clip
         bind_logits = self._model.tensor.bind
         run_options = RunOptions(
             loss_fn=bind_logits(loss_fn),
@@ -287,6 +291,59 @@ class Engine(CheckpointFiles):
         with SavedBytes(interpreter.state, self.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
         return result, counted
+
+    def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+        """Do a `step`, and write down all that it makes on this rank; see `verification`."""
+        observer = self._observer(recording)
+        result = self._run_observed(observer, inputs, targets, extras)
+        observer.note_weights()
+        return result
+
+    def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
+        """Do a `step`, and compare it with the same step of a whole model in one process (collective).
+
+        Compared are the weights before the step, outputs of blocks (where `reference` is an `nn.Sequential` of the
+        blocks), gradients, loss and norm, each within what rounding does, found by running the reference in float64.
+
+        Args:
+            reference: the model in one piece, with the weights that the engine has; without dropout.
+            inputs, targets, extras: as for `step`, but of the whole batch, and on every rank.
+
+        Returns:
+            What differs on this rank, the first cause first.
+
+        Raises:
+            MisfitError: weights that the reference does not have, a batch that does not divide.
+            UsageError: a reference that draws.
+        """
+        spec = self.plan.schedule
+        whole = WholeModel(
+            reference,
+            self._exchange.names.own_of(self.stages),
+            self._loss_fn,
+            self._clip,
+            self.num_replicas * spec.microbatches,
+        )
+        whole.require_comparable()
+        alone, precise = (whole.record(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
+        recording = Recording(self.transport.rank, self.plan.mesh.coordinates(self.transport.rank))
+        observer = self._observer(recording)
+        observer.note_weights(BEFORE)
+        mine = [share_of(tree, self.replica, self.num_replicas) for tree in (inputs, targets, extras)]
+        self._run_observed(observer, *mine)
+        return compare([recording], alone, precise, self.plan, [type(o).__name__ for o in self._model.outlines])
+
+    def _observer(self, recording: Recording) -> StepObserver:
+        program, first_unit = self.plan.programs[self._model.pp_rank], self.replica * self.plan.schedule.num_units
+        return StepObserver(program, first_unit, self.stages, self.masters, self._exchange.held, recording)
+
+    def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
+        batch = self._model.batch(self.plan, inputs, targets, extras)
+        with observer.watching():
+            calls = self._runner.interpreter_of(self.plan, batch).watched(observer)
+            result = self._runner.run(self.plan, batch, calls)
+        observer.end(result)
+        return result
 
     def saved_costs(self, counted: SavedBytes) -> Costs:
         """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
