@@ -15,25 +15,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import evaluation_of
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
 from .blocks.blocks import Blocks
-from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
-from .interpreter.plan_runner import PlanRunner, RunOptions
+from .interpreter.plan_runner import PlanRunner, PreparedStep, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
 from .job.choices import ContextMethod, Proofs
-from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
+from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
@@ -48,6 +46,7 @@ from .stage.rank_model import ModelOptions, RankModel
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import OptimizerFn, TrainingState
+from .steps.plans import StepPlans
 
 
 class Engine:
@@ -113,7 +112,7 @@ class Engine:
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
-        self.plan, self._evaluation_plan = plan, evaluation_of(plan)
+        self.plan = plan
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
@@ -130,7 +129,9 @@ class Engine:
             compiled=compiled,
             seed=seed,
         )
-        self._groups = self._connect(context)
+        self._groups = make_groups(plan, self.transport)
+        self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
+        self._plans.open()
         self.everyone = ControlGroup(self._groups.world)
         self._model = self._set_up(blocks, options)
         self._state = TrainingState(
@@ -154,13 +155,6 @@ class Engine:
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
         )
-
-    def _connect(self, context: ContextMethod) -> MeshGroups:
-        """Make the groups and the channels of the plan; all ranks must have the same plan."""
-        groups = make_groups(self.plan, self.transport)
-        open_channels([self.plan, self._evaluation_plan], self.transport, ring=context == "ring")
-        agree("the plan", self.plan.to_json(), groups.world, self.transport.device)
-        return groups
 
     def _set_up(self, blocks: Blocks, options: ModelOptions) -> RankModel:
         """Build this rank's stages."""
@@ -227,25 +221,41 @@ class Engine:
         """Which of them this rank belongs to."""
         return self._model.replica
 
-    def step(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+    def step(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
+
+        Sequences may have another length in every step, and batches another number of samples, on each replica its
+        own. Microbatches get as even numbers of samples as can be; of fewer samples, the last ones have none.
 
         Args:
             inputs: this replica's samples (samples, …), sequences whole; needed where `needs_inputs`, else ignored.
             targets: this replica's samples (samples, …); needed where `needs_targets`, else ignored.
+            microbatches: how many there are in this step, the same on all ranks; None: as the plan says. For another
+                number the plan is compiled and proved again, once; of one that cannot be, the last have no samples.
             extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
 
         Raises:
-            MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
+            MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
         """
-        return self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras))
+        plan = self._plans.training(microbatches)
+        return self._runner.run(self._prepare(plan, inputs, targets, extras, microbatches))
+
+    def _prepare(
+        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
+    ) -> PreparedStep:
+        """Cut a batch, and settle with the other ranks what its units are."""
+        try:
+            batch = self._model.batches(plan, inputs, targets, extras, microbatches)
+        except (MisfitError, UsageError) as error:
+            self._runner.refuse(plan, error)
+            raise
+        return self._runner.prepare(plan, batch)
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batches(self.plan, inputs, targets, extras)
-        interpreter = self._runner.interpreter_of(self.plan, batch)
-        with SavedBytes(interpreter.state, self.stages, batch) as counted:
-            result = self._runner.run(self.plan, batch, interpreter.watched(counted))
+        step = self._prepare(self.plan, inputs, targets, extras)
+        with SavedBytes(step.interpreter.state, self.stages, step.batch) as counted:
+            result = self._runner.run(step, step.interpreter.watched(counted))
         return result, counted
 
     def saved_costs(self, counted: SavedBytes) -> Costs:
@@ -257,12 +267,12 @@ class Engine:
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+    def evaluate(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batches(self._evaluation_plan, inputs, targets, extras)
-        self._runner.interpreter_of(self._evaluation_plan, batch)
+        plan = self._plans.evaluation(microbatches)
+        step = self._prepare(plan, inputs, targets, extras, microbatches)
         with self._model.evaluating(), torch.no_grad():
-            return self._runner.run(self._evaluation_plan, batch)
+            return self._runner.run(step)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

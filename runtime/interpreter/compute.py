@@ -40,8 +40,23 @@ Call = Callable[[], None]
 NOTHING = nullcontext()
 
 
+def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call) -> Call:
+    """Return `call` so that a unit without samples is passed over."""
+    current, unit = state.current, instruction.microbatch
+
+    def run() -> None:
+        if unit not in current.units.empty:
+            call()
+
+    return run
+
+
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
+    return unless_empty(state, instruction, _bind_fwd(state, index, instruction))
+
+
+def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     made = state.flows.made(instruction, Kind.OUTPUT)
     finish = _hand_on(state, instruction) if made else partial(_lose, state, instruction.microbatch)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
@@ -182,13 +197,19 @@ def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Ex
 
 def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
-    slices, context, stores = state.flows.plan.schedule.slices, state.place.context, state.stores
-    if context is not None:
-        return lambda given: {**current.batch.extras[unit], "context": context}
+    slices, stores = state.flows.plan.schedule.slices, state.stores
+    if state.shape.context is not None:
+
+        def with_context(given: Outputs) -> Extras:
+            shape = current.units.shapes[unit]
+            assert shape is not None
+            return {**current.batch.extras[unit], "context": shape.context}
+
+        return with_context
     if slices == 1:
         return lambda given: current.batch.extras[unit]
     microbatch, number = divmod(unit, slices)
-    key, token_shards = (stage, microbatch), state.place.token_shards.get(stage, 1)
+    key, token_shards = (stage, microbatch), state.token_shards.get(stage, 1)
 
     def extras(given: Outputs) -> Extras:
         if number == 0:
@@ -203,16 +224,20 @@ def _with_unit(
     state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
     """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
-    schedule, place, current = state.flows.plan.schedule, state.place, state.current
-    shape = place.inputs.samples.shape
-    microbatch, number = divmod(instruction.microbatch, schedule.slices)
-    first = (place.replica * schedule.microbatches + microbatch) * shape[0]
-    samples, positions = range(first, first + shape[0]), None
-    if place.context is not None:
-        positions = place.context.positions
-    elif schedule.slices > 1:
-        positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
-    return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
+    slices, unit, current, device = (
+        state.flows.plan.schedule.slices,
+        instruction.microbatch,
+        state.current,
+        state.device,
+    )
+
+    def extras(given: Outputs) -> Extras:
+        shape, samples = current.units.shapes[unit], current.units.samples[unit]
+        assert shape is not None
+        positions = shape.positions(unit % slices, slices, device)
+        return {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
+
+    return extras
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
@@ -220,21 +245,23 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(_parts(state, made, parcel))
-    (first, *others) = parcel.specs
-    shape, dtype, only_one = first.shape, first.dtype, not others
+    only_one, current, unit = len(parcel.specs) == 1, state.current, instruction.microbatch
 
-    def check(outputs: Outputs) -> None:
+    def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
-        if found != list(map(TreeSpec.plain, parcel.specs)):
+        if found != list(map(TreeSpec.plain, agreed.specs)):
             gave = " + ".join(map(str, found))
-            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {parcel}")
+            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {agreed}")
 
     def hand_on(outputs: Outputs) -> Start:
-        output = outputs[0]
-        if only_one and isinstance(output, Tensor) and output.shape == shape and output.dtype == dtype:
+        output, shape = outputs[0], current.units.shapes[unit]
+        assert shape is not None
+        agreed = shape.cargo.outputs_of(stage)
+        spec = agreed.output.tensors[0]
+        if only_one and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
-        check(outputs)
+        check(outputs, agreed)
         give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
@@ -245,7 +272,8 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
 def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    loss = tally.add_loss(unit, state.loss_fn(output, targets))
+    share = len(state.current.units.samples[unit]) / state.usual_samples
+    loss = tally.add_loss(unit, state.loss_fn(output, targets), share)
     if state.metrics:
         with torch.no_grad():
             for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
@@ -266,17 +294,18 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
             rerun.again()
         clock.stop()
 
-    return run
+    return unless_empty(state, instruction, run)
 
 
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
     backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
     comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
-    last_backward, run = state.gradients.hooks.last_backward, partial(backward, nullcontext())
+    last_backward = state.gradients.hooks.last_backward
+    run: Call = partial(backward, nullcontext())
     if state.flows.is_last_backward(instruction) and not comes_twice:
-        return _in_turn(lambda: backward(last_backward(stage)), _adding_partial_sums(state, instruction))
-    return _in_turn(run, _adding_partial_sums(state, instruction))
+        run = lambda: backward(last_backward(stage))  # noqa: E731
+    return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
 
 
 def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
@@ -287,16 +316,19 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
     taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
     waits = [state.cells.awaiter(value, index) for value in taken]
     waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
-    both = state.overlaps.pair(
-        bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward), (forward.stage, backward.stage)
-    )
-    clock = state.clock
+    sides = bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward)
+    both = state.overlaps.pair(*sides, (forward.stage, backward.stage))
+    clock, current, units = state.clock, state.current, {forward.microbatch, backward.microbatch}
 
     def run() -> None:
         for wait in waits:
             wait()
         clock.start()
-        both()
+        if current.units.empty.isdisjoint(units):
+            both()
+        else:
+            for side in sides:
+                side()
         clock.stop()
 
     return run
@@ -332,7 +364,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
         backward(products)
         pending[made] = products
 
-    return run
+    return unless_empty(state, instruction, run)
 
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
@@ -348,7 +380,7 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
         drain(pending.pop(taken))
         clock.stop()
 
-    return _in_turn(run, _adding_partial_sums(state, instruction))
+    return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
 
 
 def _backward(

@@ -114,6 +114,8 @@ class Interpreter:
         places = sorted(self._bind(), key=lambda placed: placed[:2])
         self._places = [index for _, _, index, _ in places]
         self._calls = [call for _, _, _, call in places]
+        if recorder is not None:
+            recorder.forget_calls()
         self._recorded = self.watched(recorder) if recorder else []
 
     def _bind(self) -> list[tuple[int, int, int, Call]]:

@@ -60,6 +60,10 @@ class Recorder:
         self._wrapped: set[int] = set()
         self._recorded: list[_Step] = []
 
+    def forget_calls(self) -> None:
+        """Prepare for the calls of a program that is bound anew."""
+        self._wrapped.clear()
+
     def wrap(self, index: int, call: Call) -> Call:
         """Return `call` so that it is recorded as instruction `index`.
 

@@ -49,6 +49,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         wait([work])
         found = outcome.norm = square.sqrt_()
         outcome.skipped = not math.isfinite(found.item())
+        outcome.empty = outcome.skipped and tally.figures.is_empty()
         if clip is not None and not outcome.skipped:
             norm.clip(found, clip)
 

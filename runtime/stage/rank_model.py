@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+from torch import nn
 
 from quintsched.errors import UsageError
 from quintsched.ir.instructions import BwdInput
@@ -19,8 +21,9 @@ from quintsched.ir.plan_data import listed
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
-from ..blocks.blocks import Blocks, outlines
+from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.costs import estimate_costs
+from ..blocks.dtensor import is_sharded
 from ..comm import Transport
 from ..job.choices import ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
@@ -153,6 +156,7 @@ class RankModel:
             targets=self.needs_targets,
             rank=self._transport.rank,
             shard=self.sequences.shard,
+            replicas=self.num_replicas,
         )
 
     def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:
@@ -185,6 +189,17 @@ class RankModel:
         """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
         lasts = {route.stages[-1] for route in self.plan.routes}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether blocks drop out by masks that belong to samples by their numbers in the whole batch."""
+        dropouts = (module for block in self.outlines for module in on_meta(block).modules())
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in dropouts)
+
+    @cached_property
+    def computes_empty_units(self) -> bool:
+        """Whether units without samples are computed too, since ranks of several replicas meet within a forward."""
+        return self._groups.experts.size > 1 or any(is_sharded(stage) for stage in self.stages.values())
 
     @property
     def num_replicas(self) -> int:
