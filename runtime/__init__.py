@@ -1,6 +1,7 @@
 """The runtime: what runs plans. Needs torch (`pip install 'quintsched[runtime]'`).
 
     Engine, StepResult          a plan and a list of blocks; the user keeps the loop
+    LoadedWeights               what a pretrained checkpoint and the model did not have in common
     Trainer, load_job, plan_of  that loop written out, driven by a job file
     run_local, connect          all ranks in one process; gloo and NCCL
     MoE, apply_expert_parallel  a mixture of experts, shared out over ep
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
+    from .interchange.load_pretrained import LoadedWeights
     from .interpreter.tally import StepResult
     from .job.config import JobConfig
     from .job.jobfile import load_job
@@ -46,6 +48,7 @@ _HOMES = {
     "job.config": ("JobConfig",),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
+    "interchange.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
     "job.jobfile": ("load_job",),
@@ -67,6 +70,7 @@ __all__ = [
     "Engine",
     "Group",
     "JobConfig",
+    "LoadedWeights",
     "MoE",
     "RowParallelLinear",
     "StepResult",

@@ -24,6 +24,9 @@ from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
+from .interchange.exchange import Exchange
+from .interchange.load_pretrained import LoadedWeights
+from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
 from .interpreter.plan_runner import PlanRunner, PreparedStep, RunOptions
@@ -143,6 +146,8 @@ class Engine:
             optimizer,
             bucket_bytes=int(bucket_mb * 1e6),
         )
+        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
+        self._exchange = Exchange(self._model, self._state, self._groups, names)
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
         bind_logits = self._model.tensor.bind
@@ -303,13 +308,50 @@ class Engine:
         steps = self._runner.steps
         steps.before = int(state.get("engine.step", 0)) - steps.in_run
 
-    def load_pretrained(self, path: str | Path) -> None:
-        """Let the weights be those of a GPT-2-shaped checkpoint, of which each rank reads its own slices.
+    def load_pretrained(
+        self,
+        path: str | Path,
+        *,
+        names: Mapping[str, str] | None = None,
+        fresh: Sequence[str] = (),
+        strict: bool = True,
+    ) -> LoadedWeights:
+        """Let weights and buffers be those of a safetensors folder; each rank reads its own slices (collective).
 
-        It is meant for an engine that has not stepped yet: the optimizer's state stays. See `pretrained` for what a
-        checkpoint is, and for what is raised.
+        It is meant for an engine that has not stepped yet: the optimizer's state stays.
+
+        Args:
+            path: a file, an index, or the folder of either.
+            names: our names ("3.attn.weight") to those in the checkpoint. None: the model's own where blocks come from
+                `split`, GPT-2's for a built-in GPT of that shape, else ours; with or without a first part ("model.").
+            fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
+            strict: whether a tensor that no weight takes is an error.
+
+        Returns what stayed fresh, and what was not used.
+
+        Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for a file that is damaged
+        or lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
         """
-        self._state.load_pretrained(path, num_blocks=len(self._model.outlines))
+        return self._exchange.load_pretrained(path, names, fresh, strict=strict)
+
+    def save_pretrained(
+        self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
+
+        Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
+        them; weights that are tied are saved once. What was in the folder before stays until the new files are whole;
+        files of other names stay after it.
+
+        Args:
+            path: the folder.
+            dtype: the type of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
+                the masters that the optimizer works on.
+            max_file_bytes: weights are cut into several files beyond this size, and between pipeline coordinates.
+
+        Raises `UsageError` on all ranks where it cannot be written.
+        """
+        self._exchange.save_pretrained(path, dtype, max_file_bytes)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).

@@ -29,6 +29,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "engine",
         "requirements",
         "interpreter",
+        "interchange",
         "state",
         "stage",
         "models",

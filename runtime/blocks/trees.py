@@ -294,8 +294,8 @@ def _make(kind: Any, keys: tuple[object, ...], children: list[Any]) -> Any:
         return children
     if issubclass(kind, tuple | list):
         return kind(*children) if hasattr(kind, "_fields") else kind(children)
-    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
-    if fields and not issubclass(kind, dict):
+    fields = getattr(kind, "__dataclass_fields__", None)
+    if fields is not None and not issubclass(kind, dict):
         made: Any = object.__new__(kind)
         for name, child in zip(keys, children, strict=True):
             object.__setattr__(made, str(name), child)

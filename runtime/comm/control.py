@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+from torch import Tensor
+
+from quintsched import errors
+from quintsched.errors import QuintschedError
 
 from . import Group, ReduceOp
 
@@ -20,6 +27,11 @@ def first_said(mine: str, world: Group) -> str:
     sent = torch.tensor([*text, *[0] * (_LONGEST - len(text))], dtype=torch.uint8, device=world.device)
     world.broadcast(sent, int(first)).wait()
     return bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+Result = TypeVar("Result")
+MOST_WORDS = 4000
+"""Bytes of an error's message that other ranks are told."""
 
 
 class ControlGroup:
@@ -53,3 +65,44 @@ class ControlGroup:
         gathered = sent.new_empty((self._world.size * len(mine),))
         self._world.all_gather(gathered, sent).wait()
         return [bytes(row.tolist()) for row in gathered.split(len(mine))]
+
+    def share_bytes(self, mine: bytes) -> list[bytes]:
+        """Return every rank's bytes, of whatever length, in the order of ranks."""
+        return share_bytes(self._world, mine)
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Return what this rank makes; where some rank fails, all raise what the first of them does."""
+        error: QuintschedError | None = None
+        made: list[Result] = []
+        try:
+            made.append(work())
+        except QuintschedError as failed:
+            error = failed
+        mine = b"" if error is None else f"{type(error).__name__}:{error}".encode()[:MOST_WORDS]
+        for rank, theirs in enumerate(self.share_bytes(mine)):
+            if theirs and error is not None and rank == self._world.index:
+                raise error
+            if theirs:
+                kind, _, words = theirs.decode(errors="replace").partition(":")
+                raise getattr(errors, kind)(words)
+        return made[0]
+
+
+def share_bytes(group: Group, mine: bytes) -> list[bytes]:
+    """Return every member's bytes, of whatever length, in the order of the group; all members call this."""
+    device = group.device
+    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
+    group.all_gather(lengths, torch.tensor([len(mine)], device=device)).wait()
+    sizes: list[int] = lengths.tolist()
+    longest = max(sizes)
+    if not longest:
+        return [b""] * group.size
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = _as_tensor(mine)
+    gathered = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
+    group.all_gather(gathered, padded.to(device)).wait()
+    return [row.cpu().numpy().tobytes()[:size] for row, size in zip(gathered.split(longest), sizes, strict=True)]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

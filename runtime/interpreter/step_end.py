@@ -65,6 +65,6 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
         if optimizer is not None and not outcome.skipped:
             optimizer.step()
             masters.publish(stages)
-        reducer.clear(stages)
+        reducer.clear(stages, afresh=outcome.skipped)
 
     return run

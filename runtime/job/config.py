@@ -78,8 +78,13 @@ class ModelConfig(Settings):
     tied: dict[str, Names] = Field(default_factory=dict)
     """Weights of a user's model that are one: {embedding: ["0.weight", "5.weight"]}; see `parallel.tied`."""
     pretrained: str | None = None
-    """Weights to start from, in GPT-2's shape: a safetensors file, or a directory with `model.safetensors` or its
-    index; for "gpt" with `activation: gelu_tanh`. A run that is resumed does not read them."""
+    """Weights to start from: a safetensors file, or a directory with `model.safetensors` or its index, under the names
+    of the model that was split, in GPT-2's shape for "gpt" with `activation: gelu_tanh`, or under ours. A run that is
+    resumed does not read them."""
+    fresh: Names = ()
+    """Patterns on names of weights that `pretrained` need not have: they keep their initial values."""
+    strict: bool = True
+    """Whether tensors of `pretrained` that no weight takes are an error."""
 
 
 class DataConfig(Settings):

@@ -4,6 +4,8 @@ column                               the outputs are cut, as names and sizes hav
 {cut: column, parts: 3}              three equal blocks, such as [q; k; v]: each rank has its shard of every one
 {cut: column, parts: [4, 2, 2]}      blocks of these proportions: four heads of queries, two of keys, two of values
 {cut: column, parts: 1}              one block: a head's queries, keys and values lie side by side (heads, 3, size)
+{cut: column, sizes: [num_heads]}    what the module keeps of sizes that are cut, and is divided too
+{cut: row, alone: true}              it takes and gives full tensors, whatever is beside it
 """
 
 from __future__ import annotations
@@ -21,25 +23,39 @@ Parts = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What to do with a layer; `parts` is None where names and sizes decide."""
+    """What to do with a layer; `parts` and `sizes` are None where names and sizes decide."""
 
     split: TensorSplit
     parts: Parts | None = None
+    sizes: tuple[str, ...] | None = None
+    """The attributes of the module around that are divided, "num_heads" or "config.num_heads"."""
+    alone: bool = False
+    """Whether it takes and gives full tensors."""
 
 
 def read_rule(value: object) -> TensorRule:
     """Return the rule that a string or a mapping stands for; raises `ValueError` that says what is wrong."""
     if not isinstance(value, Mapping):
         return TensorRule(_split_of(value))
-    unknown = [key for key in value if key not in ("cut", "parts")]
+    unknown = [key for key in value if key not in ("cut", "parts", "sizes", "alone")]
     if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}; a rule has 'cut' and 'parts'")
-    split, parts = _split_of(value.get("cut")), value.get("parts")
-    if parts is None:
-        return TensorRule(split)
-    if split is not TensorSplit.COLUMN:
+        raise ValueError(f"unknown key {unknown[0]!r}; a rule has 'cut', 'parts', 'sizes' and 'alone'")
+    split, parts, sizes, alone = (_split_of(value.get("cut")), *(value.get(k) for k in ("parts", "sizes", "alone")))
+    if parts is not None and split is not TensorSplit.COLUMN:
         raise ValueError(f"only a column has parts, not {split.value!r}")
-    return TensorRule(split, _parts_of(parts))
+    if not isinstance(alone, bool | None):
+        raise ValueError(f"alone is true or false, not {alone!r}")
+    if alone and split not in (TensorSplit.COLUMN, TensorSplit.ROW):
+        raise ValueError(f"a column or a row can be alone, not {split.value!r}")
+    return TensorRule(split, None if parts is None else _parts_of(parts), _sizes_of(sizes), bool(alone))
+
+
+def _sizes_of(sizes: object) -> tuple[str, ...] | None:
+    if sizes is None:
+        return None
+    if not isinstance(sizes, list | tuple) or not all(isinstance(name, str) for name in sizes):
+        raise ValueError(f"sizes are a list of names of attributes, not {sizes!r}")
+    return tuple(sizes)
 
 
 def _split_of(name: object) -> TensorSplit:

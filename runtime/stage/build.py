@@ -99,9 +99,11 @@ def build_stages(
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
-        layouts = prover.layouts(number, module)
+        choice = prover.choose(number, module)
         apply_expert_parallel(module, groups.experts, groups.context)
-        return tensor.apply(number, module, layouts)
+        cut = tensor.apply(number, module, choice)
+        prover.note(number, cut)
+        return cut
 
     def made(stage: int) -> Stage:
         built = {number: build(number, stage) for number in cuts[stage]}

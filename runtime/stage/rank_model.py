@@ -104,6 +104,7 @@ class RankModel:
             options.rules,
             sequence_parallel=options.sequence_parallel,
             cut_logits=options.cut_logits,
+            proved=options.prove != "none",
         )
         self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
 
@@ -127,6 +128,7 @@ class RankModel:
         self.masks = Masks(options.seed)
         self.prover = Prover(
             self.tensor,
+            self.outlines,
             (self._groups.tensor, self._groups.context),
             self.sequences,
             self.plan.schedule.slices,
@@ -146,6 +148,7 @@ class RankModel:
             dtype=options.dtype,
             device=device,
         )
+        self.tensor.settle(self.prover.share(self._groups.world))
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)

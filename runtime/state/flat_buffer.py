@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 32
@@ -64,6 +65,18 @@ class FlatLayout:
     def size(self) -> int:
         """How many numbers the flat buffer has."""
         return self.num_shards * self.shard_size
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new flat buffer: not initialised, but zero in the gaps between parameters."""
+        return self.zero_gaps(torch.empty(self.size, dtype=dtype, device=device))
+
+    def zero_gaps(self, flat: Tensor) -> Tensor:
+        """Let what lies in no parameter be zero, and return the buffer."""
+        ends = [start + prod(shape) for shape, start in zip(self.shapes, self.starts, strict=True)]
+        for end, start in zip(ends, [*self.starts[1:], self.size], strict=True):
+            if end < start:
+                flat[end:start].zero_()
+        return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters in the flat buffer, in their shapes."""

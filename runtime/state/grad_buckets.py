@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import comes_summed, local_of
@@ -48,7 +49,9 @@ class GradBucket:
         shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
         views: the gradient of each parameter, in the flat buffer.
         comes_summed: whether PyTorch reduces these gradients itself.
+        blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing.
         missing: parameters whose gradient the last backward has yet to bring.
+        notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
         ready: whether the bucket may be launched.
         reshards: whether full gradients are resident only from a backward to their reduction.
     """
@@ -65,15 +68,16 @@ class GradBucket:
         self.comes_summed = comes_summed(parameters[0])
         local = [local_of(parameter) for parameter in parameters]
         dtype = torch.float32 if is_low(local[0].dtype) else local[0].dtype
+        self.blank: set[Tensor] = set(parameters)
         self.missing: set[Tensor] = set(parameters)
-        self.ready = False
+        self.ready = self.notes_arrivals = False
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._lay_out(local, dtype, masters)
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         layout = FlatLayout.packed(local)
-        self.flat = self.shard = torch.zeros(layout.size, dtype=dtype, device=local[0].device)
+        self.flat = self.shard = torch.empty(layout.size, dtype=dtype, device=local[0].device)
         self.views = layout.views(self.flat)
         masters_of = [masters.of(parameter) for parameter in self.parameters]
         self._grads = [
@@ -81,8 +85,34 @@ class GradBucket:
         ]
 
     def attach(self) -> None:
-        """Let every weight's gradient be its view, also where `zero_grad` took it away."""
-        attach(self._grads)
+        """See to it that the first backward brings new gradients, whatever was done to parameters between steps."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a parameter, which is this view; the first of a step is only copied."""
+        if parameter not in self.blank:
+            view.add_(gradient)
+            return
+        self.blank.discard(parameter)
+        if gradient.layout is torch.strided:
+            view.copy_(gradient)
+        else:
+            view.zero_().add_(gradient)
+
+    def fill(self) -> None:
+        """Let the gradients that no backward brought be zero, before they are read all together."""
+        if self.blank:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter in self.blank:
+                    view.zero_()
+            self.blank.clear()
+
+    def hand_over(self) -> None:
+        """Let the gradient of everything that the optimizer works on be what has been added up for it."""
+        self.fill()
+        for stepped, view in self._grads:
+            stepped.grad = view
 
     def allocate_full(self) -> None:
         """Make full gradients resident, so that they can be added up: here they always are."""
@@ -98,17 +128,14 @@ class GradBucket:
         """Return the gradients of those parameters that count in the norm, whole where all do."""
         return [self.shard] if all(counts) else [view for view, here in zip(self.views, counts, strict=True) if here]
 
-    def clear(self) -> None:
-        """Begin again at zero."""
-        self.flat.zero_()
-        self.missing, self.ready = set(self.parameters), False
+    def clear(self, *, afresh: bool = False) -> None:
+        """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
+        self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
 
 
-def attach(grads: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Let the gradients of parameters be these tensors."""
-    for parameter, view in grads:
-        if parameter.grad is not view:
-            parameter.grad = view
+def can_be_grad(view: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter's gradient can be this view, so that backwards add to it."""
+    return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
 
 
 class GradBuckets:

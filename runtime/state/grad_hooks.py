@@ -1,7 +1,8 @@
 """How gradients get from backwards into their buckets, and how a bucket is known to be full.
 
-    backward ──▶ parameter.grad, which is its view in the bucket        autograd adds in place
-             ──▶ another type, a DTensor, or no full gradients yet      a hook moves it into the view
+    first backward ──▶ parameter.grad, new      a hook moves it into its view in the bucket, which becomes .grad
+    next ones      ──▶ parameter.grad, a view   autograd adds in place
+                   ──▶ of another type, or a DTensor: it never becomes the view, and the hook adds it
     weight half of a split backward ──▶ `drain`                         adds to the view
 
 In a stage's last backward each arrival is noted; a bucket whose gradients are all there is ready to be launched.
@@ -9,18 +10,17 @@ In a stage's last backward each arrival is noted; a bucket whose gradients are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
 from ..autograd.deferred_weight_grads import Products
 from ..blocks.dtensor import local_gradient
-from .grad_buckets import GradBucket, GradBuckets
+from .grad_buckets import GradBucket, GradBuckets, can_be_grad
 from .grad_reducer import GradReducer
 
 
@@ -31,25 +31,12 @@ class GradHooks:
         self._home, self._reducer = buckets.home, reducer
         for parameter, (bucket, view) in buckets.home.items():
             parameter._quintsched_sum = view  # type: ignore[attr-defined]
-            if bucket.reshards or not _can_be_grad(view, parameter):
-                parameter.register_post_accumulate_grad_hook(partial(_move_into, bucket, view))
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, view))
 
-    @contextmanager
-    def last_backward(self, stage: int) -> Iterator[None]:
-        """A context in which buckets of `stage` are launched as soon as the backward in it has filled them."""
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(self._noting(bucket))
-            for bucket in self._reducer.filled_by_backward(stage)
-            for parameter in bucket.parameters
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _noting(self, bucket: GradBucket) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
+    def _arrived(self, bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
+        """Take in what a backward brings; see the picture above."""
+        _take_in(bucket, view, parameter)
+        if bucket.notes_arrivals:
             if parameter not in bucket.missing:
                 raise MisfitError(
                     f"a weight of stage {bucket.stage}, {tuple(parameter.shape)}, got gradients twice in one "
@@ -57,7 +44,17 @@ class GradHooks:
                 )
             self._note(bucket, parameter)
 
-        return arrived
+    @contextmanager
+    def last_backward(self, stage: int) -> Iterator[None]:
+        """A context in which buckets of `stage` are launched as soon as the backward in it has filled them."""
+        buckets = self._reducer.filled_by_backward(stage)
+        for bucket in buckets:
+            bucket.notes_arrivals = True
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.notes_arrivals = False
 
     def _note(self, bucket: GradBucket, parameter: Tensor) -> None:
         """Note that the gradient of a parameter is complete, and launch the bucket if all are."""
@@ -91,16 +88,12 @@ class GradHooks:
 
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, as a backward does."""
-        self._home[parameter][1].add_(gradient)
+        bucket, view = self._home[parameter]
+        bucket.add(parameter, view, gradient)
 
 
-def _can_be_grad(view: Tensor, parameter: Tensor) -> bool:
-    """Whether a parameter's gradient can be this view, so that backwards add to it."""
-    return parameter.dtype == view.dtype and not isinstance(parameter, DTensor)
-
-
-def _move_into(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum, which is longer, local or not resident yet; one put off is none yet.
+def _take_in(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
+    """Add a parameter's new gradient to its sum, unless autograd has done so; one put off is none yet.
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
@@ -108,5 +101,5 @@ def _move_into(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
         return
     gradient = local_gradient(parameter)
     bucket.allocate_full()
-    view.add_(gradient)
-    parameter.grad = view if _can_be_grad(view, parameter) else None
+    bucket.add(parameter, view, gradient)
+    parameter.grad = view if can_be_grad(view, parameter) else None

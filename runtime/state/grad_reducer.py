@@ -60,7 +60,7 @@ class GradReducer:
         self._order = [bucket for bucket in buckets if not bucket.comes_summed]
 
     def attach(self) -> None:
-        """See to it that backwards add to the buckets, whatever was done to the parameters between steps."""
+        """See to it that backwards bring new gradients, whatever was done to the parameters between steps."""
         for bucket in self._buckets:
             bucket.attach()
 
@@ -92,6 +92,7 @@ class GradReducer:
         while self._num_launched < len(self._order) and self._order[self._num_launched].ready:
             bucket = self._order[self._num_launched]
             bucket.ready = False  # its turn may come again
+            bucket.fill()
             self._num_launched += 1
             self._under_way.append((bucket, bucket.reduce(self._buckets.replicas_of(bucket))))
 
@@ -108,6 +109,8 @@ class GradReducer:
         self._sums.end()
         self.finish_reductions(wait)
         self._sums.complete(wait)
+        for bucket in self._buckets:
+            bucket.hand_over()
 
     def divide(self, weight: Tensor) -> None:
         """Divide the sums, which are complete, by the batch's total loss weight (a 0-dimensional tensor)."""
@@ -115,7 +118,7 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.shard.div_(weight)
 
-    def clear(self, stages: Sequence[int]) -> None:
-        """Set the gradients of these stages to zero, ready for the next step."""
+    def clear(self, stages: Sequence[int], *, afresh: bool) -> None:
+        """Forget the gradients of these stages, ready for the next step; see `GradBucket.clear`."""
         for bucket in self._buckets.of_stages(stages):
-            bucket.clear()
+            bucket.clear(afresh=afresh)

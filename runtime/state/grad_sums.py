@@ -42,6 +42,7 @@ class GradSums:
         """Begin to add up the partial sums of a stage over the ranks of tp."""
         for bucket in self._buckets.partial_sums:
             if bucket.stage == stage:
+                bucket.fill()
                 self._under_way.append(_Sum([bucket.flat], self._groups.tensor.all_reduce(bucket.flat)))
 
     def add_tied(self, params: str, stages: tuple[int, ...]) -> None:
@@ -50,9 +51,14 @@ class GradSums:
             self.end()  # what is tied has to be whole
         sharing = self._groups.sharing.get(stages)
         if params == "stage":
-            copies = [[bucket.flat] for bucket in self._buckets.of_stages(stages)]
+            buckets = self._buckets.of_stages(stages)
+            copies = [[bucket.flat] for bucket in buckets]
         else:
-            copies = [[self._buckets.home[parameter][1] for parameter in self._tied.copies(params)]]
+            homes = [self._buckets.home[parameter] for parameter in self._tied.copies(params)]
+            buckets = [bucket for bucket, _ in homes]
+            copies = [[view for _, view in homes]]
+        for bucket in buckets:
+            bucket.fill()
         self._under_way += _begin_sums(copies, sharing)
 
     def end(self) -> None:

@@ -41,11 +41,9 @@ class Masters:
         """
         return self._of.get(parameter, parameter)
 
-    def load(self, parameter: nn.Parameter, found: Tensor) -> None:
-        """Let the master of a parameter be these numbers; `publish` rounds it into the weight."""
-        master = self.of(parameter)
-        if master is not None:
-            master.copy_(found)
+    def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return which numbers of the flat parameter its master has, [start, stop); None: its master is not flat."""
+        return None
 
     @property
     def num_bytes(self) -> int:

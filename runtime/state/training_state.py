@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from .grad_reducer import GradReducer
 from .grad_sums import GradSums
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
-from .pretrained import load_pretrained
 from .state_dict import full_weights, load_state, state_of
 from .zero_grads import ShardedGradBucket
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
@@ -151,12 +149,6 @@ class TrainingState:
         """Take over what `read` gave (collective over replicas that hold shards)."""
         self.weights.settle()
         load_state(self._stages, self.optimizers, self.masters, state)
-        self.weights.gather_again()
-
-    def load_pretrained(self, path: str | Path, num_blocks: int) -> None:
-        """Let the weights be those of a checkpoint (collective over replicas that hold shards); see `pretrained`."""
-        self.weights.settle()
-        load_pretrained(self._stages, self.masters, path, num_blocks=num_blocks, tied=self._tied.names)
         self.weights.gather_again()
 
     def full_weights(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Work
-from .grad_buckets import GradBucket, attach
+from .grad_buckets import GradBucket
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .zero_params import WeightBucket
@@ -40,36 +40,35 @@ class ShardedGradBucket(GradBucket):
             self._free_full()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
-        self.flat = torch.zeros(self._layout.size, dtype=dtype, device=local[0].device)
+        self.flat = self._layout.empty(dtype, local[0].device)
         self.views = self._layout.views(self.flat)
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.zeros_like(self._reduced) if self.reshards else self._reduced
         self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, self._stats)
         if self.reshards:
             ResizableStorage(self.shard, MemoryKind.GRADIENTS, self._stats)
-        self._full = [(p, view) for p, view in zip(self.parameters, self.views, strict=True) if p.dtype == dtype]
         self._grads = [
             (master, segment.of(self.shard))
             for master, segment in zip(self._segments, self._layout.segments(), strict=True)
             if master is not None and segment is not None
         ]
 
-    def attach(self) -> None:
-        """Let every segment's gradient be in the shard, and that of whole weights where they are added up."""
-        super().attach()
-        if not self.reshards or self._storage.is_resident:
-            attach(self._full)
-
     def allocate_full(self) -> None:
-        """Make full gradients resident, zero at first."""
+        """Make full gradients resident, where nothing was added up yet."""
         if self.reshards and not self._storage.is_resident:
             self._storage.allocate()
-            self.flat.zero_()
-            attach(self._full)
+            self._layout.zero_gaps(self.flat)
+            self.blank = set(self.parameters)
+
+    def fill(self) -> None:
+        """Let the gradients that no backward brought be zero, where full ones are resident."""
+        if self._storage.is_resident:
+            super().fill()
 
     def reduce(self, group: Group) -> Work:
         """Begin to sum what was added up since the last time, each replica its shard."""
         self.allocate_full()
+        self.fill()
         return group.reduce_scatter(self._reduced, self.flat)
 
     def finish_reduction(self) -> None:
@@ -85,14 +84,14 @@ class ShardedGradBucket(GradBucket):
         segments = zip(self._layout.segments(), counts, strict=True)
         return [segment.of(self.shard) for segment, here in segments if segment is not None and here]
 
-    def clear(self) -> None:
-        """Begin again at zero."""
-        self.shard.zero_()
-        if self._storage.is_resident:
-            self.flat.zero_()
-        self.missing, self.ready = set(self.parameters), False
+    def clear(self, *, afresh: bool = False) -> None:
+        """Begin again: with nothing, or at zero where shards are what is added up."""
+        super().clear()
+        if self.reshards:
+            self.shard.zero_()
+        elif afresh:
+            self._layout.zero_gaps(self.flat)
 
     def _free_full(self) -> None:
-        for parameter, _ in self._full:
-            parameter.grad = None
+        self.attach()
         self._storage.free()

@@ -106,7 +106,7 @@ class ShardedMasters(Masters):
     def __init__(self, buckets: Sequence[WeightBucket], stages: Mapping[int, Stage]) -> None:
         super().__init__({})
         self._pairs = {stage: ([], []) for stage in stages}
-        self._within: dict[nn.Parameter, slice] = {}
+        self._within: dict[nn.Parameter, tuple[int, int]] = {}
         for bucket in buckets:
             if bucket.stepped is not bucket.shard:
                 low, high = self._pairs[bucket.plan_bucket.stage]
@@ -117,15 +117,11 @@ class ShardedMasters(Masters):
             ):
                 self._of[parameter] = master
                 if segment is not None:
-                    self._within[parameter] = slice(segment.start, segment.stop)
+                    self._within[parameter] = (segment.start, segment.stop)
 
-    def load(self, parameter: nn.Parameter, found: Tensor) -> None:
-        """Keep what the shard has of the numbers that a parameter is to have."""
-        master = self._of.get(parameter, parameter)
-        if master is parameter:
-            super().load(parameter, found)
-        elif master is not None:
-            master.copy_(found.flatten()[self._within[parameter]])
+    def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return which numbers of the flattened parameter this rank steps, [start, stop); None: all, or none."""
+        return self._within.get(parameter)
 
 
 class ShardedWeights:

@@ -161,8 +161,8 @@ class Trainer:
     def fit(self, *, resume: bool = False) -> list[Record]:
         """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
         with self._reporter as reporter:
-            if not (resume and self._resume()) and self.job.model.pretrained is not None:
-                self.engine.load_pretrained(self.job.model.pretrained)
+            if not (resume and self._resume()):
+                self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
             reporter.record(
@@ -176,6 +176,15 @@ class Trainer:
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
         return self.progress.history
+
+    def _load_pretrained(self) -> None:
+        """Start from the weights that the job names, if it does; say which of the model's they do not have."""
+        model = self.job.model
+        if model.pretrained is None:
+            return
+        loaded = self.engine.load_pretrained(model.pretrained, fresh=model.fresh, strict=model.strict)
+        if loaded.fresh:
+            self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _train(self, traced: TracedSteps) -> None:
         while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:

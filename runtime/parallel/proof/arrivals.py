@@ -20,11 +20,12 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import TARGETS, TOKENS, Parcel, takes_targets
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
-from ...comm import Group
+from ...comm import Group, SelfGroup
 from ..context.context import SequenceShard
 from .twins import SEED, at_work
 
 SAMPLES = 2
+_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,18 @@ class Arrivals:
         self._extras = {name: self._whole_tree([unit[name] for unit in units.extras]) for name in units.extras[0]}
         self._targets = self._whole_tree(units.targets) if units.targets else None
         self._inputs = list(map(self._whole_of, zip(*units.inputs, strict=True))) if units.inputs else None
+
+    @classmethod
+    def guess(cls, outlines: Sequence[nn.Module], group: Group, dtype: torch.dtype | None) -> Arrivals | None:
+        """Return what blocks may be given, before any batch is known; None where no guess goes through all of them."""
+        for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or torch.float32)):
+            try:
+                parcels = trace_shapes(outlines, spec, {}, dtype)
+            except MisfitError:
+                continue
+            alone = SelfGroup(0, group.device)
+            return cls(FirstUnits(spec, {}, [], [], [{}]), outlines, parcels, alone, 1, dtype)
+        return None
 
     def _trace(self, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> list[Parcel]:
         """Return what blocks leave of whole sequences of few samples."""
@@ -195,6 +208,25 @@ def _join_ranks(mine: Tensor, group: Group) -> Tensor:
     order = torch.cat([SequenceShard(group.size, index).positions(len(gathered)) for index in range(group.size)])
     whole = gathered[order.argsort().to(gathered.device)].transpose(0, TOKENS)
     return whole.to(torch.bool) if is_flag else whole
+
+
+def _likely_inputs(first: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
+    """Return what the first block of a model may be given: ids, images, or tokens as wide as its weights."""
+    specs = []
+    if any(isinstance(module, nn.Embedding) for module in first.modules()):
+        specs.append(TensorSpec((SAMPLES, _TOKENS), torch.int64))
+    for conv in (module for module in first.modules() if isinstance(module, nn.Conv2d)):
+        specs += [TensorSpec((SAMPLES, conv.in_channels, size, size), dtype) for size in _image_sizes(first)]
+        break
+    widths = dict.fromkeys(p.shape[-1] for p in first.parameters() if prod(p.shape) > 1)
+    return specs + [TensorSpec((SAMPLES, _TOKENS, width), dtype) for width in list(widths)[:3]]
+
+
+def _image_sizes(first: nn.Module) -> list[int]:
+    """Return how large images may be: as modules say, and then some usual ones."""
+    said = [getattr(module, name, None) for module in first.modules() for name in ("img_size", "image_size")]
+    sizes = [size[0] if isinstance(size, tuple | list) else size for size in said]
+    return list(dict.fromkeys([size for size in sizes if isinstance(size, int)] + [32, 224]))
 
 
 def guesses(block: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Arrival]:

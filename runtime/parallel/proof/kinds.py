@@ -13,15 +13,9 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from ..dropout import KeyedDropout
-from ..tensor.rules import Cut
+from ..tensor.cuts import Cut
 
-_OWN = "quintsched.runtime.models."
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
-
-
-def is_built_in(block: nn.Module) -> bool:
-    """Whether a block is one of our own models, which tests prove once for all."""
-    return type(block).__module__.startswith(_OWN)
 
 
 def kind_of(block: nn.Module, cuts: Sequence[Cut], path: str) -> str:

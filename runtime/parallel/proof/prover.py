@@ -1,8 +1,9 @@
-"""Proves that blocks give the same numbers cut as whole, or refuses them: before the first step, each kind once.
+"""Proves that blocks give the same numbers cut as whole: before the first step, each kind once.
 
-    built     block ─▶ blueprint, one per kind          fused layers: the layout that proves is the one that is cut
+    built     block ─▶ blueprint, one per kind ─▶ a way to cut it that proves, on what it may be given (`chooser`)
     step 0    twin, whole ──┐
-              twin, cut ────┴─▶ the same outputs and gradients?  ─▶ no: which of its cuts, and the rule to write
+              twin, cut ────┴─▶ the same outputs and gradients?  ─▶ no: pairs are parted, or, where a rule wants them,
+                                                                    sliced sequences are at fault: a refusal
 
 Names say which layers look like a pair; only numbers say that they are one: what is between a column and its row may
 normalise, sort or mix features. A rank runs one twin at a time, so that it holds one full block besides its own stages.
@@ -11,67 +12,42 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from quintsched.errors import MisfitError, StallError
+from quintsched.errors import MisfitError
 
-from ...blocks.blocks import Parcel, accepted_extras, required_parameters
+from ...blocks.blocks import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
-from ...comm import Group, ReduceOp
+from ...comm import Group
 from ...comm.control import first_said
-from ...job.choices import Proofs, TensorSplit
+from ...job.choices import Proofs
 from ..context.context import ContextParallel
-from ..tensor.apply import apply_tensor_parallel
+from ..tensor.choice import Choice
+from ..tensor.cuts import Cut
 from ..tensor.model_cuts import TensorCuts
-from ..tensor.rules import Cut, RuleData, Rules
-from .arrivals import Arrival, Arrivals, FirstUnits, guesses
-from .draws import undisturbed
-from .kinds import is_built_in, kind_of
-from .layouts import layouts_of
-from .trial import Figures, Setting, differences, run_cut, run_whole, shaken
+from ..tensor.pairs import part_pairs
+from ..tensor.rules import RuleData, is_built_in
+from .arrivals import Arrival, Arrivals, FirstUnits
+from .bench import Bench, Finding, Kind
+from .chooser import Chooser
+from .kinds import kind_of
+from .trial import Figures, Setting
 from .twins import Blueprint
-
-TOLERANCE = 1e-4
-"""Of the largest number: far more than the order of additions changes in float32, far less than a wrong cut does."""
-
-_NOISE = 10.0
-"""Where rounding alone changes numbers by more, a difference may be so many times that."""
+from .ways import Way, alone, paired_ways, pairs_of, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
-
-
-@dataclass
-class _Kind:
-    """Blocks that are proved together, by the first of them."""
-
-    number: int
-    blueprint: Blueprint
-    cuts: Sequence[Cut]
-    rules: Rules
-    """What is cut otherwise than names have it: by names in this block."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The worst of what differs between a block cut and whole; `trouble` is an error that cutting or running raised."""
-
-    what: str = ""
-    off: float = 0.0
-    trouble: str = ""
-
-    def __str__(self) -> str:
-        return self.trouble or f"{self.what} is off by {self.off:.1g} of its largest number"
 
 
 class Prover:
     """Proves the blocks of one rank.
 
     Args:
-        tensor: how blocks are cut over tp.
+        tensor: how names and rules have blocks cut over tp.
+        outlines: all blocks, on the meta device.
         groups: the ranks of tp, and those that hold slices of the same sequences.
         sequences: what blocks are given of these.
         slices: into how many units a microbatch is cut.
@@ -82,6 +58,7 @@ class Prover:
     def __init__(
         self,
         tensor: TensorCuts,
+        outlines: Sequence[nn.Module],
         groups: tuple[Group, Group],
         sequences: ContextParallel,
         slices: int,
@@ -89,59 +66,67 @@ class Prover:
         dtype: torch.dtype | None,
     ) -> None:
         self._tensor, self._which, self._dtype = tensor, which, dtype
-        self._group, context = groups
+        group, context = groups
         self._setting = Setting(
-            tensor=self._group if self._group.size > 1 else None,
+            tensor=group if group.size > 1 else None,
             sequences=sequences if context.size > 1 else None,
             context=context if context.size > 1 else None,
             slices=slices,
         )
-        self._context = context
-        self._kinds: dict[str, _Kind] = {}
+        self._group, self._context = group, context
+        self._bench = Bench(group, tensor.rules)
+        self._chooser = Chooser(self._bench, tensor, outlines, dtype)
+        self._kinds: dict[str, Kind] = {}
+        self._numbers: dict[int, Kind] = {}
         self._is_done = which == "none"
 
-    def layouts(self, number: int, block: nn.Module) -> Rules:
-        """Take note of a block that is whole yet, and return rules for its fused layers; all ranks of tp call this."""
+    def choose(self, number: int, block: nn.Module) -> Choice:
+        """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this."""
         cuts = self._tensor.cuts[number]
         if not self._wants(number, block, cuts):
-            return {}
+            return Choice()
         name = kind_of(block, cuts, str(number))
         if name not in self._kinds:
             try:
                 blueprint = Blueprint(block)
             except Exception as error:
-                _logger.warning("block %d is not proved, for it cannot be copied: %s", number, error)
-                return {}
-            kind = self._kinds[name] = _Kind(number, blueprint, cuts, {})
-            kind.rules = self._proposals(kind, block)
-        kind = self._kinds[name]
-        return {_renumbered(path, number): rule for path, rule in kind.rules.items()}
+                return self._unproved(number, block, cuts, error)
+            kind = self._kinds[name] = Kind(number, blueprint, cuts)
+            if self._setting.tensor is not None:
+                kind.choice = self._chooser.choose(kind)
+        kind = self._numbers[number] = self._kinds[name]
+        rules = {_renumbered(path, number): rule for path, rule in kind.choice.rules.items()}
+        return replace(kind.choice, rules=rules)
+
+    def _unproved(self, number: int, block: nn.Module, cuts: Sequence[Cut], error: Exception) -> Choice:
+        """Return how a block is cut that cannot be copied: not at all, unless a rule wants it."""
+        title = f"block {number} ({type(block).__name__})"
+        if self._tensor.are_ruled(cuts):
+            raise MisfitError(
+                f"{title} is to be cut over tp by a rule, which cannot be proved, for it cannot be copied: {error}; "
+                "give the engine a function that builds it"
+            ) from error
+        if self._setting.cuts > 1:
+            _logger.warning("%s is not proved, for it cannot be copied: %s", title, error)
+        if cuts:
+            _logger.warning("%s is kept whole over tp, for it cannot be copied: %s", title, error)
+        return Choice(replicated(cuts), slices=False)
+
+    def note(self, number: int, block: nn.Module) -> None:
+        """Take note of a block as it is cut."""
+        if number in self._numbers:
+            self._numbers[number].blocks.append(block)
+
+    def share(self, world: Group) -> dict[int, Choice]:
+        """Return how all blocks of the model are cut that were chosen for, here or elsewhere (collective)."""
+        kinds = {number: kind.number for number, kind in self._numbers.items()}
+        return self._chooser.share(kinds if self._setting.tensor is not None else {}, world)
 
     def _wants(self, number: int, block: nn.Module, cuts: Sequence[Cut]) -> bool:
         setting = self._setting
         does_something = cuts or setting.cuts > 1 or self._tensor.tokens.inside(number)
         is_known = is_built_in(block) and self._which != "all" and not self._tensor.are_ruled(cuts)
         return not self._is_done and bool(does_something) and not is_known and not is_sharded(block)
-
-    def _proposals(self, kind: _Kind, block: nn.Module) -> Rules:
-        """Return rules for those fused layers that prove in another layout than the one that names have."""
-        chosen: dict[str, RuleData] = {}
-        for pair in _pairs(kind.cuts):
-            candidates = layouts_of(pair)
-            if len(candidates) < 2 or required_parameters(block) != 1:
-                continue
-            others = _replicated(cut for cut in kind.cuts if cut not in pair)
-            for arrival in guesses(block, self._group.device, self._dtype or torch.float32):
-                whole = self._whole(kind, arrival, Setting(tensor=self._setting.tensor))
-                if whole is None:
-                    continue
-                proved = (rules for rules in candidates if self._proves(kind, arrival, whole, {**rules, **others}))
-                chosen |= next(proved, {})
-                break
-        return chosen
-
-    def _proves(self, kind: _Kind, arrival: Arrival, whole: Figures, rules: Rules) -> bool:
-        return self._find(kind, arrival, Setting(tensor=self._setting.tensor), whole, rules) is None
 
     def prove(self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel], world: Group) -> None:
         """Run each kind of block, cut beside whole, once; every rank of the run calls this, in its first step.
@@ -160,48 +145,77 @@ class Prover:
             )
             refusal = next((text for text in found if text), "")
         self._kinds.clear()
+        self._numbers.clear()
         said = first_said(refusal, world)
         if said:
             raise MisfitError(said)
 
-    def _refusal(self, kind: _Kind, arrival: Arrival) -> str:
+    def _refusal(self, kind: Kind, arrival: Arrival) -> str:
         """Return why a kind of block cannot be run as it is, in words; empty: it can."""
-        setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
-        whole = self._whole(kind, arrival, setting)
-        if whole is None or self._find(kind, arrival, setting, whole, kind.rules) is None:
+        slices_tokens = self._tensor.tokens.inside(kind.number)
+        setting = replace(self._setting, slices_tokens=slices_tokens)
+        whole = self._bench.whole(kind, arrival, setting)
+        if whole is None or self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
             return ""
         by_cut = Setting(tensor=setting.tensor)
-        finding = self._find(kind, arrival, by_cut, whole, kind.rules)
+        finding = self._bench.find(kind, arrival, by_cut, whole, kind.choice)
         if finding is not None:
+            is_asked = self._tensor.are_ruled(kind.cuts)
+            if not is_asked and not slices_tokens and self._is_parted(kind, arrival, setting, whole, finding):
+                return ""
             return self._refused_cut(kind, arrival, whole, finding)
-        by_tokens = replace(by_cut, slices_tokens=setting.slices_tokens)
-        finding = self._find(kind, arrival, by_tokens, whole, kind.rules)
+        by_tokens = replace(by_cut, slices_tokens=slices_tokens)
+        finding = self._bench.find(kind, arrival, by_tokens, whole, kind.choice)
         if finding is not None:
             return (
                 f"{self._title(kind)} is given a slice of the tokens by sequence_parallel, and {finding}: something "
                 "outside of its column/row pairs looks at other tokens, such as an attention that is kept whole; run "
                 "without sequence_parallel, or let the attention be cut by a rule"
             )
-        finding = self._find(kind, arrival, setting, whole, kind.rules)
+        finding = self._bench.find(kind, arrival, setting, whole, kind.choice)
         return self._refused_slices(kind, finding) if finding is not None else ""
 
-    def _refused_cut(self, kind: _Kind, arrival: Arrival, whole: Figures, finding: Finding) -> str:
-        """Name the pair that is at fault, and the rule that helps."""
+    def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
+        """Part the pairs of a kind's blocks where that helps; return whether it does."""
+        choice = Choice({**kind.choice.rules, **alone(cut for cut in kind.cuts if cut.is_paired)})
+        if self._bench.find(kind, arrival, setting, whole, choice) is not None:
+            return False
+        if {part_pairs(block) for block in kind.blocks} != {True}:
+            return False
+        advice = self._advice(kind, arrival, whole)
+        words = f"; as a pair with rules={_everywhere(advice[2])}" if advice and advice[2] else ""
+        _logger.warning("%s: its layers are cut one by one, for in pairs, %s%s", self._title(kind), finding, words)
+        return True
+
+    def _advice(self, kind: Kind, arrival: Arrival, whole: Figures) -> tuple[Sequence[Cut], Finding, Way] | None:
+        """Return the pair that is at fault, what is wrong, and the rules by which it proves, if any; None: no pair."""
         setting = Setting(tensor=self._setting.tensor)
-        for pair in _pairs(kind.cuts):
-            others = _replicated(cut for cut in kind.cuts if cut not in pair)
-            fault = self._find(kind, arrival, setting, whole, {**others, **kind.rules})
+        for pair in pairs_of(kind.cuts):
+            others = replicated(cut for cut in kind.cuts if cut not in pair)
+            fault = self._bench.find(kind, arrival, setting, whole, Choice({**others, **kind.choice.rules}))
             if fault is None:
                 continue
-            names = " and ".join(repr(cut.path) for cut in pair)
-            candidates = layouts_of(pair, all_of_them=True)
-            found = next((r for r in candidates if self._proves(kind, arrival, whole, {**others, **r})), None)
-            rules = found or _replicated(pair)
-            advice = "their outputs are laid out otherwise" if found else "keep them whole"
-            return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={_everywhere(rules)}"
-        return f"{self._title(kind)}: {finding}; keep it whole: rules={{'{kind.number}.*': 'replicate'}}"
+            ways = paired_ways(pair, all_of_them=True) if pair[0].is_paired else []
+            tried = (
+                way
+                for way in ways
+                if self._bench.find(kind, arrival, setting, whole, Choice({**others, **way})) is None
+            )
+            return pair, fault, next(tried, {})
+        return None
 
-    def _refused_slices(self, kind: _Kind, finding: Finding) -> str:
+    def _refused_cut(self, kind: Kind, arrival: Arrival, whole: Figures, finding: Finding) -> str:
+        """Name the pair that is at fault, and the rule that helps."""
+        found = self._advice(kind, arrival, whole)
+        if found is None:
+            return f"{self._title(kind)}: {finding}; keep it whole: rules={{'{kind.number}.*': 'replicate'}}"
+        pair, fault, way = found
+        names = " and ".join(repr(cut.path) for cut in pair)
+        advice = "their outputs are laid out otherwise" if way else "keep them whole"
+        rules = _everywhere(way or replicated(pair))
+        return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
+
+    def _refused_slices(self, kind: Kind, finding: Finding) -> str:
         setting = self._setting
         name, what = ("context", f"cp={setting.cuts}") if setting.context is not None else ("past", "slices")
         block = kind.blueprint.bare
@@ -212,88 +226,9 @@ class Prover:
             f"{why}, or something else in it looks at other tokens"
         )
 
-    def _title(self, kind: _Kind) -> str:
+    def _title(self, kind: Kind) -> str:
         tensor = self._setting.tensor
-        over = f" over tp={tensor.size}" if tensor is not None else ""
-        return f"block {kind.number} ({type(kind.blueprint.bare).__name__}){over}"
-
-    def _whole(self, kind: _Kind, arrival: Arrival, setting: Setting) -> Figures | None:
-        """Run a kind's twin whole; None where it cannot be run, on some rank."""
-        figures, problem = None, ""
-        try:
-            twin = kind.blueprint.draw(self._group.device)
-            with undisturbed(self._group.device):
-                figures = run_whole(twin, arrival)
-        except StallError:
-            raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if self._most(float(figures is None), setting):
-            if arrival.inputs is not None:
-                _logger.warning("%s is not proved, for it does not run whole: %s", self._title(kind), problem)
-            return None
-        return figures
-
-    def _find(self, kind: _Kind, arrival: Arrival, setting: Setting, whole: Figures, rules: Rules) -> Finding | None:
-        """Run a kind's twin cut; return what is off, if anything, on any rank."""
-        worst = self._compare(kind, arrival, setting, whole, rules)
-        off = self._most(worst.off, setting)
-        if off <= TOLERANCE or (off < 1 and off <= _NOISE * self._noise(kind, arrival, whole)):
-            return None
-        return worst if worst.off > TOLERANCE else replace(worst, off=off)
-
-    def _compare(self, kind: _Kind, arrival: Arrival, setting: Setting, whole: Figures, rules: Rules) -> Finding:
-        try:
-            block = self._cut(kind, setting, rules)
-            with undisturbed(self._group.device):
-                cut = run_cut(block, arrival, setting, whole)
-            what, off = max(differences(whole, cut, block, arrival, setting), key=lambda one: one[1])
-            return Finding(what, off)
-        except StallError:
-            raise
-        except MisfitError as error:
-            return Finding(off=float("inf"), trouble=str(error))
-        except Exception as error:
-            return Finding(off=float("inf"), trouble=f"cut, it raises {type(error).__name__}: {error}")
-
-    def _cut(self, kind: _Kind, setting: Setting, rules: Rules) -> nn.Module:
-        twin = kind.blueprint.draw(self._group.device)
-        if setting.tensor is None:
-            return twin
-        return apply_tensor_parallel(
-            twin,
-            setting.tensor,
-            {**rules, **self._tensor.rules},
-            path=str(kind.number),
-            sequence_parallel=setting.slices_tokens,
-        )
-
-    def _noise(self, kind: _Kind, arrival: Arrival, whole: Figures) -> float:
-        """Return how much numbers of a whole block change with its weights and inputs in their last bits."""
-        block = kind.blueprint.draw(self._group.device)
-        changed = shaken(arrival, block)
-        with undisturbed(self._group.device):
-            again = run_whole(block, changed)
-        return max(off for _, off in differences(whole, again, block, arrival, Setting()))
-
-    def _most(self, number: float, setting: Setting) -> float:
-        """Return the largest of the numbers of the ranks that run a block together."""
-        found = torch.tensor([min(number, 1e30)], dtype=torch.float64, device=self._group.device)
-        for group in setting.groups:
-            group.all_reduce(found, ReduceOp.MAX).wait()
-        return float(found)
-
-
-def _pairs(cuts: Sequence[Cut]) -> list[list[Cut]]:
-    """Return the cuts by the module whose layers they are: columns and rows that feed each other."""
-    parents: dict[int, list[Cut]] = {}
-    for cut in cuts:
-        parents.setdefault(id(cut.parent), []).append(cut)
-    return list(parents.values())
-
-
-def _replicated(cuts: Iterator[Cut] | Sequence[Cut]) -> dict[str, RuleData]:
-    return {cut.path: TensorSplit.REPLICATE.value for cut in cuts}
+        return kind.name if tensor is None else f"{kind.name} over tp={tensor.size}"
 
 
 def _renumbered(path: str, number: int) -> str:

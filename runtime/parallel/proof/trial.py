@@ -44,6 +44,8 @@ class Setting:
     sequences: ContextParallel | None = None
     context: Group | None = None
     slices: int = 1
+    partial: frozenset[str] = frozenset()
+    """The weights, not cut, whose gradients are partial sums on the ranks of `tensor`."""
 
     @property
     def groups(self) -> list[Group]:
@@ -113,10 +115,25 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
     )
 
 
+@dataclass(frozen=True)
+class Difference:
+    """How far something is off, as a share of the largest number there: "its output", of this name."""
+
+    what: str
+    name: str
+    off: float
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name!r}" if self.name else self.what
+
+
+OF_WEIGHT = "the gradient of its weight"
+
+
 def differences(
     whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: Setting
-) -> Iterator[tuple[str, float]]:
-    """Yield what is compared, in words, with how far it is off; `block` is the one that is cut."""
+) -> Iterator[Difference]:
+    """Yield what is compared with how far it is off; `block` is the one that is cut."""
     take, inputs = setting.slicer(None), arrival.tensors
     share = setting.context.size if setting.context is not None else 1
     outputs: Gradients = {}
@@ -134,7 +151,7 @@ def differences(
     for name, gradient in whole.of_weights.items():
         shard = shard_of(parameters[name])
         weights[name] = gradient if gradient is None or shard is None else take_shard(gradient, shard)
-    yield from _compare("the gradient of its weight", weights, cut.of_weights)
+    yield from _compare(OF_WEIGHT, weights, cut.of_weights)
 
 
 def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
@@ -226,7 +243,8 @@ def _backward(made: Tensors, seeds: Tensors, dims: Mapping[str, int | None], tak
 
 def _add_up_partial(block: nn.Module, setting: Setting) -> None:
     """Add up gradients over those ranks each of which has a partial sum."""
-    partial = partial_weights(block) if setting.slices_tokens else frozenset()
+    partial = {p for name, p in block.named_parameters() if name in setting.partial}
+    partial |= partial_weights(block) if setting.slices_tokens else set()
     for parameter in block.parameters():
         if not parameter.requires_grad:
             continue
@@ -263,7 +281,7 @@ def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor |
     return _join(there, dim) if len(there) == len(parts) else None
 
 
-def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[tuple[str, float]]:
+def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
     """Yield how far each is off, as a share of the largest number there."""
     largest = max((float(tensor.nan_to_num(0, 0, 0).abs().max()) for tensor in _numbers(expected)), default=0.0)
     for name, wanted in expected.items():
@@ -273,7 +291,7 @@ def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None])
             off = 0.0 if there is None or not there.any() else 1.0
         else:
             off = _off(got, wanted, SMALL * largest)
-        yield f"{what} {name!r}" if name else what, off
+        yield Difference(what, name, off)
 
 
 def _numbers(tensors: Gradients) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ its first backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 import torch.distributed as dist
 from torch import nn
@@ -22,14 +22,15 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
 from ...job.choices import TensorSplit
-from ..column_row import ColumnRowPair
 from ..dropout import KeyedDropout
 from ..expert.moe import mixtures
 from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
 from .consistency import require_same, watch_gradient
+from .cuts import Cut, cut_weights, is_linear
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
-from .rules import HEAD_COUNTS, Cut, Rules, find_cuts, require_pairs
+from .pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
+from .rules import Rules, find_cuts, require_pairs
 from .shard import Shard, gather_full, shard_of, take_shard
 
 __all__ = [
@@ -54,10 +55,13 @@ def apply_tensor_parallel(
     path: str = "",
     sequence_parallel: bool = False,
     cut_logits: bool = False,
+    strict: bool = True,
+    partial: Collection[str] = (),
+    gathers_before: bool = False,
 ) -> nn.Module:
     """Cut the linear layers of `module` over `group`, in place, and return it (its replacement where it is itself cut).
 
-    By default the column/row pairs of attention blocks and MLPs are found by name (see split_rules); all else stays
+    By default the column/row pairs of attention blocks and MLPs are found by name (see `families`); all else stays
     replicated, which is correct, just not split. An attention module's count of heads (`num_heads`, …) becomes that
     of this rank; one that keeps it elsewhere must take it from the width of its projections.
 
@@ -71,6 +75,9 @@ def apply_tensor_parallel(
             and gives back the same; its other parameters' gradients are then partial (see `sequence_parallel`).
         cut_logits: a linear layer cut by "vocabulary" gives the outputs of this rank's ids (see `losses`); otherwise it
             gives whole ones, as a column alone does.
+        strict: nobody proves the cuts, so that only plain pairs are cut (see `families.pair_cuts`).
+        partial: names of parameters that are not cut, and whose gradients are partial sums on the ranks.
+        gathers_before: sliced tokens are gathered where they enter the module that has the columns.
 
     Raises:
         UsageError: a rule says something else.
@@ -78,30 +85,34 @@ def apply_tensor_parallel(
             parameters that differ between the ranks.
     """
     group = as_group(group)
-    cuts = find_cuts(module, rules or {}, group.size, path)
+    cuts = find_cuts(module, rules or {}, group.size, path, strict=strict)
     if group.size == 1:
         return module
     if sequence_parallel:
         require_pairs(module, cuts, path)
     require_same(dict(module.named_parameters()), group)
     bounded = _mixtures_cut(module, cuts)
+    gather_wide_norms(cuts, group)
     ways = _ways(module, cuts, bounded, sequence_parallel)
     made = {id(cut): _cut_layer(cut, group, ways[id(cut.layer)], cut_logits) for cut in cuts}
     for cut in cuts:
         if cut.parent is None:
             return made[id(cut)]
         setattr(cut.parent, cut.name, made[id(cut)])
-    parents = {cut.parent for cut in cuts if cut.is_paired}
-    for parent in (child for child in module.modules() if child in parents):  # those within others after them
-        _divide_heads(parent, group.size)
-        _join_pairs(parent, [made[id(cut)] for cut in cuts if cut.is_paired and cut.parent is parent], group)
+    divide_sizes(cuts, group.size)
+    scopes = {cut.pair for cut in cuts if cut.is_paired}
+    for scope in (child for child in module.modules() if child in scopes):  # those within others after them
+        inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
+        join_pair(scope, [made[id(cut)] for cut in inside], group)
+        if sequence_parallel and gathers_before:
+            gather_tokens_before(inside[0].owners[0], [made[id(cut)] for cut in inside], group)
     for layer in mixtures(module).values():
         layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))
     for dropout in module.modules() if sequence_parallel else ():
         if isinstance(dropout, KeyedDropout):
             dropout.sequence = group
     if not sequence_parallel:
-        _watch_replicated(module, cuts, group)
+        _watch_replicated(module, cuts, group, partial)
     return module
 
 
@@ -135,49 +146,29 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
             raise MisfitError(f"rules cut experts 0 and {odd} of {where!r} differently over tp; cut all of them alike")
 
 
-def cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
-    """Yield the parameters of which each rank has a shard."""
-    return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
-
-
-def _divide_heads(parent: nn.Module, size: int) -> None:
-    for name in HEAD_COUNTS:
-        count = getattr(parent, name, None)
-        if isinstance(count, int):
-            setattr(parent, name, count // size)
-
-
-def _join_pairs(parent: nn.Module, pairs: Sequence[nn.Module], group: Group) -> None:
-    """Let columns and rows, and what drops out between them, at whatever depth, know of each other."""
-    pair = ColumnRowPair(group, sum(isinstance(layer, ColumnParallelLinear) for layer in pairs))
-    dropouts = (layer for layer in parent.modules() if isinstance(layer, KeyedDropout))
-    for layer in (*pairs, *dropouts):
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
-            layer.pair = pair
-
-
 def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
     entry, leaving = way
     match cut.split, cut.layer:
-        case TensorSplit.COLUMN | TensorSplit.VOCABULARY, nn.Linear() as linear:
+        case TensorSplit.COLUMN | TensorSplit.VOCABULARY, linear if is_linear(linear):
             gathers = not cut_logits if cut.split is TensorSplit.VOCABULARY else not cut.is_paired
             return ColumnParallelLinear.from_linear(linear, group, parts=cut.parts, gather_output=gathers, entry=entry)
-        case TensorSplit.ROW, nn.Linear() as linear:
+        case TensorSplit.ROW, linear if is_linear(linear):
             return RowParallelLinear.from_linear(linear, group, input_is_parallel=cut.is_paired, exit=leaving)
         case TensorSplit.VOCABULARY, nn.Embedding() as embedding:
             return VocabParallelEmbedding.from_embedding(embedding, group)
     raise MisfitError(f"{cut.path!r} is a {type(cut.layer).__name__}, which cannot be cut as {cut.split.value}")
 
 
-def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group) -> None:
+def _watch_replicated(module: nn.Module, cuts: list[Cut], group: Group, partial: Collection[str]) -> None:
     """Have those parameters checked that might sit between a column and its row, on a tensor that is cut."""
-    parents = {id(cut.parent) for cut in cuts if cut.is_paired}
+    known = {id(parameter) for name, parameter in module.named_parameters() if name in partial}
+    parents = {id(module) for cut in cuts if cut.is_paired for module in (cut.parent, cut.pair)}
     suspects = {
         param: f"{path}.{name}" if path else name
         for path, parent in module.named_modules()
         if id(parent) in parents
         for name, param in parent.named_parameters()
-        if shard_of(param) is None and param.requires_grad
+        if shard_of(param) is None and param.requires_grad and id(param) not in known
     }
     for param, name in suspects.items():
         watch_gradient(param, name, group)

@@ -25,13 +25,14 @@ def require_even(total: int, size: int, what: str, parts: Parts = 1) -> None:
     Raises:
         MisfitError: it cannot; says which sizes can.
     """
-    if not _divides(total, size, parts):
-        choices = ", ".join(str(n) for n in range(1, min(total, 1024) + 1) if _divides(total, n, parts))
+    if not divides(total, size, parts):
+        choices = ", ".join(str(n) for n in range(1, min(total, 1024) + 1) if divides(total, n, parts))
         blocks = "" if parts == 1 else f" (in {parts} fused blocks)" if isinstance(parts, int) else f" (parts {parts})"
         raise MisfitError(f"tp={size} does not divide the {total} {what}{blocks}; choose tp from {choices or 'none'}")
 
 
-def _divides(total: int, size: int, parts: Parts) -> bool:
+def divides(total: int, size: int, parts: Parts) -> bool:
+    """Whether each of the fused blocks of `total` can be cut into `size`."""
     if isinstance(parts, int):
         return total % (parts * size) == 0
     return total % sum(parts) == 0 and all(block % size == 0 for block in block_sizes(total, parts))

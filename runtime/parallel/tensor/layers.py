@@ -26,6 +26,7 @@ from ...job.tensor_rules import Parts
 from ..column_row import ColumnRowPair
 from .column_linear import Entry, column_product
 from .consistency import require_same
+from .cuts import is_conv1d, sizes_of
 from .shard import Shard, gather_blocks, mark_shard, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
@@ -84,6 +85,7 @@ class ColumnParallelLinear(ShardedModule):
             gets its shard of every one (see `fused`).
         gather_output: give back the full output (…, out) on all ranks.
         entry: how the input comes from the ranks around (see `column_product`).
+        transposed: the weight is (in, out), as that of transformers' Conv1D.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -105,38 +107,49 @@ class ColumnParallelLinear(ShardedModule):
         parts: Parts = 1,
         gather_output: bool = False,
         entry: Entry = "copy",
+        transposed: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         self.in_features = in_features
         self.out_features = out_features
+        self.transposed = transposed
         self.parts = parts
         self.gather_output = gather_output
         self.entry: Entry = entry
         self.pair: ColumnRowPair | None = None
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+        self._take(_full_linear(in_features, out_features, bias, device, dtype, transposed))
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: Group, *, parts: Parts = 1, gather_output: bool = False, entry: Entry = "copy"
+        cls, linear: nn.Module, group: Group, *, parts: Parts = 1, gather_output: bool = False, entry: Entry = "copy"
     ) -> ColumnParallelLinear:
-        """Take this rank's slice of `linear`."""
-        sizes = (linear.in_features, linear.out_features)
-        has = linear.bias is not None
-        layer = cls(*sizes, group, bias=has, parts=parts, gather_output=gather_output, entry=entry, device="meta")
+        """Take this rank's slice of a linear layer."""
+        has, flipped = linear.bias is not None, is_conv1d(linear)
+        layer = cls(
+            *sizes_of(linear),
+            group,
+            bias=has,
+            parts=parts,
+            gather_output=gather_output,
+            entry=entry,
+            transposed=flipped,
+            device="meta",
+        )
         layer._take(linear)
         return layer.train(linear.training)
 
-    def _take(self, full: nn.Linear) -> None:
-        self._adopt("weight", full.weight, 0, self.parts)
-        self._adopt("bias", full.bias, 0, self.parts)
+    def _take(self, full: nn.Module) -> None:
+        self._adopt("weight", full.get_parameter("weight"), 1 if self.transposed else 0, self.parts)
+        self._adopt("bias", full._parameters.get("bias"), 0, self.parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, in) to (…, out / size), or (…, out) with `gather_output`."""
         if self.pair is not None:
             self.pair.is_between = True
-        y = column_product(x, self.weight, self.bias, self.group, self.entry, self.pair)
+        weight = self.weight.t() if self.transposed else self.weight
+        y = column_product(x, weight, self.bias, self.group, self.entry, self.pair)
         if not self.gather_output:
             return y
         return gather_blocks(y, self.group, -1, self.parts)
@@ -157,6 +170,7 @@ class RowParallelLinear(ShardedModule):
         bias: whether there is one; it is replicated, and added once, after the sum over the ranks.
         input_is_parallel: the input is this rank's shard already, as a column layer leaves it; otherwise it is full.
         exit: what becomes of the partial results.
+        transposed: the weight is (in, out), as that of transformers' Conv1D.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -178,33 +192,43 @@ class RowParallelLinear(ShardedModule):
         bias: bool = True,
         input_is_parallel: bool = True,
         exit: Exit = "sum",
+        transposed: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         self.in_features = in_features
         self.out_features = out_features
+        self.transposed = transposed
         self.input_is_parallel = input_is_parallel
         self.exit: Exit = exit
         self.pair: ColumnRowPair | None = None
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+        self._take(_full_linear(in_features, out_features, bias, device, dtype, transposed))
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: Group, *, input_is_parallel: bool = True, exit: Exit = "sum"
+        cls, linear: nn.Module, group: Group, *, input_is_parallel: bool = True, exit: Exit = "sum"
     ) -> RowParallelLinear:
-        """Take this rank's slice of `linear`."""
-        sizes = (linear.in_features, linear.out_features)
-        has = linear.bias is not None
-        layer = cls(*sizes, group, bias=has, input_is_parallel=input_is_parallel, exit=exit, device="meta")
+        """Take this rank's slice of a linear layer."""
+        has, flipped = linear.bias is not None, is_conv1d(linear)
+        layer = cls(
+            *sizes_of(linear),
+            group,
+            bias=has,
+            input_is_parallel=input_is_parallel,
+            exit=exit,
+            transposed=flipped,
+            device="meta",
+        )
         layer._take(linear)
         return layer.train(linear.training)
 
-    def _take(self, full: nn.Linear) -> None:
-        self._adopt("weight", full.weight, 1)
-        if full.bias is not None and self.exit == "none":
+    def _take(self, full: nn.Module) -> None:
+        bias = full._parameters.get("bias")
+        self._adopt("weight", full.get_parameter("weight"), 0 if self.transposed else 1)
+        if bias is not None and self.exit == "none":
             raise MisfitError("a row layer whose results are added up later cannot have a bias: it would count often")
-        self._adopt("bias", full.bias, None)
+        self._adopt("bias", bias, None)
         require_same({"bias": self.bias} if self.bias is not None else {}, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,12 +239,13 @@ class RowParallelLinear(ShardedModule):
         """
         if not self.input_is_parallel:
             x = scatter_to_group(x, self.group, -1)
-        if x.shape[-1] != self.weight.shape[1]:
+        weight = self.weight.t() if self.transposed else self.weight
+        if x.shape[-1] != weight.shape[1]:
             raise MisfitError(
-                f"a row-parallel layer over {self.group.size} ranks takes {self.weight.shape[1]} of {self.in_features} "
+                f"a row-parallel layer over {self.group.size} ranks takes {weight.shape[1]} of {self.in_features} "
                 f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
             )
-        y = self._leave(linear(x, self.weight))
+        y = self._leave(linear(x, weight))
         if self.pair is not None:
             self.pair.leave()
         return y if self.bias is None else y + self.bias
@@ -238,6 +263,15 @@ class RowParallelLinear(ShardedModule):
         """Describe the layer as nn.Linear does, with full sizes."""
         cut = f"input_is_parallel={self.input_is_parallel}, tp={self.group.size}"
         return f"in_features={self.in_features}, out_features={self.out_features}, {cut}"
+
+
+def _full_linear(
+    taken: int, given: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None, transposed: bool
+) -> nn.Linear:
+    full = nn.Linear(taken, given, bias, device, dtype)
+    if transposed:
+        full.weight = nn.Parameter(full.weight.detach().t().contiguous())
+    return full
 
 
 class VocabParallelEmbedding(ShardedModule):

@@ -14,8 +14,10 @@ from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...job.choices import TensorSplit
-from .apply import apply_tensor_parallel, cut_weights, require_like_experts
-from .rules import Cut, Rules, find_cuts, matches, require_rules_to_match
+from .apply import apply_tensor_parallel, require_like_experts
+from .choice import Choice
+from .cuts import Cut, cut_weights
+from .rules import Rules, can_be_sliced, find_cuts, is_built_in, matches, require_rules_to_match
 from .sequence import SequenceParallel, partial_weights
 
 
@@ -28,6 +30,7 @@ class TensorCuts:
         rules: patterns on names in the whole model, as `apply_tensor_parallel` takes them.
         sequence_parallel: whether tokens are sliced between pairs.
         cut_logits: whether loss and metrics can do with logits that are cut over the vocabulary.
+        proved: whether blocks that are not built in are proved, so that they are cut by more than the plainest names.
 
     Attributes:
         cuts: which layers of each block are cut.
@@ -44,45 +47,84 @@ class TensorCuts:
         *,
         sequence_parallel: bool,
         cut_logits: bool,
+        proved: bool,
     ) -> None:
-        self._group, self.rules = group, rules
+        self._group, self.rules, self._is_proved = group, rules, proved
+        self._outlines, self._slices_tokens = outlines, sequence_parallel
         require_rules_to_match(rules, outlines)
-        self.cuts = cuts = [self._cuts_of(number, block) for number, block in enumerate(outlines)]
+        self.cuts = cuts = [self._cuts_of(number, block, Choice()) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
             require_like_experts(block, cuts[number], str(number))
         self.report = _report(outlines, cuts, group.size) if group.size > 1 else None
-        has_pairs = [any(cut.is_paired for cut in of_block) for of_block in cuts]
-        self.tokens = SequenceParallel(has_pairs, group if sequence_parallel else None)
+        self._choices: dict[int, Choice] = {}
+        self.tokens = SequenceParallel(list(map(self._can_be_sliced, range(len(cuts)))), self._slicing)
         heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
         self._logits_are_cut = bool(heads) and cut_logits
         self._last = len(cuts) - 1
 
-    def _cuts_of(self, number: int, outline: nn.Module) -> list[Cut]:
+    @property
+    def _slicing(self) -> Group | None:
+        return self._group if self._slices_tokens else None
+
+    def _cuts_of(self, number: int, outline: nn.Module, choice: Choice) -> list[Cut]:
         """Return which layers of a block are cut; what PyTorch has sharded already is left alone."""
-        is_whole = self._group.size > 1 and not is_sharded(outline)
-        return find_cuts(outline, self.rules, self._group.size, str(number)) if is_whole else []
+        if self._group.size == 1 or is_sharded(outline):
+            return []
+        rules = {**choice.rules, **self.rules}
+        return find_cuts(outline, rules, self._group.size, str(number), strict=self._is_strict(outline))
+
+    def _is_strict(self, block: nn.Module) -> bool:
+        return is_built_in(block) or not self._is_proved
+
+    def _can_be_sliced(self, number: int) -> bool:
+        """Whether a block has pairs; where these were not asked for, also whether all around them allows it."""
+        block, cuts = self._outlines[number], self.cuts[number]
+        is_free = not self._is_strict(block) and not self.are_ruled(cuts)
+        return any(cut.is_paired for cut in cuts) and (not is_free or can_be_sliced(block, cuts, str(number)))
+
+    def settle(self, choices: Mapping[int, Choice]) -> None:
+        """Take over how blocks are cut that were chosen for, on whatever rank."""
+        for number, choice in choices.items():
+            self.cuts[number] = self._cuts_of(number, self._outlines[number], choice)
+        if choices and self._group.size > 1:
+            self.report = _report(self._outlines, self.cuts, self._group.size)
+            slices = [self._can_be_sliced(n) and (n not in choices or choices[n].slices) for n in range(len(self.cuts))]
+            self.tokens = SequenceParallel(slices, self._slicing)
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:
         """Whether a rule says how some of these layers are cut."""
         return any(matches(cut.path, self.rules) for cut in cuts)
 
-    def apply(self, number: int, block: nn.Module, first: Rules) -> nn.Module:
-        """Cut block `number`, unless PyTorch has; every rank of tp calls this. The rules in `first` come first."""
+    def apply(self, number: int, block: nn.Module, choice: Choice) -> nn.Module:
+        """Cut block `number` as chosen, unless PyTorch has; every rank of tp calls this."""
         if is_sharded(block):
             return block
+        self._choices[number] = choice
         return apply_tensor_parallel(
             block,
             self._group,
-            {**first, **self.rules},
+            {**choice.rules, **self.rules},
             path=str(number),
-            sequence_parallel=self.tokens.inside(number),
+            sequence_parallel=self.tokens.inside(number) and choice.slices,
             cut_logits=self._logits_are_cut and number == self._last,
+            strict=self._is_strict(block),
+            partial=choice.partial,
+            gathers_before=choice.gathers_before,
         )
 
     def partial(self, blocks: Mapping[int, nn.Module]) -> frozenset[nn.Parameter]:
         """Return the weights of cut blocks whose gradients are partial sums on the ranks of tp."""
-        inside = [partial_weights(block) for number, block in blocks.items() if self.tokens.inside(number)]
-        return frozenset().union(*inside)
+        inside = [partial_weights(block) for number, block in blocks.items() if self._is_inside(number)]
+        chosen = [
+            parameter
+            for number, block in blocks.items()
+            for name, parameter in block.named_parameters()
+            if number in self._choices and name in self._choices[number].partial
+        ]
+        return frozenset(chosen).union(*inside)
+
+    def _is_inside(self, number: int) -> bool:
+        return self.tokens.inside(number) and (number not in self._choices or self._choices[number].slices)
 
     def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Return what a rank sends and keeps of what the blocks leave; raises `MisfitError` as `tokens` does."""
@@ -116,7 +158,19 @@ def _report(outlines: Sequence[nn.Module], cuts: Sequence[Sequence[Cut]], size: 
     names = [f"{_numbers(numbers)}.{name}" if name else _numbers(numbers) for name, numbers in whole.items()]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     listed = ", ".join(names[:_MOST_NAMED]) + more or "only norms and biases"
-    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}"
+    return f"tp={size} cuts {divided} of {total} weights; whole: {listed}{_one_by_one(cuts)}"
+
+
+def _one_by_one(cuts: Sequence[Sequence[Cut]]) -> str:
+    """Say which layers of pairs are cut so that each of them takes and gives full tensors."""
+    places: dict[str, list[int]] = {}
+    for number, of_block in enumerate(cuts):
+        for cut in of_block:
+            if cut.family and not cut.is_paired:
+                places.setdefault(cut.path.partition(".")[2], []).append(number)
+    names = [f"{_numbers(numbers)}.{name}" for name, numbers in places.items()]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"; one by one: {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -1,14 +1,7 @@
 """Which layers of a module tensor parallelism cuts, and how.
 
-By default, pairs found by name within one parent module:
-
-    attention   qkv (three fused blocks) | q, k, v | q_proj, k_proj, v_proj | query, key, value | wq, wk, wv
-                with proj | out_proj | o_proj | out | wo
-    MLP         fc1 | up | up_proj | gate_proj | w1 | w3 | gate_up, gate_up_proj (two fused blocks)
-                with fc2 | down | down_proj | w2
-
-A pair is cut only where both sides are plain nn.Linear of matching sizes that are used nowhere else, and an attention
-only where its parent says how many heads there are, or how wide one is. Everything else is left alone.
+By default, pairs found by name within one module (see `families`), where both sides are plain nn.Linear, or Conv1D of
+transformers, of matching sizes that are used nowhere else. Everything else is left alone.
 
 A module may say more of its layers, by an attribute `tensor_parallel`, name to rule. What the ranks do not divide
 then stays whole:
@@ -26,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -34,7 +26,16 @@ from torch import nn
 from quintsched.errors import MisfitError, UsageError, nearest
 
 from ...job.choices import TensorSplit
-from ...job.tensor_rules import Parts, TensorRule, read_rule
+from ...job.tensor_rules import TensorRule, read_rule
+from .cuts import Cut, cut_width, is_adapted, is_layer, is_linear, is_plain, join, sizes_of
+from .families import (
+    FAMILIES,
+    has_fewer_kv_heads,
+    head_counts,
+    heads_of,
+    pair_cuts,
+    require_heads,
+)
 from .fused import require_even
 
 RuleData = str | Mapping[str, object]
@@ -44,50 +45,14 @@ Rules = Mapping[str, RuleData]
 """Patterns on names to rules; the first that matches counts."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """One layer to be cut: where it hangs, how, its fused blocks (`parts`), and whether its partner is cut too."""
-
-    parent: nn.Module | None
-    name: str
-    path: str
-    layer: nn.Module
-    split: TensorSplit
-    parts: Parts = 1
-    is_paired: bool = False
-    is_told: bool = False
-    """Whether a rule said what the parts are."""
-
-
-@dataclass(frozen=True)
-class _Family:
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    parts: int = 1
-    is_attention: bool = True
-
-
-_ATTENTION_ROWS = ("proj", "out_proj", "o_proj", "out", "wo")
-_MLP_ROWS = ("fc2", "down", "down_proj", "w2")
-_FAMILIES = (
-    _Family(("qkv",), _ATTENTION_ROWS, parts=3),
-    _Family(("q", "k", "v"), _ATTENTION_ROWS),
-    _Family(("q_proj", "k_proj", "v_proj"), _ATTENTION_ROWS),
-    _Family(("query", "key", "value"), _ATTENTION_ROWS),
-    _Family(("wq", "wk", "wv"), _ATTENTION_ROWS),
-    _Family(("fc1", "up", "up_proj", "gate_proj", "w1", "w3"), _MLP_ROWS, is_attention=False),
-    _Family(("gate_up", "gate_up_proj"), _MLP_ROWS, parts=2, is_attention=False),
-)
-_HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads")
-_KV_HEADS = ("num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_heads")
-HEAD_COUNTS = (*_HEADS, *_KV_HEADS)
-"""The attributes in which attention modules keep how many heads they have."""
-
+_OWN = "quintsched.runtime.models."
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "") -> list[Cut]:
+def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "", *, strict: bool = True) -> list[Cut]:
     """List the layers of `root` to be cut over `size` ranks; rules see their names below `path`.
+
+    `strict` says that nobody proves the cuts (see `families.pair_cuts`).
 
     Raises:
         UsageError: a rule that is none of "column", "row", "vocabulary", "replicate".
@@ -97,8 +62,13 @@ def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "") -> list[
     declared = _declared(root, path)
     shared = _shared_layers(root)
     cuts = _root_cut(root, parsed, path)
-    for place, parent in _open_modules(path, root, parsed, set()):
-        cuts += _parent_cuts(place, parent, {**parsed, **declared}, shared, size)
+    of_all = {**parsed, **declared}
+    scopes = list(_open_modules(path, root, parsed, set()))
+    for place, scope in scopes:
+        cuts += _family_cuts(place, scope, of_all, shared, {id(cut.layer) for cut in cuts}, size, strict=strict)
+    done = {id(cut.layer) for cut in cuts}
+    for place, parent in scopes:
+        cuts += _ruled_cuts(place, parent, of_all, done, size)
     kept = []
     for cut in cuts:
         if cut.path in declared and _match(cut.path, parsed) is None and cut_width(cut) % size:
@@ -109,30 +79,34 @@ def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "") -> list[
     return kept
 
 
-def cut_width(cut: Cut) -> int:
-    """Return how many features or ids are divided; 0 for what is neither a linear layer nor an embedding."""
-    match cut.split, cut.layer:
-        case TensorSplit.ROW, nn.Linear(in_features=width):
-            return int(width)
-        case _, nn.Linear(out_features=width) | nn.Embedding(num_embeddings=width):
-            return int(width)
-    return 0
-
-
 def require_pairs(root: nn.Module, cuts: Sequence[Cut], path: str) -> None:
     """Raise `MisfitError` where a module cannot work on a slice of the tokens: all but its pairs sees only that."""
     alone = [cut.path for cut in cuts if not cut.is_paired]
-    cut = {cut.parent for cut in cuts}
+    cut = {module for cut in cuts for module in (cut.parent, cut.scope, *cut.owners)}
     whole = [name for name, module in root.named_modules(prefix=path) if _attends(module) and module not in cut]
     if alone or whole:
         why = "its partner is not cut" if alone else "it is not cut, and would attend to this rank's tokens only"
         raise MisfitError(f"sequence parallelism slices the tokens around {(alone or whole)[0]!r}, but {why}")
 
 
+def can_be_sliced(root: nn.Module, cuts: Sequence[Cut], path: str) -> bool:
+    """Whether a module can work on a slice of the tokens, by all that can be seen without running it."""
+    try:
+        require_pairs(root, cuts, path)
+    except MisfitError:
+        return False
+    return True
+
+
+def is_built_in(block: nn.Module) -> bool:
+    """Whether a block is one of our own models, whose cuts tests prove once for all."""
+    return type(block).__module__.startswith(_OWN)
+
+
 def _attends(module: nn.Module) -> bool:
     """Whether a module is an attention by all that can be seen: it says how many heads its layers are for."""
-    has_layers = any(_is_layer(child) for child in module.children())
-    return isinstance(module, _OPAQUE) or (has_layers and bool(_head_counts(module, 0, 0)))
+    has_layers = any(is_layer(child) for child in module.children())
+    return isinstance(module, _OPAQUE) or (has_layers and bool(head_counts([module], 0, 0)))
 
 
 def matches(path: str, rules: Rules) -> bool:
@@ -147,7 +121,7 @@ def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
         name
         for number, block in enumerate(blocks if rules else ())
         for name, module in block.named_modules(prefix=str(number))
-        if not any(True for _ in module.children())
+        if not any(True for _ in module.children()) or is_adapted(module)
     ]
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -159,7 +133,7 @@ def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
 def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:
     """Return what modules say of their layers, by full names."""
     return {
-        _join(place, name): _parse_rule(name, rule)
+        join(place, name): _parse_rule(name, rule)
         for place, module in root.named_modules(prefix=path)
         for name, rule in getattr(module, "tensor_parallel", {}).items()
     }
@@ -178,15 +152,9 @@ def _parse_rule(pattern: str, rule: RuleData) -> TensorRule:
 
 
 def _match(path: str, rules: Mapping[str, TensorRule]) -> TensorRule | None:
-    return next((rule for pattern, rule in rules.items() if fnmatchcase(path, pattern)), None)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
+    adapted = path.partition(".base_layer")[0].partition(".lora_")[0]
+    found = (rule for pattern, rule in rules.items() if fnmatchcase(path, pattern) or fnmatchcase(adapted, pattern))
+    return next(found, None)
 
 
 def _shared_layers(root: nn.Module) -> set[int]:
@@ -201,7 +169,7 @@ def _shared_layers(root: nn.Module) -> set[int]:
 
 
 def _root_cut(root: nn.Module, rules: Mapping[str, TensorRule], path: str) -> list[Cut]:
-    rule = _match(path, rules) if _is_layer(root) else None
+    rule = _match(path, rules) if is_layer(root) else None
     if rule is None or rule.split is TensorSplit.REPLICATE:
         return []
     return [Cut(None, "", path, root, rule.split, rule.parts or 1, is_told=True)]
@@ -219,12 +187,12 @@ def _open_modules(
         return
     yield path, module
     for name, child in module.named_children():
-        yield from _open_modules(_join(path, name), child, rules, seen)
+        yield from _open_modules(join(path, name), child, rules, seen)
 
 
 def _refuse_rules_within(path: str, opaque: nn.Module, rules: Mapping[str, TensorRule]) -> None:
     for name, module in opaque.named_modules(prefix=path):
-        rule = _match(name, rules) if _is_layer(module) else None
+        rule = _match(name, rules) if is_layer(module) else None
         if rule is not None and rule.split is not TensorSplit.REPLICATE:
             raise MisfitError(
                 f"a rule wants to cut {name!r}, but {type(opaque).__name__} {path!r} uses the weights of its layers "
@@ -232,101 +200,53 @@ def _refuse_rules_within(path: str, opaque: nn.Module, rules: Mapping[str, Tenso
             )
 
 
-def _parent_cuts(
-    path: str, parent: nn.Module, rules: Mapping[str, TensorRule], shared: set[int], size: int
-) -> list[Cut]:
-    layers = {name: child for name, child in parent.named_children() if _is_layer(child)}
-    ruled = {name: rule for name in layers if (rule := _match(_join(path, name), rules)) is not None}
-    linears = {
-        name: layer
-        for name, layer in layers.items()
-        if isinstance(layer, nn.Linear) and _is_plain(layer) and id(layer) not in shared
-    }
-    cuts: list[Cut] = []
-    for family in _FAMILIES:
-        cuts += _family_cuts(path, parent, family, linears, ruled, size)
-    done = {cut.name for cut in cuts}
-    rest = {name: rule for name, rule in ruled.items() if name not in done and rule.split is not TensorSplit.REPLICATE}
-    return cuts + _ruled_cuts(path, parent, layers, rest, size)
-
-
 def _family_cuts(
     path: str,
-    parent: nn.Module,
-    family: _Family,
-    linears: Mapping[str, nn.Linear],
-    ruled: Mapping[str, TensorRule],
+    scope: nn.Module,
+    rules: Mapping[str, TensorRule],
+    shared: set[int],
+    done: set[int],
     size: int,
+    *,
+    strict: bool,
 ) -> list[Cut]:
-    """Return the cuts of a pair found by name, or none."""
-    here = {name for name, _ in parent.named_children()}
-    columns = [name for name in family.columns if name in here]
-    row = next((name for name in family.rows if name in here), None)
-    complete = columns == list(family.columns) if family.is_attention else bool(columns)
-    if row is None or not complete or not linears.keys() >= {row, *columns}:
-        return []
-    wanted = {**dict.fromkeys(columns, TensorSplit.COLUMN), row: TensorSplit.ROW}
-    if any(name in ruled and ruled[name].split is not split for name, split in wanted.items()):
-        return []
-    width = linears[row].in_features
-    if not _widths_match(family, [linears[name].out_features for name in columns], width):
-        return []
-    if family.is_attention:
-        heads = _head_counts(parent, width, linears[columns[-1]].out_features // family.parts)
-        if not heads:
-            return []
-        _require_heads(path, heads, size)
-    told = {name: ruled[name].parts for name in columns if name in ruled}
-    return [
-        Cut(
-            parent,
-            name,
-            _join(path, name),
-            linears[name],
-            split,
-            told.get(name) or (family.parts if split is TensorSplit.COLUMN else 1),
-            is_paired=True,
-            is_told=told.get(name) is not None,
-        )
-        for name, split in wanted.items()
-    ]
+    """Return the cuts of the pairs found by name in one module."""
+    cuts: list[Cut] = []
+    for family in FAMILIES:
+        taken = done | shared | {id(cut.layer) for cut in cuts}
+        cuts += pair_cuts(path, scope, family, lambda name: _match(name, rules), taken, size, strict=strict)
+    return cuts
 
 
-def _widths_match(family: _Family, outputs: list[int], width: int) -> bool:
-    """Say whether the columns' outputs feed a row of `width`; keys and values may have fewer heads than queries."""
-    first, *others = outputs
-    if not family.is_attention:
-        return all(output == family.parts * width for output in outputs)
-    return first == family.parts * width and len(set(others)) <= 1 and all(width % output == 0 for output in others)
-
-
-def _ruled_cuts(
-    path: str, parent: nn.Module, layers: Mapping[str, nn.Module], rest: Mapping[str, TensorRule], size: int
-) -> list[Cut]:
+def _ruled_cuts(path: str, parent: nn.Module, rules: Mapping[str, TensorRule], done: set[int], size: int) -> list[Cut]:
     """Return the cuts that rules ask for beyond the pairs found by name."""
-    splits = {name: rule.split for name, rule in rest.items()}
-    widths = [
-        layer.in_features
-        for name, layer in layers.items()
-        if splits.get(name) is TensorSplit.ROW and isinstance(layer, nn.Linear)
-    ]
+    layers = {name: child for name, child in parent.named_children() if is_layer(child) and id(child) not in done}
+    names = {name: join(path, name) for name in layers if not any(part.startswith("lora_") for part in path.split("."))}
+    ruled = {name: rule for name, full in names.items() if (rule := _match(full, rules)) is not None}
+    rest = {name: rule for name, rule in ruled.items() if rule.split is not TensorSplit.REPLICATE}
+    splits = {name: rule.split for name, rule in rest.items() if not rule.alone}
+    rows = [name for name, split in splits.items() if split is TensorSplit.ROW and is_linear(layers[name])]
+    widths = [sizes_of(layers[name])[0] for name in rows]
     is_paired = bool(widths) and TensorSplit.COLUMN in splits.values()
-    if is_paired:
-        _require_heads(path, _head_counts(parent, 0, 0), size)
+    sizes = next((rule.sizes for rule in rest.values() if rule.sizes is not None), None)
+    if is_paired and sizes is None:
+        require_heads(path, head_counts([parent], 0, 0), size)
+    sizes = heads_of([parent]) if sizes is None else sizes
     cuts = []
     for name, rule in rest.items():
-        layer, full_path, parts = layers[name], _join(path, name), rule.parts
-        pairs = is_paired and rule.split is not TensorSplit.VOCABULARY
-        if parts is None and pairs and rule.split is TensorSplit.COLUMN and isinstance(layer, nn.Linear):
-            parts = _fused_parts(full_path, parent, layer.out_features, widths)
-        cuts.append(Cut(parent, name, full_path, layer, rule.split, parts or 1, pairs, rule.parts is not None))
+        layer, full_path, parts = layers[name], join(path, name), rule.parts
+        pairs = is_paired and not rule.alone and rule.split is not TensorSplit.VOCABULARY
+        if parts is None and pairs and rule.split is TensorSplit.COLUMN and is_linear(layer):
+            parts = _fused_parts(full_path, parent, sizes_of(layer)[1], widths)
+        told, owners = rule.parts is not None, (parent,)
+        cut = Cut(parent, name, full_path, layer, rule.split, parts or 1, pairs, told, parent, owners, sizes)
+        cuts.append(cut)
     return cuts
 
 
 def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -> int:
     """Return of how many blocks, each as wide as a row's input, a column's output consists."""
-    has_fewer_heads = any(hasattr(parent, name) for name in _KV_HEADS)
-    if output in widths or (has_fewer_heads and any(width % output == 0 for width in widths)):
+    if output in widths or (has_fewer_kv_heads(parent) and any(width % output == 0 for width in widths)):
         return 1
     for width in widths:
         if output % width == 0:
@@ -337,32 +257,10 @@ def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -
     )
 
 
-def _head_counts(parent: nn.Module, width: int, kv_width: int) -> dict[str, int]:
-    """Return the counts of heads that `parent` states: by its attributes, or by `head_dim` and the widths."""
-    counts = {name: getattr(parent, name, None) for name in (*_HEADS, *_KV_HEADS)}
-    stated = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
-    head_dim = getattr(parent, "head_dim", None)
-    if head_dim is None and stated and width:
-        head_dim = width // next(iter(stated.values()))
-    if isinstance(head_dim, int) and head_dim > 0 and width:
-        stated |= {"heads": width // head_dim, "key/value heads": kv_width // head_dim}
-    return stated
-
-
-def _require_heads(path: str, heads: Mapping[str, int], size: int) -> None:
-    for kind, count in heads.items():
-        what = "heads" if kind in _HEADS else "key/value heads"
-        require_even(count, size, f"{what} of {path!r}")
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) in (nn.Linear, nn.Embedding) and not any(hooks)
-
-
 def _require_cuttable(cut: Cut, shared: set[int]) -> None:
-    can = isinstance(cut.layer, nn.Linear) or cut.split is TensorSplit.VOCABULARY
-    if not can or not _is_plain(cut.layer):
+    is_ids = cut.split is TensorSplit.VOCABULARY
+    can = (is_linear(cut.layer) and not is_ids) or (is_ids and isinstance(cut.layer, nn.Linear | nn.Embedding))
+    if not can or not is_plain(cut.layer):
         wanted = "Linear or Embedding" if cut.split is TensorSplit.VOCABULARY else "Linear"
         raise MisfitError(
             f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, "

@@ -22,7 +22,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.parallel.context.context import Context
-from quintsched.runtime.parallel.proof import prover
+from quintsched.runtime.parallel.proof import bench
 from quintsched.runtime.parallel.tensor.shard import shard_of
 
 from ..toys import ids_task, sgd, train_on
@@ -248,14 +248,16 @@ def test_what_is_cut_equals_one_process(block: type[nn.Module], rules: Mapping[s
     blocks = [block, Mlp, block]
     weights, cut, _ = train("tp=2", blocks, rules=rules)
     require_equal(weights, trained_alone(blocks, {}))
-    is_whole = "replicate" in rules.values() or (block in (MegatronGroups, Phi3) and not rules)
-    assert any(name.startswith("0.") for name in cut) != is_whole
+    assert any(name.startswith("0.") for name in cut) != ("replicate" in rules.values())
 
 
 def refusal(mesh: str, blocks: Blocks, **more: Any) -> str:
     with pytest.raises(MisfitError) as caught:
         train(mesh, blocks, **more)
     return str(caught.value).removesuffix("\non rank 0 of 2")
+
+
+PAIRS = {"fc": {"*.fc1": "column", "*.fc2": "row"}, "qkv": {"*.qkv": "column", "*.proj": "row"}}
 
 
 @pytest.mark.parametrize(
@@ -266,13 +268,18 @@ def refusal(mesh: str, blocks: Blocks, **more: Any) -> str:
         (Normalised, "'1.fc1' and '1.fc2'", "{'*.fc1': 'replicate', '*.fc2': 'replicate'}"),
         (Swapped, "'1.fc1' and '1.fc2'", "{'*.fc1': 'replicate', '*.fc2': 'replicate'}"),
         (TalkingHeads, "'1.qkv' and '1.proj'", "{'*.qkv': 'replicate', '*.proj': 'replicate'}"),
-        (Configured, "'1.qkv' and '1.proj'", "{'*.qkv': 'replicate', '*.proj': 'replicate'}"),
     ],
 )
-def test_what_is_between_a_pair_is_refused_where_it_looks_at_other_features(
-    block: type[nn.Module], where: str, advice: str
+def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_wants_it(
+    block: type[nn.Module], where: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = refusal("tp=2", [Mlp, block, Mlp])
+    blocks = [Mlp, block, Mlp]
+    weights, cut, engine = train("tp=2", blocks)
+    require_equal(weights, trained_alone(blocks, {}))
+    assert {name for name in cut if name.startswith("1.")}
+    assert str(engine.tensor_cuts).endswith(f"; one by one: {advice_names(advice)}")
+    assert f"block 1 ({block.__name__}): {where} are cut one by one over tp, for as a pair, " in caplog.text
+    said = refusal("tp=2", blocks, rules=PAIRS["fc" if "fc1" in where else "qkv"])
     found = rf"block 1 \({block.__name__}\) over tp=2 cut at {re.escape(where)}: .*; keep them whole: rules=(.*)"
     match = re.fullmatch(found, said)
     assert match is not None, said
@@ -284,10 +291,26 @@ def test_what_is_between_a_pair_is_refused_where_it_looks_at_other_features(
     require_equal(weights, trained_alone(blocks, {}))
 
 
-def test_a_layout_that_only_a_batch_can_prove_is_refused_with_the_rule_that_works() -> None:
+def advice_names(advice: str) -> str:
+    return ", ".join(f"1.{name[2:]}" for name in re.findall(r"\*\.\w+", advice))
+
+
+def test_sizes_in_what_a_module_was_built_from_are_divided() -> None:
+    for rules in ({}, {"*.qkv": {"cut": "column", "sizes": ["num_heads", "cfg.n_heads"]}, "*.proj": "row"}):
+        weights, cut, engine = train("tp=2", [Configured, Mlp], rules=rules)
+        require_equal(weights, trained_alone([Configured, Mlp], {}))
+        assert "0.qkv.weight" in cut
+        assert engine.stages[0].blocks["0"].cfg.n_heads == HEADS // 2
+
+
+def test_a_layout_that_only_a_batch_can_prove_is_parted_in_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     shift = torch.randn(SAMPLES, TOKENS, dtype=torch.float64)
-    said = refusal("tp=2", [Mlp, Biased], extras={"shift": shift})
     rules = {"*.qkv": {"cut": "column", "parts": 1}, "*.proj": "row"}
+    weights, cut, _ = train("tp=2", [Mlp, Biased], extras={"shift": shift})
+    require_equal(weights, trained_alone([Mlp, Biased], {"shift": shift}))
+    assert "1.qkv.weight" in cut
+    assert re.search(rf"its layers are cut one by one, for in pairs, .*{re.escape(f'with rules={rules}')}", caplog.text)
+    said = refusal("tp=2", [Mlp, Biased], extras={"shift": shift}, rules={"*.qkv": "column", "*.proj": "row"})
     assert said.endswith(f"their outputs are laid out otherwise: rules={rules}")
     weights, cut, _ = train("tp=2", [Mlp, Biased], extras={"shift": shift}, rules=rules)
     require_equal(weights, trained_alone([Mlp, Biased], {"shift": shift}))
@@ -307,7 +330,10 @@ def test_a_rule_that_says_the_wrong_layout_is_refused() -> None:
         ({"cut": "column", "parts": 0}, "parts are a number of equal blocks or a list of proportions, not 0"),
         ({"cut": "row", "parts": 2}, "only a column has parts, not 'row'"),
         ({"cut": "colum"}, "unknown split 'colum'; did you mean 'column'"),
-        ({"split": "column"}, "unknown key 'split'; a rule has 'cut' and 'parts'"),
+        ({"cut": "vocabulary", "alone": True}, "a column or a row can be alone, not 'vocabulary'"),
+        ({"cut": "row", "alone": 1}, "alone is true or false, not 1"),
+        ({"cut": "column", "sizes": "num_heads"}, "sizes are a list of names of attributes, not 'num_heads'"),
+        ({"split": "column"}, "unknown key 'split'; a rule has 'cut', 'parts', 'sizes' and 'alone'"),
     ],
 )
 def test_rules_that_say_nothing_that_there_is(rule: Any, words: str) -> None:
@@ -327,15 +353,15 @@ def test_rules_and_extras_that_match_nothing_are_refused() -> None:
 
 def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
-    whole = prover.run_whole
+    whole = bench.run_whole
 
     def counted(block: nn.Module, arrival: Any) -> Any:
         runs.append(type(block).__name__)
         return whole(block, arrival)
 
-    monkeypatch.setattr(prover, "run_whole", counted)
+    monkeypatch.setattr(bench, "run_whole", counted)
     _, _, engine = train("tp=2", [Mlp, Timm, Mlp, Mlp, Timm])
-    assert sorted(runs) == ["Mlp", "Mlp", "Timm", "Timm", "Timm", "Timm"]  # fused layouts are tried before
+    assert sorted(runs) == ["Mlp"] * 4 + ["Timm"] * 4  # on two ranks: when it is built, and in the first step
     assert engine.tensor_cuts == "tp=2 cuts 15 of 30 weights; whole: only norms and biases"
     runs.clear()
     train("tp=2", [Mlp, Timm], prove="none")
@@ -345,8 +371,8 @@ def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.Monke
 def count_proofs(monkeypatch: pytest.MonkeyPatch, blocks: Blocks, mesh: str, schedule: str, **more: Any) -> int:
     """Return how many kinds of blocks are run cut on all ranks; what differs would be refused."""
     runs: list[object] = []
-    cut = prover.run_cut
-    monkeypatch.setattr(prover, "run_cut", lambda *args: runs.append(args) or cut(*args))
+    cut = bench.run_cut
+    monkeypatch.setattr(bench, "run_cut", lambda *args: runs.append(args) or cut(*args))
     slices = more.pop("slices", None)
     plan = qs.compile(schedule, mesh=mesh, microbatches=4, **({} if slices is None else {"slices": slices}))
     task = ids_task(1, 8, 16)
@@ -427,9 +453,20 @@ class Whole(nn.Module):
         return out
 
 
-def test_sliced_tokens_around_an_attention_that_is_kept_whole_are_refused() -> None:
-    said = refusal("tp=2", [Mlp, Whole], sequence_parallel=True)
-    assert "block 1 (Whole) over tp=2 is given a slice of the tokens by sequence_parallel, and " in said
+class WholeShifted(Whole):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shift[..., None])
+
+
+def test_attentions_that_are_kept_whole_get_whole_tokens_or_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    blocks: list[type[nn.Module]] = [Mlp, Whole, Mlp]
+    weights, _, engine = train("tp=2", blocks, sequence_parallel=True)
+    require_equal(weights, trained_alone(blocks, {}))
+    assert [engine._model.tensor.tokens.inside(number) for number in range(3)] == [True, False, True]
+    assert "block 1 (Whole) is given whole tokens under sequence_parallel, for with slices, " in caplog.text
+    shift = torch.randn(SAMPLES, TOKENS, dtype=torch.float64)
+    said = refusal("tp=2", [Mlp, WholeShifted], sequence_parallel=True, extras={"shift": shift})
+    assert "block 1 (WholeShifted) over tp=2 is given a slice of the tokens by sequence_parallel, and " in said
     blocks = [Mlp, NeoX]
     weights, _, _ = train("tp=2", blocks, sequence_parallel=True)
     require_equal(weights, trained_alone(blocks, {}))

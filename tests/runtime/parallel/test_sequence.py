@@ -372,15 +372,24 @@ class Lone(nn.Module):
     ],
 )
 def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], message: str) -> None:
-    def run(transport: Transport) -> None:
-        plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
-        engine = Engine(
-            plan, blocks, lambda output, _: output.sum(), sgd, rules=rules, sequence_parallel=True, transport=transport
-        )
-        engine.step(torch.randn(2, 4, 4), torch.zeros(2))
+    x = torch.randn(2, 4, 4, dtype=torch.float64)
+
+    def run(transport: Transport, mesh: str = "tp=2", **more: Any) -> Tensor:
+        plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
+        more = {"rules": rules, "sequence_parallel": True, **more}
+
+        def loss(output: Tensor, _: Tensor) -> Tensor:
+            return output.square().sum()
+
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport, **more)
+        engine.step(x, torch.zeros(2))
+        return engine.step(x, torch.zeros(2)).loss
 
     with pytest.raises(MisfitError, match=message):
-        run_local(2, run)
+        run_local(2, lambda transport: run(transport, prove="none"))
+    (expected,) = run_local(1, lambda transport: run(transport, "pp=1", sequence_parallel=False))
+    for loss in run_local(2, run):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 def test_blocks_that_are_modules_are_outlined_before_they_are_cut() -> None:

@@ -26,11 +26,20 @@ def test_buckets_hold_every_parameter_once_last_first(bucket_bytes: int, buckets
     assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
 
 
-def test_a_gradient_is_a_view_into_its_bucket() -> None:
+def test_the_first_gradient_of_a_step_is_copied_later_ones_are_added_and_what_none_comes_for_is_zero() -> None:
     layer = nn.Linear(3, 2)
     bucket = GradBucket(PlanBucket(0, 0), list(layer.parameters()), Masters({}))
-    layer(torch.ones(1, 3)).sum().backward()
-    assert bucket.flat.tolist() == [1.0] * 8
+    bucket.flat.fill_(torch.nan)
+    weight, view = layer.weight, bucket.views[0]
+    bucket.add(weight, view, torch.ones(2, 3))
+    bucket.add(weight, view, torch.ones(2, 3))
+    bucket.hand_over()
+    assert bucket.flat.tolist() == [2.0] * 6 + [0.0] * 2
+    assert layer.weight.grad is view
+    assert layer.bias.grad is bucket.views[1]
+    bucket.clear()
+    bucket.add(weight, view, torch.ones(2, 3).to_sparse())
+    assert view.tolist() == [[1.0] * 3] * 2
 
 
 def test_mixed_types_and_buckets_are_cut_apart() -> None:

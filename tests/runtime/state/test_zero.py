@@ -21,6 +21,7 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.state.memory_stats import StateBytes
 from quintsched.runtime.train.losses import cross_entropy_sum
 
+from ..interchange.test_gpt2 import OPTIONS, draw_checkpoint, make_engine, write
 from ..matrix import CASES
 from ..parallel.test_context import lively_gpt
 from ..parallel.test_moe import require_equality as require_equality_of_experts
@@ -28,7 +29,6 @@ from ..stage.test_compiled import Mlp
 from ..test_matrix_processes import require_equal
 from ..test_matrix_processes import train as train_in_processes
 from ..toys import Outcome, adam, ids_task, share, train_on, train_plainly, worst_difference
-from .test_pretrained import OPTIONS, draw_checkpoint, make_engine, write
 
 DEPTH, LENGTH, SAMPLES = 4, 8, 8
 COSTS = [1.0] * (DEPTH + 2)

@@ -1,0 +1,140 @@
+"""Where the numbers of a rank lie in a full tensor: in boxes, each a contiguous range along every dimension.
+
+full (4, 6)     tp=2 cuts columns, in two fused blocks     ZeRO: of the shard, numbers 3 to 10 of 12
+· · · · · ·     ▓ · · ▓ · ·   (of rank 0: 0 and 3 … )      a flat range is at most a row's end, whole rows, and
+· · · · · ·     ▓ · · ▓ · ·                                a row's beginning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..parallel.tensor.shard import Shard, shard_of
+
+Range = tuple[int, int]
+"""A first place, and one behind the last."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A piece of a full tensor: the places where it begins, and its numbers, in this rank's memory."""
+
+    offsets: tuple[int, ...]
+    numbers: Tensor
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """The box as an index into the full tensor."""
+        sizes = self.numbers.shape
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, sizes, strict=True))
+
+    def turned(self) -> Box:
+        """Return the box in the full tensor transposed."""
+        return Box(self.offsets[::-1], self.numbers.t())
+
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
+        """Return what of the box lies in another one, or None."""
+        ranges = [
+            (max(place.start, first), min(place.stop, first + size))
+            for place, first, size in zip(self.places, offsets, sizes, strict=True)
+        ]
+        if any(first >= last for first, last in ranges):
+            return None
+        here = tuple(
+            slice(first - start, last - start) for (first, last), start in zip(ranges, self.offsets, strict=True)
+        )
+        return Box(tuple(first for first, _ in ranges), self.numbers[here])
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a rank holds a tensor: the full shape, that of its part, how this was cut, and which flat range it keeps."""
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard: Shard | None = None
+    span: Range | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, span: Range | None = None) -> Placement:
+        """Return how a parameter or a buffer lies in the full one; with a span, as replicas have cut it up (ZeRO)."""
+        if isinstance(tensor, DTensor):
+            local, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            return cls(tuple(tensor.shape), tuple(local), tuple(offsets))
+        shard, local = shard_of(tensor), tuple(tensor.shape)
+        shape = list(local)
+        if shard is not None:
+            shape[shard.dim] *= shard.size
+        return cls(tuple(shape), local, (0,) * len(local), shard, span)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.local == self.shape and self.span is None
+
+    def boxes(self, numbers: Tensor) -> Iterator[Box]:
+        """Yield the boxes of what this rank holds: `numbers` of the local shape, or flat with a span."""
+        for offsets, part in self._parts(numbers):
+            if self.shard is None:
+                yield Box(tuple(a + b for a, b in zip(offsets, self.offsets, strict=True)), part)
+            else:
+                yield from self._apart(self.shard, Box(offsets, part))
+
+    def _parts(self, numbers: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        if self.span is None:
+            yield (0,) * len(self.local), numbers
+            return
+        at = 0
+        for offsets, sizes in flat_boxes(self.local, *self.span):
+            count = prod(sizes)
+            yield offsets, numbers[at : at + count].view(sizes)
+            at += count
+
+    def _apart(self, shard: Shard, box: Box) -> Iterator[Box]:
+        """Yield what lies side by side here, but is in different fused blocks of the full tensor."""
+        dim, begin = shard.dim, 0
+        for place in shard.places(self.shape[dim]):
+            size = place.stop - place.start
+            window = [0] * len(self.local), list(self.local)
+            window[0][dim], window[1][dim] = begin, size
+            here = box.within(*window)
+            if here is not None:
+                moved = list(here.offsets)
+                moved[dim] += place.start - begin
+                yield Box(tuple(moved), here.numbers)
+            begin += size
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, sizes) of the boxes that the numbers [start, stop) of a tensor of this shape fill, in order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+    elif len(shape) == 1:
+        yield (start,), (stop - start,)
+    else:
+        row = prod(shape[1:])
+        first, last = -(-start // row), stop // row
+        if first > last:
+            yield from _in_row(shape, last, start, stop)
+            return
+        yield from _in_row(shape, first - 1, start, first * row)
+        if first < last:
+            yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+        yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(
+    shape: Sequence[int], number: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    begin = number * prod(shape[1:])
+    for offsets, sizes in flat_boxes(shape[1:], start - begin, stop - begin):
+        yield (number, *offsets), (1, *sizes)

@@ -1,0 +1,124 @@
+"""Checkpoints under names that transformers changes while it loads them: experts that are one tensor in the model, say.
+
+    experts.0.w1.weight   experts.0.w3.weight ─┐  stacked, and joined, where they are read:
+    experts.1.w1.weight   experts.1.w3.weight ─┴▶ experts.gate_up_proj (experts, 2 × width, hidden)
+
+The rules are transformers' own (`conversion_mapping`), looked up by the class and the type that the configuration
+names; of what they do, renaming, stacking, joining and chunking are known here. A folder that has the model's names
+already is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+from .model_names import ModelNames
+from .names import find_prefix
+from .safetensors_folder import Folder, Joined, Lying, Places
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One of several equal pieces of a tensor along `dim`."""
+
+    whole: Lying
+    dim: int
+    index: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its full shape."""
+        full = self.whole.shape
+        return (*full[: self.dim], full[self.dim] // self.count, *full[self.dim + 1 :])
+
+    def read(self, places: Places) -> Tensor:
+        """Return the numbers at these places."""
+        start, place = self.index * self.shape[self.dim], places[self.dim]
+        moved = slice(start + place.start, start + place.stop)
+        return self.whole.read((*places[: self.dim], moved, *places[self.dim + 1 :]))
+
+
+@dataclass
+class _Group:
+    """What one converter makes a tensor of, by its source patterns."""
+
+    converter: Any
+    sources: dict[str, list[Lying]] = field(default_factory=dict)
+
+
+def in_model_names(folder: Folder, names: ModelNames) -> Folder:
+    """Return the folder with its tensors under the names that they have in the model.
+
+    Raises `MisfitError` for a conversion that is not known.
+    """
+    if names.own is None or not hasattr(names.config, "model_type"):
+        return folder
+    wanted = list(names.own.values())
+    prefix = find_prefix(wanted, folder.tensors)
+    if all(prefix.in_file(name) in folder.tensors for name in wanted):
+        return folder
+    transforms = _transforms(names.config)
+    return replace(folder, tensors=_converted(folder, transforms)) if transforms else folder
+
+
+def _transforms(config: Any) -> list[Any]:
+    """Return transformers' rules for a model; none where this version has none."""
+    try:
+        rules_for = import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
+    except (ImportError, AttributeError):
+        return []
+    kinds = [*(config.architectures or ()), config.model_type]
+    own: list[Any] = next((rules for kind in kinds if (rules := rules_for(kind)) is not None), [])
+    return [*own, *(rules_for("legacy") or ())]
+
+
+def _converted(folder: Folder, transforms: Sequence[Any]) -> dict[str, Lying]:
+    loading = import_module("transformers.core_model_loading")
+    renamings = [rule for rule in transforms if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in transforms if isinstance(rule, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, Lying] = {}
+    groups: dict[str, _Group] = {}
+    for name in sorted(folder.tensors, key=loading.dot_natural_key):
+        renamed, pattern = loading.apply_converters(loading.apply_renamings(name, renamings), converters)
+        if pattern is None:
+            found[renamed] = folder.tensors[name]
+        else:
+            group = groups.setdefault(renamed, _Group(by_pattern[pattern]))
+            group.sources.setdefault(pattern, []).append(folder.tensors[name])
+    for name, group in groups.items():
+        found.update(_carried_out(folder, name, group))
+    return found
+
+
+def _carried_out(folder: Folder, name: str, group: _Group) -> Mapping[str, Lying]:
+    """Return the tensors that a converter makes."""
+    patterns, targets = group.converter.source_patterns, group.converter.target_patterns
+    made = {name: [tensor for pattern in patterns for tensor in group.sources.get(pattern, ())]}
+    for operation in group.converter.operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist":
+            stacks = [group.sources[pattern] for pattern in patterns if pattern in group.sources]
+            made = {name: [Joined(tuple(stack), operation.dim, stacks=True) for stack in stacks]}
+        elif kind == "Concatenate":
+            made = {name: [Joined(tuple(made[name]), operation.dim)]}
+        elif kind == "Chunk" and len(made[name]) == 1:
+            whole, count = made.pop(name)[0], len(targets)
+            made = {
+                name.replace(targets[0], target): [Chunk(whole, operation.dim, index, count)]
+                for index, target in enumerate(targets)
+            }
+        else:
+            raise MisfitError(
+                f"{folder.path}: transformers makes {name!r} by {kind}, which is not known here; load the model with "
+                "from_pretrained, and split it"
+            )
+    return {target: tensors[0] for target, tensors in made.items()}

@@ -1,0 +1,176 @@
+"""Chooses how blocks are cut, when they are built: of the ways that names suggest, the first that proves.
+
+    pair     assumed ─▶ other layouts and sizes ─▶ each layer alone ─▶ whole          the first that equals the block
+    tokens   sliced, gathered before columns ─▶ gathered before modules ─▶ whole      where sequences are sliced over tp
+
+What blocks will be given is guessed: ids, tokens or images for the first, and from there on what each leaves. Where no
+guess can be run, what names suggest is cut, and the first step proves it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quintsched.errors import MisfitError
+
+from ...comm import Group, ReduceOp
+from ..tensor.choice import Choice
+from ..tensor.cuts import Cut
+from ..tensor.model_cuts import TensorCuts
+from ..tensor.rules import RuleData
+from .arrivals import Arrival, Arrivals, guesses
+from .bench import Bench, Finding, Kind
+from .trial import Figures, Setting
+from .ways import Way, alone, pairs_of, replicated, ways_of
+
+_logger = logging.getLogger("quintsched.runtime")
+
+
+class Chooser:
+    """Chooses for the blocks of one rank.
+
+    Args:
+        bench: where blocks are run.
+        tensor: how names and rules have blocks cut over tp.
+        outlines: all blocks, on the meta device.
+        dtype: of the weights; None: as they are built.
+    """
+
+    def __init__(
+        self, bench: Bench, tensor: TensorCuts, outlines: Sequence[nn.Module], dtype: torch.dtype | None
+    ) -> None:
+        self._bench, self._tensor, self._outlines, self._dtype = bench, tensor, outlines, dtype
+        self._setting = Setting(tensor=bench.group)
+        self._guessed: Arrivals | None = None
+        self._has_guessed = False
+        self._codes: dict[int, list[int]] = {}
+
+    def choose(self, kind: Kind) -> Choice:
+        """Return how a kind of block is cut; all ranks of tp call this."""
+        pairs = pairs_of(kind.cuts)
+        slices = self._tensor.tokens.inside(kind.number)
+        for arrival in self._arrivals(kind):
+            whole = self._bench.whole(kind, arrival, self._setting)
+            if whole is not None:
+                return self._choose(kind, pairs, arrival, whole, slices=slices)
+        return self._note(kind, pairs, [0] * len(pairs), Choice(slices=slices))
+
+    def _arrivals(self, kind: Kind) -> list[Arrival]:
+        """Return what a block may be given, before any batch is known."""
+        device, dtype = self._bench.group.device, self._dtype or torch.float32
+        if not self._has_guessed:
+            self._has_guessed = True
+            self._guessed = Arrivals.guess(self._outlines, self._bench.group, self._dtype)
+        if self._guessed is not None:
+            return [self._guessed.at(kind.number, self._outlines[kind.number])]
+        return guesses(kind.blueprint.bare, device, dtype)
+
+    def _choose(
+        self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures, *, slices: bool
+    ) -> Choice:
+        found = [self._way_of(kind, pair, pairs, arrival, whole) for pair in pairs]
+        places = [place for place, _, _ in found]
+        rules = {path: rule for _, way, _ in found for path, rule in way.items()}
+        choice = Choice(rules, frozenset().union(*(partial for _, _, partial in found)))
+        is_asked = self._tensor.are_ruled(kind.cuts)
+        if not is_asked and self._settled(kind, choice, self._setting, arrival, whole) is None:
+            places, choice = self._together(kind, pairs, arrival, whole)
+        if slices:
+            choice = self._sliced(kind, choice, arrival, whole)
+        return self._note(kind, pairs, places, choice)
+
+    def _way_of(
+        self, kind: Kind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
+    ) -> tuple[int, Way, frozenset[str]]:
+        """Return the first way that proves, all other pairs whole, by its place among them, as rules."""
+        others = replicated(cut for other in pairs if other is not pair for cut in other)
+        is_asked = self._tensor.are_ruled(pair)
+        first: Finding | None = None
+        for place, way in enumerate(ways := ways_of(pair, is_asked=is_asked)):
+            if place == len(ways) - 1 and not is_asked:
+                break
+            settled = self._settled(kind, Choice({**others, **way}), self._setting, arrival, whole)
+            if settled is not None:
+                self._say(kind, pair, way, first)
+                return place, way, settled.partial
+            if first is None:
+                first = self._bench.find(kind, arrival, self._setting, whole, Choice({**others, **way}))
+        if is_asked:
+            return 0, {}, frozenset()  # the first step says what is wrong with it
+        self._say(kind, pair, ways[-1], first)
+        return len(ways) - 1, ways[-1], frozenset()
+
+    def _say(self, kind: Kind, pair: Sequence[Cut], way: Mapping[str, RuleData], first: Finding | None) -> None:
+        what = {str(way == alone(pair)): "cut one by one", str(way == replicated(pair)): "kept whole"}.get("True")
+        if what is None or first is None:
+            return
+        names = " and ".join(repr(cut.path) for cut in pair)
+        _logger.warning("%s: %s are %s over tp, for as a pair, %s", kind.name, names, what, first)
+
+    def _together(
+        self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
+    ) -> tuple[list[int], Choice]:
+        """Return what proves where pairs that prove one by one do not prove together."""
+        ways = [ways_of(pair, is_asked=False) for pair in pairs]
+        parted = [max(len(of_pair) - 2, 0) for of_pair in ways]
+        choice = Choice({path: rule for pair in pairs for path, rule in alone(pair).items()})
+        if self._bench.find(kind, arrival, self._setting, whole, choice) is None:
+            return parted, choice
+        last = [len(of_pair) - 1 for of_pair in ways]
+        return last, Choice(replicated(cut for pair in pairs for cut in pair))
+
+    def _settled(self, kind: Kind, choice: Choice, setting: Setting, arrival: Arrival, whole: Figures) -> Choice | None:
+        """Return a choice that proves, with those weights whose gradients are partial sums; None: it does not."""
+        finding = self._bench.find(kind, arrival, setting, whole, choice)
+        if finding is None:
+            return choice
+        if not finding.weights:
+            return None
+        choice = replace(choice, partial=choice.partial | finding.weights)
+        return choice if self._bench.find(kind, arrival, setting, whole, choice) is None else None
+
+    def _sliced(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
+        """Return a choice with what is to be done where tokens are sliced."""
+        setting = replace(self._setting, slices_tokens=True)
+        for gathers_before in (False, True):
+            sliced = replace(choice, gathers_before=gathers_before)
+            finding = self._bench.find(kind, arrival, setting, whole, sliced)
+            if finding is None:
+                return sliced
+        _logger.warning("%s is given whole tokens under sequence_parallel, for with slices, %s", kind.name, finding)
+        return replace(choice, slices=False)
+
+    def _note(self, kind: Kind, pairs: Sequence[Sequence[Cut]], places: list[int], choice: Choice) -> Choice:
+        self._codes[kind.number] = [1 + int(choice.slices), *places]
+        return choice
+
+    def share(self, kinds: Mapping[int, int], world: Group) -> dict[int, Choice]:
+        """Return how all blocks of the model are cut, chosen on whatever rank (collective).
+
+        `kinds` are the blocks here, to the first of their kind.
+        """
+        pairs = [pairs_of(cuts) for cuts in self._tensor.cuts]
+        longest = 1 + max(map(len, pairs), default=0)
+        mine = torch.zeros(len(pairs), longest, dtype=torch.int64)
+        for number, first in kinds.items():
+            code = self._codes[first]
+            mine[number, : len(code)] = torch.tensor(code)
+        every = mine.to(world.device)
+        world.all_reduce(every, ReduceOp.MAX).wait()
+        held = [number in kinds for number in range(len(pairs))]
+        if not torch.equal(every.cpu()[held], mine[held]):
+            raise MisfitError("the ranks that hold a block do not agree on how to cut it; do they run the same code?")
+        return {
+            number: self._decoded(number, pairs[number], code) for number, code in enumerate(every.tolist()) if code[0]
+        }
+
+    def _decoded(self, number: int, pairs: Sequence[Sequence[Cut]], code: Sequence[int]) -> Choice:
+        rules: Way = {}
+        for pair, place in zip(pairs, code[1:], strict=False):
+            rules |= ways_of(pair, is_asked=self._tensor.are_ruled(pair))[place]
+        return Choice(rules, slices=code[0] == 2)

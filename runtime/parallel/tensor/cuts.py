@@ -1,0 +1,137 @@
+"""One layer that is cut, and the layers that can be: linear ones, as torch and transformers write them, and embeddings.
+
+    nn.Linear     (out, in)           lora.Linear     x ─▶ base_layer ───────────────▶ + ─▶      base_layer is cut,
+    Conv1D        (in, out)                           x ─▶ lora_A ─▶ lora_B ─▶ scale ─┘          and what joins it
+
+A column whose adapter is added to its output has the adapter's second matrix cut alike, a row the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...job.choices import TensorSplit
+from ...job.tensor_rules import Parts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One layer to be cut: where it hangs, how, its fused blocks (`parts`), and whether its partner is cut too."""
+
+    parent: nn.Module | None
+    name: str
+    path: str
+    layer: nn.Module
+    split: TensorSplit
+    parts: Parts = 1
+    is_paired: bool = False
+    is_told: bool = False
+    """Whether a rule said what the parts are."""
+    scope: nn.Module | None = None
+    """The module whose columns and rows feed each other; None: the parent."""
+    owners: tuple[nn.Module, ...] = ()
+    """The modules that may keep sizes of what is cut, that which calls the columns first."""
+    divides: tuple[str, ...] = ()
+    """The attributes of owners that become those of this rank: "num_heads", "config.num_heads"."""
+    family: str = ""
+    """By which names the pair was found, if not by rules."""
+
+    @property
+    def pair(self) -> nn.Module | None:
+        """The module within which this layer and its partners are."""
+        return self.parent if self.scope is None else self.scope
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer where it hangs."""
+
+    parent: nn.Module
+    name: str
+    path: str
+    layer: nn.Module
+
+
+def join(path: str, name: str) -> str:
+    """Return the dotted name of what is called so within a path."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of either kind."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer that rules are for."""
+    return is_linear(module) or isinstance(module, nn.Embedding)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer does what its class says, and nothing besides."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return (type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)) and not any(hooks)
+
+
+def sizes_of(layer: nn.Module) -> tuple[int, int]:
+    """Return how many features a linear layer takes and gives."""
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    taken, given = weight.shape if is_conv1d(layer) else reversed(weight.shape)
+    return int(taken), int(given)
+
+
+def cut_width(cut: Cut) -> int:
+    """Return how many features or ids are divided; 0 for what is neither a linear layer nor an embedding."""
+    if is_linear(cut.layer):
+        taken, given = sizes_of(cut.layer)
+        return taken if cut.split is TensorSplit.ROW else given
+    is_embedding = isinstance(cut.layer, nn.Embedding) and cut.split is not TensorSplit.ROW
+    return int(cut.layer.num_embeddings) if is_embedding else 0  # type: ignore[arg-type]
+
+
+def cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
+    """Yield the parameters of which each rank has a shard."""
+    return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module adds the product of two small matrices to that of a linear layer (LoRA, as PEFT writes it)."""
+    base, first, second = (getattr(module, name, None) for name in ("base_layer", "lora_A", "lora_B"))
+    if not (isinstance(base, nn.Module) and is_linear(base)):
+        return False
+    others = (getattr(module, name, None) for name in ("lora_magnitude_vector", "lora_embedding_A"))
+    if any(other is not None and len(other) for other in others):
+        return False
+    return isinstance(first, nn.ModuleDict) and isinstance(second, nn.ModuleDict) and len(first) == len(second)
+
+
+def layers_at(scope: nn.Module, path: str, name: str, split: TensorSplit) -> list[Place]:
+    """Return the layers that are cut together where a linear layer is named: itself first; none if there is no such."""
+    *owners, last = name.split(".")
+    parent: nn.Module = scope
+    for owner in owners:
+        found = parent._modules.get(owner)
+        if found is None:
+            return []
+        parent = found
+    child = parent._modules.get(last)
+    if child is None:
+        return []
+    here = join(path, name)
+    if not is_adapted(child):
+        return [Place(parent, last, here, child)] if is_linear(child) else []
+    adapters = child.get_submodule("lora_A" if split is TensorSplit.ROW else "lora_B")
+    of_adapters = [
+        Place(adapters, key, f"{here}.lora_{'A' if split is TensorSplit.ROW else 'B'}.{key}", layer)
+        for key, layer in adapters.named_children()
+    ]
+    return [Place(child, "base_layer", f"{here}.base_layer", child.get_submodule("base_layer")), *of_adapters]

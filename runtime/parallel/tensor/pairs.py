@@ -1,0 +1,141 @@
+"""What surrounds the layers of a pair, once they are cut: sizes, dropouts, norms, and where tokens are gathered.
+
+    num_heads 8 ─▶ 4                              the module's own counts become this rank's
+    dropout between column and row                draws for this rank's features
+    norm of the whole width between them          x_0 │ x_1 ─▶ gather ─▶ norm ─▶ this rank's shard
+    tokens sliced outside of the module           gathered where they enter it, if its columns cannot do that
+
+A pair can be parted again, before anything has run: then each of its layers takes and gives full tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...blocks.blocks import TOKENS
+from ...comm import Group
+from ...comm.autograd_collectives import all_gather
+from ..column_row import ColumnRowPair
+from ..dropout import KeyedDropout
+from .cuts import Cut, sizes_of
+from .families import divided
+from .layers import ColumnParallelLinear, RowParallelLinear
+from .shard import shard_of
+
+_ORIGINAL = "_quintsched_sizes"
+"""Where an owner keeps what its sizes were before they were divided."""
+
+
+def divide_sizes(cuts: Iterable[Cut], size: int) -> None:
+    """Let the modules that keep sizes of what is cut keep those of this rank."""
+    wanted = {(id(owner), name): (owner, name) for cut in cuts for owner in cut.owners for name in cut.divides}
+    for owner, name in wanted.values():
+        configured, dot, count = name.partition(".")
+        if not hasattr(owner, configured):
+            continue
+        value = before = getattr(owner, configured)
+        if dot:
+            value = copy.copy(before)
+            setattr(value, count, divided(getattr(before, count), size))
+        else:
+            value = divided(before, size)
+        owner.__dict__.setdefault(_ORIGINAL, {}).setdefault(configured, before)
+        setattr(owner, configured, value)
+
+
+def _restore_sizes(owner: nn.Module) -> None:
+    for name, value in owner.__dict__.pop(_ORIGINAL, {}).items():
+        setattr(owner, name, value)
+
+
+def join_pair(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
+    """Let columns and rows, and what drops out between them, at whatever depth, know of each other."""
+    pair = ColumnRowPair(group, sum(isinstance(layer, ColumnParallelLinear) for layer in layers))
+    dropouts = (layer for layer in scope.modules() if isinstance(layer, KeyedDropout))
+    for layer in (*layers, *dropouts):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
+            layer.pair = pair
+    for adapted in filter(is_cut_adapter, scope.modules()):
+        of_adapter = None
+        if isinstance(adapted.base_layer, RowParallelLinear):
+            of_adapter = ColumnRowPair(group, is_between=True)
+        for layer in adapted.get_submodule("lora_dropout").modules():
+            if isinstance(layer, KeyedDropout):
+                layer.pair = of_adapter
+
+
+def is_cut_adapter(module: nn.Module) -> bool:
+    """Whether a module adds small products to a layer that is cut."""
+    base = getattr(module, "base_layer", None)
+    return isinstance(base, ColumnParallelLinear | RowParallelLinear) and hasattr(module, "lora_dropout")
+
+
+def gather_wide_norms(cuts: Sequence[Cut], group: Group) -> None:
+    """Let those modules between columns and rows that work on the whole width be given it.
+
+    They are known by a weight as long as a column is wide; on whole tokens they work as ever.
+    """
+    widths = {sizes_of(cut.layer)[1] for cut in cuts if cut.is_paired and cut.name}
+    layers = {id(cut.layer) for cut in cuts}
+    for scope in {id(cut.pair): cut.pair for cut in cuts if cut.is_paired}.values():
+        for module in scope.modules() if scope is not None else ():
+            weight = module._parameters.get("weight")
+            if weight is None or weight.dim() != 1 or shard_of(weight) is not None or id(module) in layers:
+                continue
+            if weight.shape[0] in widths and not any(True for _ in module.children()):
+                module.register_forward_pre_hook(partial(_gather_features, weight.shape[0], group))
+                module.register_forward_hook(partial(_shard_features, weight.shape[0], group))
+
+
+def _gather_features(width: int, group: Group, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.shape[-1] * group.size != width:
+        return None
+    module.__dict__["_quintsched_gathered"] = True
+    return (all_gather(x, group, -1), *args[1:])
+
+
+def _shard_features(width: int, group: Group, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if not module.__dict__.pop("_quintsched_gathered", False):
+        return None
+    return output.chunk(group.size, -1)[group.index]
+
+
+def gather_tokens_before(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
+    """Gather sliced tokens where they enter a module, instead of where they enter each of its columns."""
+    for layer in layers:
+        if isinstance(layer, ColumnParallelLinear):
+            layer.entry = "none"
+    scope.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+
+
+def _gather_tokens(
+    group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (all_gather(args[0], group, TOKENS), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: all_gather(kwargs[name], group, TOKENS)}
+
+
+def part_pairs(block: nn.Module) -> bool:
+    """Let each layer of a block that is cut take and give full tensors; return whether that can be done."""
+    layers = [m for m in block.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear) and m.pair]
+    columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
+    rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]
+    if any(column.entry != "copy" for column in columns) or any(row.exit != "sum" for row in rows):
+        return False
+    for column in columns:
+        column.pair, column.gather_output = None, True
+    for row in rows:
+        row.pair, row.input_is_parallel = None, False
+    for module in block.modules():
+        _restore_sizes(module)
+        if isinstance(module, KeyedDropout):
+            module.pair = None
+    return True
