@@ -6,6 +6,7 @@
     run_local, connect          all ranks in one process; gloo and NCCL
     MoE, apply_expert_parallel  a mixture of experts, shared out over ep
     apply_tensor_parallel, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    split, Split                a whole model, of transformers or your own, cut into blocks
     Carry                       what a block returns with tensors that ride along to later blocks (skip connections)
     defer                       how a layer of one's own puts weight gradients off to the weight half of a backward
     build_model, measure_costs  the model in one piece; what its blocks cost
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
+    from .splitting.split import Split, split
     from .train.trainer import Trainer
 
 _HOMES = {
@@ -59,6 +61,7 @@ _HOMES = {
         "VocabParallelEmbedding",
         "apply_tensor_parallel",
     ),
+    "splitting.split": ("Split", "split"),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
 }
@@ -73,6 +76,7 @@ __all__ = [
     "LoadedWeights",
     "MoE",
     "RowParallelLinear",
+    "Split",
     "StepResult",
     "Trainer",
     "Transport",
@@ -87,6 +91,7 @@ __all__ = [
     "measure_costs",
     "plan_of",
     "run_local",
+    "split",
 ]
 
 

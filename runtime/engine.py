@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quintsched.compiler import compiled_again
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -44,8 +45,10 @@ from .requirements import (
     require_movable_activations,
     require_runnable,
 )
-from .stage.build import Stage
+from .splitting.split import Split
+from .stage.build import Stage, cuts_of
 from .stage.rank_model import ModelOptions, RankModel
+from .stage.tied_weights import homes_across
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import OptimizerFn, TrainingState
@@ -115,6 +118,9 @@ class Engine:
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
+        if isinstance(blocks, Split):
+            rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
+            plan = _with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
@@ -367,3 +373,13 @@ class Engine:
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
+
+
+def _with_ties(
+    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
+) -> Plan:
+    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
+    if plan.tied or not tied or plan.stage_to_part is not None:
+        return plan
+    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
+    return (compiled_again(plan, tied=across) or plan) if across else plan

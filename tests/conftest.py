@@ -1,7 +1,29 @@
-"""What all tests share: how hard hypothesis tries. `pytest --hypothesis-profile=thorough` tries harder."""
+"""What all tests share: how hard hypothesis tries, and which cases run every day.
 
+`pytest --hypothesis-profile=thorough` tries harder. Of the cases of a test that is `sampled(k)`, every k-th runs every
+day, and all of them with the slow ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("quick", max_examples=32, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of sampled tests as slow, but for every k-th, before any are left out."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1

@@ -32,6 +32,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "interchange",
         "state",
         "stage",
+        "splitting",
         "models",
         "parallel",
         "blocks",

@@ -253,7 +253,9 @@ class PlanRunner:
         tokens = model.tensor.tokens
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device)
+        gradients.reducer.follow(flows.program)
+        room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device, room)
         cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,

@@ -204,7 +204,7 @@ class RankState:
         outcome = self.step_end.outcome
         outcome.norm, outcome.skipped, outcome.empty = None, False, False
         if self.flows.trains:
-            self.compute.gradients.reducer.attach()
+            self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:
         """End the step: nothing of its batch is kept."""

@@ -44,6 +44,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
 
     def run() -> None:
         reducer.complete(wait)
+        tally.take_along()
         reducer.divide(tally.weight(wait))
         square, work = norm.square()
         wait([work])

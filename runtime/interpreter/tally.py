@@ -2,6 +2,7 @@
 
     Fwd, Fwd, …      losses [· · …]   weights [· · …]   one row per metric   auxiliary [· · … for every piece]
     ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank, waited for when it is read, then added up
+                     or it has gone along with the last gradients (`state.passengers`), and comes with them
     StepResult       what of them a step gives
 
 Every figure has its own place, 0 on all ranks but those that bring it. So they are added up in one order, that of the
@@ -20,6 +21,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.trees import TensorSpec
 from ..comm import DoneWork, Group, Work
+from ..state.passengers import ROOM, Room
 
 Column = list[tuple[int, Tensor | float]]
 """Figures, each with its place in a row."""
@@ -57,11 +59,14 @@ class Tally:
     Attributes:
         losses, weights: what each microbatch brought so far on a last stage, tensors or numbers, by microbatch.
         metrics: one such list per metric.
+        passengers: gives the figures that are to ride along with the last gradients; None: they do not.
         auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
         figures: those of the step; before they are reduced, not-a-number.
     """
 
-    def __init__(self, num_metrics: int, num_units: int, num_pieces: int, device: torch.device) -> None:
+    def __init__(
+        self, num_metrics: int, num_units: int, num_pieces: int, device: torch.device, room: Room | None = None
+    ) -> None:
         self._device, self._num_rows, self.num_units = device, 2 + num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 1
         self._num_computed = 0
@@ -69,6 +74,8 @@ class Tally:
         self.losses, self.weights, *self.metrics, self.auxiliary = self._columns
         self._nothing = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
         self._places: dict[tuple[int, ...], Tensor] = {}
+        self._room = room if self._size <= ROOM else None
+        self.passengers = self._collect if self._room is not None else None
         self.begin()
 
     def begin(self) -> None:
@@ -94,14 +101,25 @@ class Tally:
         return loss
 
     def reduce(self, group: Group) -> None:
-        """Begin to sum what was collected over the ranks of a group; collect anew."""
+        """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
+        if self._room is None:
+            table = self._collect()
+            self.figures = self._read(table, group.all_reduce(table))
+
+    def take_along(self) -> None:
+        """Take over what has come with the gradients, which have arrived."""
+        if self._room is not None:
+            self.figures = self._read(self._room.alight(self._size), DoneWork())
+
+    def _collect(self) -> Tensor:
+        """Return what was collected, each figure at its place, float64; collect anew."""
         table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
         for row, column in enumerate(self._columns):
             _fill(table[row * self.num_units :], column, self._places_of)
             column.clear()
         if self._num_computed:
             table[-1], self._num_computed = self._num_computed, 0
-        self.figures = self._read(table, group.all_reduce(table))
+        return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
         """Return the batch's total loss weight, 0-dimensional, waiting until it is known."""

@@ -12,11 +12,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData, listed
 
 from ..blocks.blocks import Block, Blocks, build_block
+from ..blocks.costs import estimate_costs
 from ..blocks.dtensor import local_of, prepare_sharded
 from ..comm import Group
 from ..parallel.dropout import Masks, key_dropouts
@@ -54,6 +55,24 @@ def cut(costs: Sequence[float], layout: Layout) -> list[range]:
     stages = range(len(layout.stage_to_pp))
     ranges = partition(costs, 1 + max(map(layout.part_of, stages)))
     return [ranges[layout.part_of(stage)] for stage in stages]
+
+
+def cuts_of(plan: PlanData, blocks: Blocks, costs: Sequence[float] | None) -> list[range]:
+    """Return each stage's blocks: as the plan says, or else by what they cost (None: as estimated).
+
+    Raises `UsageError` for costs of other blocks, or where the plan leaves nothing to balance.
+    """
+    if plan.blocks_per_stage:
+        if costs is not None:
+            raise UsageError(
+                f"the plan says how many blocks each stage has ({listed(plan.blocks_per_stage)}), so that there is "
+                "nothing to balance; leave out block_costs, or compile the plan without stages"
+            )
+        return cut_as_planned(plan, len(blocks))
+    costs = estimate_costs(blocks) if costs is None else costs
+    if len(costs) != len(blocks):
+        raise UsageError(f"there are {len(costs)} block_costs for {len(blocks)} blocks")
+    return cut(costs, plan.layout)
 
 
 def cut_as_planned(plan: PlanData, num_blocks: int) -> list[range]:

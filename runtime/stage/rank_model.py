@@ -15,14 +15,11 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from quintsched.errors import UsageError
 from quintsched.ir.instructions import BwdInput
-from quintsched.ir.plan_data import listed
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, on_meta, outlines
-from ..blocks.costs import estimate_costs
 from ..blocks.dtensor import is_sharded
 from ..comm import Transport
 from ..job.choices import ContextMethod, Proofs
@@ -34,7 +31,7 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules
-from .build import build_stages, cut, cut_as_planned, require_separate
+from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
 from .microbatches import BatchCutter
 from .tied_weights import TiedWeights
@@ -95,7 +92,7 @@ class RankModel:
     def _cut(self, blocks: Blocks) -> None:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         options, tensor = self.options, self._groups.tensor
-        self.cuts = self._cuts_of(blocks)
+        self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         require_separate(blocks, self.cuts, tensor)
         self.outlines = outlines(blocks, apart=tensor.size > 1)
         self.tensor = TensorCuts(
@@ -107,21 +104,6 @@ class RankModel:
             proved=options.prove != "none",
         )
         self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
-
-    def _cuts_of(self, blocks: Blocks) -> list[range]:
-        """Return each stage's blocks: as the plan says, or else by what they cost."""
-        costs = self.options.block_costs
-        if self.plan.blocks_per_stage:
-            if costs is not None:
-                raise UsageError(
-                    f"the plan says how many blocks each stage has ({listed(self.plan.blocks_per_stage)}), so that "
-                    "there is nothing to balance; leave out block_costs, or compile the plan without stages"
-                )
-            return cut_as_planned(self.plan, len(blocks))
-        costs = estimate_costs(blocks) if costs is None else costs
-        if len(costs) != len(blocks):
-            raise UsageError(f"there are {len(costs)} block_costs for {len(blocks)} blocks")
-        return cut(costs, self.plan.layout)
 
     def _build(self, blocks: Blocks) -> None:
         options, device = self.options, self._transport.device

@@ -50,13 +50,12 @@ class TiedWeights:
         for name, weights in names.items():
             if len(set(weights)) < 2:
                 raise MisfitError(f"tied weight {name!r} names {len(set(weights))} weights; name at least two")
-        homes = {name: stages_of(weights, cuts) for name, weights in names.items()}
-        if homes and plan.stage_to_part is not None:
+        across = homes_across(names, cuts)
+        if names and plan.stage_to_part is not None:
             raise MisfitError(
-                f"the model ties weights ({', '.join(homes)}), which a bidirectional schedule cannot: its twins "
+                f"the model ties weights ({', '.join(names)}), which a bidirectional schedule cannot: its twins "
                 "already add up all they hold; take another schedule, or untie them"
             )
-        across = {name: held for name, held in homes.items() if len(held) > 1}
         planned = {name: tuple(held) for name, held in plan.tied.items()}
         if across != planned:
             _refuse(across, planned)
@@ -129,6 +128,12 @@ def _join(weights: Sequence[str], stages: Mapping[int, Stage]) -> Iterator[nn.Pa
             setattr(stages[stage].get_submodule(owner), name, first)
         if here:
             yield named[here[0]]
+
+
+def homes_across(names: Mapping[str, Sequence[str]], cuts: Sequence[range]) -> dict[str, tuple[int, ...]]:
+    """Return for each name whose weights lie on several stages which these are: what a plan has to tie."""
+    homes = {name: stages_of(weights, cuts) for name, weights in names.items()}
+    return {name: held for name, held in homes.items() if len(held) > 1}
 
 
 def stages_of(weights: Sequence[str], cuts: Sequence[range]) -> tuple[int, ...]:

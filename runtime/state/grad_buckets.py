@@ -28,6 +28,7 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
 from .master_weights import Masters, is_low
+from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
@@ -62,7 +63,17 @@ class GradBucket:
     shard: Tensor
     views: list[Tensor]
 
-    def __init__(self, plan_bucket: PlanBucket, parameters: Sequence[nn.Parameter], masters: Masters) -> None:
+    room: Room | None = None
+    """Where figures of the step ride along with its reduction."""
+
+    def __init__(
+        self,
+        plan_bucket: PlanBucket,
+        parameters: Sequence[nn.Parameter],
+        masters: Masters,
+        *,
+        has_room: bool = False,
+    ) -> None:
         self.plan_bucket, self.stage = plan_bucket, plan_bucket.stage
         self.parameters = tuple(parameters)
         self.comes_summed = comes_summed(parameters[0])
@@ -72,12 +83,15 @@ class GradBucket:
         self.missing: set[Tensor] = set(parameters)
         self.ready = self.notes_arrivals = False
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._room_size = room_for(dtype) if has_room else 0
         self._lay_out(local, dtype, masters)
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         layout = FlatLayout.packed(local)
-        self.flat = self.shard = torch.empty(layout.size, dtype=dtype, device=local[0].device)
+        self._sent = torch.empty(layout.size + self._room_size, dtype=dtype, device=local[0].device)
+        self.flat = self.shard = self._sent[: layout.size]
+        self.room = Room(self._sent[layout.size :]) if self._room_size else None
         self.views = layout.views(self.flat)
         masters_of = [masters.of(parameter) for parameter in self.parameters]
         self._grads = [
@@ -118,8 +132,8 @@ class GradBucket:
         """Make full gradients resident, so that they can be added up: here they always are."""
 
     def reduce(self, group: Group) -> Work:
-        """Begin to sum the gradients over the replicas."""
-        return group.all_reduce(self.flat)
+        """Begin to sum the gradients over the replicas, and what rides along."""
+        return group.all_reduce(self._sent)
 
     def finish_reduction(self) -> None:
         """Take over what has been reduced: here it is in its place."""

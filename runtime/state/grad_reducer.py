@@ -12,16 +12,17 @@ follows (division, norm, scaling) is done to each rank's shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from quintsched.ir.instructions import AllReduceBucket, Instruction, ReduceScatterBucket
 
-from ..comm import Work
+from ..comm import Group, Work
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, Wait
 from .grad_sums import GradSums
+from .passengers import Room
 
 
 class GradReducer:
@@ -49,6 +50,7 @@ class GradReducer:
         self._under_way: list[tuple[GradBucket, Work]] = []
         self.reshards = any(bucket.reshards for bucket in buckets)
         """Whether full gradients are resident only from a backward to their reduction."""
+        self._passengers: Callable[[], Tensor] | None = None
 
     def follow(self, program: Sequence[Instruction]) -> None:
         """Take over the order of a program's reductions, each as often as it makes it, before its step begins."""
@@ -59,8 +61,12 @@ class GradReducer:
         buckets = (bucket for i in reductions for bucket in of_plan.get(PlanBucket(i.stage, i.bucket), ()))
         self._order = [bucket for bucket in buckets if not bucket.comes_summed]
 
-    def attach(self) -> None:
-        """See to it that backwards bring new gradients, whatever was done to the parameters between steps."""
+    def begin(self, passengers: Callable[[], Tensor] | None = None) -> None:
+        """See to it that backwards bring new gradients, whatever was done to the parameters between steps.
+
+        `passengers` are the figures that ride along with the last reduction, asked for when it is launched.
+        """
+        self._passengers = passengers
         for bucket in self._buckets:
             bucket.attach()
 
@@ -72,6 +78,11 @@ class GradReducer:
         is_summed = bucket in self._buckets.partial_sums or not self._tied.parameters.isdisjoint(bucket.parameters)
         is_reduced = self._buckets.replicas_of(bucket).size > 1 and not bucket.comes_summed
         return is_reduced and not is_summed and not self._in_turn
+
+    def room_among(self, group: Group) -> Room | None:
+        """Return where figures can ride along with the last reduction, if that is one over the ranks of a group."""
+        last = self._order[-1] if self._order else None
+        return last.room if last is not None and self._buckets.replicas_of(last).ranks == group.ranks else None
 
     def allocate_full(self, stage: int, wait: Wait) -> None:
         """Make full gradients of `stage` resident, once those that are under way are gone."""
@@ -93,6 +104,8 @@ class GradReducer:
             bucket = self._order[self._num_launched]
             bucket.ready = False  # its turn may come again
             bucket.fill()
+            if self._passengers is not None and bucket.room is not None:
+                bucket.room.board(self._passengers())  # the last one: all forwards are done
             self._num_launched += 1
             self._under_way.append((bucket, bucket.reduce(self._buckets.replicas_of(bucket))))
 

@@ -7,14 +7,14 @@ ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.ir.instructions import OptStep
+from quintsched.ir.instructions import AllReduceBucket, Instruction, OptStep
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import local_of
@@ -78,13 +78,13 @@ class TrainingState:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._stats = MemoryStats()
         self.weights = ShardedWeights()
-        buckets = self._make_buckets(plan, bucket_bytes)
+        buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
         steps = [i.stages for i in plan.programs[pp_rank] if isinstance(i, OptStep)]
         self.optimizers = build_optimizers(optimizer, steps, stages, self.masters)
         self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
 
-    def _make_buckets(self, plan: Plan, bucket_bytes: int) -> GradBuckets:
+    def _make_buckets(self, plan: Plan, pp_rank: int, bucket_bytes: int) -> GradBuckets:
         cut = cut_stages(
             self._stages,
             plan.buckets_per_stage,
@@ -97,9 +97,19 @@ class TrainingState:
             buckets = self._shard(cut, plan.buckets_per_stage)
         else:
             self.masters = Masters(self._stages)
-            buckets = [GradBucket(plan_bucket, parameters, self.masters) for plan_bucket, parameters in cut]
+            last = self._last_reduced(cut, plan.programs[pp_rank])
+            buckets = [
+                GradBucket(plan_bucket, parameters, self.masters, has_room=number == last)
+                for number, (plan_bucket, parameters) in enumerate(cut)
+            ]
             self._count_full(buckets)
         return GradBuckets(buckets, self._stages, self._groups, first_expert_bucket=plan.buckets_per_stage)
+
+    def _last_reduced(self, cut: Cut, program: Sequence[Instruction]) -> int | None:
+        """Return which of the buckets is reduced last of all, if that is among several replicas."""
+        order = [PlanBucket(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)]
+        found = [number for reduced in order for number, (plan_bucket, _) in enumerate(cut) if plan_bucket == reduced]
+        return found[-1] if found and self._groups.replicas.size > 1 else None
 
     def _shard(self, cut: Cut, first_expert_bucket: int) -> list[GradBucket]:
         """Shard weights over their replicas, and with them gradients and what the optimizer works on."""

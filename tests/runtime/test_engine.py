@@ -187,7 +187,10 @@ def test_named_parameters_for_the_optimizer() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "samples", "message"),
-    [("pp=1", 0, r"inputs of shape \(0, 1, 8, 8\) cannot be cut .* no samples"), ("pp=2", 8, "mesh pp=2 has 2 ranks, but 1 process was")],
+    [
+        ("pp=1", 0, r"inputs of shape \(0, 1, 8, 8\) cannot be cut .* no samples"),
+        ("pp=2", 8, "mesh pp=2 has 2 ranks, but 1 process was"),
+    ],
 )
 def test_what_does_not_fit_is_refused(mesh: str, samples: int, message: str) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)

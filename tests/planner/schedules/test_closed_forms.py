@@ -179,6 +179,7 @@ def shapes(name: str, pp: int, numbers: Sequence[int]) -> Iterator[Case]:
             yield Case(name, pp, chunks, slices, microbatches)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("numbers", [FEW, pytest.param(MICROBATCHES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("pp", PP)
 @pytest.mark.parametrize("name", FORMS)
@@ -200,6 +201,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     return Case(name, pp, chunks, slices, draw(st.integers(1, 3)) * pp if rounds else draw(st.integers(1, 24)), *costs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=200)
 @given(data=st.data())
@@ -230,6 +232,7 @@ def test_exactly_where_the_forms_of_the_paper_hold(name, data):
     assert (time == float(case.ideal + form)) == (holds or case.P == 1 or W == 0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 15])

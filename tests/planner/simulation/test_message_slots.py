@@ -164,6 +164,7 @@ def require_same(plan: qs.Plan, lifetimes: Lifetimes, alive: list[set[Value]]) -
     assert found == alive
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shapes", [SHAPES[2:7:2], pytest.param(SHAPES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("schedule", all_schedules(), ids=lambda found: found.name)
 def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(

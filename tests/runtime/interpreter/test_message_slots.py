@@ -152,6 +152,7 @@ def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("recompute", [0, 1])

@@ -258,6 +258,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_equal_one_process(mesh: str) -> None:
     sizes = qs.Mesh.parse(mesh)
@@ -265,6 +266,7 @@ def test_meshes_equal_one_process(mesh: str) -> None:
     require_equality(qs.compile("1f1b", mesh=mesh, microbatches=microbatches))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "chunks", "recompute"),
     [
@@ -285,6 +287,7 @@ def test_other_schedules_equal_one_process(schedule: str, mesh: str, chunks: int
     require_equality(plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -303,6 +306,7 @@ def test_variants_equal_one_process(mesh: str, options: dict[str, Any]) -> None:
 LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "shared_experts": 2, "positions": "rope", "kv_heads": 2}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "more", "options"),
     [

@@ -66,12 +66,14 @@ def difference_on(
     return worst_difference(found, alone)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes", [sizes for sizes in product((1, 2), repeat=4) if sizes[2] > 1], ids=str)
 def test_eight_meshes_equal_one_process(sizes: tuple[int, ...]) -> None:
     plan = qs.compile("1f1b", mesh=qs.Mesh(**dict(zip(AXES, sizes, strict=True))), microbatches=2)
     assert difference_on(plan, ids_task(2, 8, LENGTH), lively_gpt()) <= 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.grad_buckets import GradBucket, PlanBucket, cut_buckets
 from quintsched.runtime.state.master_weights import Masters
+from quintsched.runtime.state.passengers import ROOM, Room, room_for
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 from ..toys import Task, sgd, share, tiny_vit
@@ -76,7 +80,8 @@ def test_buckets_are_launched_while_the_last_backward_runs() -> None:
         engine.step(torch.randn(4, 6), torch.randn(4, 6))
 
     run_local(2, run)
-    launched = ["launch 6", "launch 36", "launch 6", "launch 36"]
+    last = 36 + room_for(torch.float32)
+    launched = ["launch 6", "launch 36", "launch 6", f"launch {last}"]
     assert [note for note in notes[0] if note.startswith("launch")] == launched
     assert notes[0] == notes[1]
     last_microbatch = notes[0][notes[0].index("launch 6") :]
@@ -119,3 +124,39 @@ def test_no_reduction_without_replicas() -> None:
 
     engine._groups.replicas.all_reduce = refuse  # type: ignore[method-assign, assignment]
     assert torch.isfinite(engine.step(*share(engine, task.inputs[0], task.targets[0])).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_figures_that_ride_along_are_added_up_to_the_last_bit(dtype: torch.dtype) -> None:
+    figures = torch.randn(ROOM, dtype=torch.float64) * 10.0 ** torch.arange(-20, 20).repeat(5)[:ROOM]
+    figures[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    others = torch.zeros(ROOM, dtype=torch.float64)
+    memories = torch.full((2, room_for(dtype)), torch.nan, dtype=dtype)
+    for memory, brought in zip(memories, (figures, others), strict=True):
+        Room(memory).board(brought)
+    total = memories.sum(0)
+    room = Room(memories[0])
+    memories[0].copy_(total)
+    assert torch.equal(room.alight(ROOM)[3:], figures[3:])
+    assert not room.alight(3).isfinite().any()
+
+
+def test_a_step_of_replicas_is_one_collective() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
+    counts = [0, 0]
+
+    def run(transport: Transport) -> float:
+        engine = Engine(plan, [lambda: nn.Linear(6, 6)], nn.functional.mse_loss, sgd, transport=transport)
+        for group in (engine._groups.replicas, engine._groups.metrics):
+            group.all_reduce = partial(counted, transport.rank, group.all_reduce)  # type: ignore[method-assign]
+        engine.step(torch.ones(4, 6), torch.zeros(4, 6))
+        counts[transport.rank] = 0
+        return engine.step(torch.ones(4, 6), torch.zeros(4, 6)).loss.item()
+
+    def counted(rank: int, reduce: Callable[..., object], *given: object) -> object:
+        counts[rank] += 1
+        return reduce(*given)
+
+    first, second = run_local(2, run)
+    assert first == second
+    assert counts == [1, 1]

@@ -78,6 +78,7 @@ def _placed(cases: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[int, ...], tup
 MESHES = ("dp=2,pp=2", "dp=4", "dp=2,tp=2", "dp=2,tp=2 sequence", "cp=2,pp=2")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "mesh", "zero"), a_third(list(product(SCHEDULES, MESHES, STAGES))))
 def test_schedules_and_meshes_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
     axes, _, sequence = mesh.partition(" ")
@@ -96,6 +97,7 @@ def test_experts_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
     require_equality_of_experts(qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "more"),
@@ -226,6 +228,7 @@ def test_a_step_that_is_not_finite_changes_nothing(zero: int) -> None:
     run_local(4, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("zero", STAGES)
 def test_a_run_goes_on_bit_by_bit_from_its_state(zero: int, dtype: torch.dtype) -> None:
@@ -307,6 +310,7 @@ def measure(plan: qs.Plan, dtype: torch.dtype = torch.float32) -> list[StateByte
     return run_local(plan.mesh.size, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("mesh", "replicas"), [("dp=2,pp=2", 2), pytest.param("dp=4", 4, marks=slow)])
 def test_memory_is_that_of_the_formula_and_of_the_simulator(schedule: str, mesh: str, replicas: int) -> None:

@@ -25,7 +25,10 @@ LONGEST = 16
 
 
 def small_gpt(depth: int = 2, dropout: float = 0.2) -> Blocks:
-    return gpt(DataSpec(input_shape=(LONGEST,), num_classes=CLASSES), GPTOptions(hidden=8, depth=depth, heads=2, dropout=dropout))
+    return gpt(
+        DataSpec(input_shape=(LONGEST,), num_classes=CLASSES),
+        GPTOptions(hidden=8, depth=depth, heads=2, dropout=dropout),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,7 @@
+"""Whole models of other people cut into blocks, by the code that they have: `split`.
+
+    model ──▶ frame (its forward, no weights) ──▶ flow (what passes between its layers) ──▶ blocks ──▶ proved ──▶ Split
+
+`frame` is a copy whose forward can be walked without weights, `flow` what such walks find out, `parts` the blocks that
+come of it, `structure` where layers are, `adapters` what is known of a library. Imports `parallel` and `blocks`.
+"""

@@ -1,0 +1,104 @@
+"""Models of transformers: what they are called with, what of their output counts, and their losses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.errors import UsageError
+
+LENGTH, SAMPLES = 8, 2
+"""Of the inputs that a model is tried with."""
+
+OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
+"""What of a model's output its last block returns: the first that there is."""
+
+IGNORED = -100
+"""The label that counts for nothing."""
+
+
+def is_one(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def settings(model: Any) -> dict[str, Any]:
+    """Return what a forward is called with besides its inputs: no cache."""
+    config = model.config
+    return {"use_cache": False} if hasattr(config, "use_cache") and not config.is_encoder_decoder else {}
+
+
+def example(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return small random inputs of a model, by name; raises `UsageError` where its kind is not known."""
+    config, name = model.config, model.main_input_name
+    dtype = model.dtype
+    text = config.get_text_config()
+    if name == "input_ids":
+        ids = torch.randint(3, text.vocab_size, (SAMPLES, LENGTH), generator=generator)
+        inputs = {name: ids}
+    elif name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        inputs = {name: torch.randn(SAMPLES, config.num_channels, height, width, generator=generator, dtype=dtype)}
+    elif name == "input_features":
+        length = 2 * getattr(config, "max_source_positions", LENGTH)
+        inputs = {name: torch.randn(SAMPLES, config.num_mel_bins, length, generator=generator, dtype=dtype)}
+    else:
+        raise UsageError(
+            f"{type(model).__name__} takes {name!r}; give it an example of its inputs: split(model, example={{…}})"
+        )
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(3, text.vocab_size, (SAMPLES, LENGTH), generator=generator)
+    return inputs
+
+
+def select(output: Any) -> Any:
+    """Return what counts of a model's output."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return next((output[name] for name in OUTPUTS if output.get(name) is not None), output)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def loss_of(model: Any) -> Callable[..., Any] | None:
+    """Return the loss that goes with a model's head, as (sum, weight); None where it has none that is known."""
+    name = type(model).__name__
+    if name.endswith("ForCausalLM") or name.endswith("LMHeadModel"):
+        return causal_lm_loss
+    if name.endswith(("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining")):
+        return token_loss
+    if name.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
+        kind = getattr(model.config, "problem_type", None) or (
+            "regression" if getattr(model.config, "num_labels", 2) == 1 else "single_label_classification"
+        )
+        return {"regression": regression_loss, "multi_label_classification": multi_label_loss}.get(kind, token_loss)
+    return None
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each token's successor: labels are the ids, and those of -100 count for nothing."""
+    return token_loss(logits[:, :-1], labels[:, 1:])
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of labels (…) under logits (…, classes), those of -100 left out; summed, and how many there are."""
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def regression_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Squared error, summed over the samples."""
+    return F.mse_loss(logits.flatten(1).squeeze(1), labels.to(logits.dtype), reduction="sum"), labels.numel()
+
+
+def multi_label_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Binary cross-entropy of each class, summed."""
+    return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum"), labels.numel()

@@ -1,0 +1,224 @@
+"""A model's forward without its weights: it can be walked anywhere, to learn what it passes to its layers.
+
+    model                     frame: the same code and settings          role
+    ├─ embed (weights)        ├─ embed     gives what has its shapes     beside
+    ├─ rotary (no weights)    ├─ rotary    runs                          beside
+    ├─ layers                 ├─ layers                                  way
+    │  ├─ 0 … n-1             │  ├─ 0 … n-1  ask the walk               layer
+    └─ head (weights)         └─ head      gives what has its shapes     beside
+
+A `Walk` runs the forward of a frame once, and decides what the calls of layers give. What a module beside them would
+give is filled with NaN, so that whatever depends on weights that are not there shows it, or with finite numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from quintsched.errors import MisfitError
+
+_CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
+
+
+class Frame:
+    """A copy of a model without weights; its buffers are copies.
+
+    Args:
+        model: the model; it is left as it is.
+        layers: the names of its modules whose calls are cuts.
+
+    Attributes:
+        root: the copy.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
+        self.layers = tuple(layers)
+        metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+        try:
+            self.root = copy.deepcopy(model, dict[int, object](metas))
+        except Exception as error:
+            raise MisfitError(f"{type(model).__name__} cannot be copied, and so not be split: {error}") from error
+        ways = {name[:length] for name in self.layers for length in _ends(name)}
+        inner = tuple(f"{name}." for name in self.layers)
+        for name, module in list(self.root.named_modules()):
+            if name in self.layers:
+                _become(module, _Layer)
+                module.to("meta")
+            elif name in ways:
+                _become(module, _Way)
+            elif not name.startswith(inner):
+                _become(module, _Beside)
+                if any(True for _ in module.parameters()):
+                    module.to("meta")
+        self._index()
+
+    def _index(self) -> None:
+        self.names: dict[int, str] = {id(module): name for name, module in self.root.named_modules()}
+        self.ways = [module for module in self.root.modules() if isinstance(module, _Way)]
+        for way in self.ways:
+            way.eval()
+
+    def copy(self) -> Frame:
+        """Return another frame of the same model, which shares nothing with this one."""
+        other = object.__new__(Frame)
+        other.layers, other.root = self.layers, copy.deepcopy(self.root)
+        other._index()
+        return other
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the name of a module of the frame in the model."""
+        return self.names[id(module)]
+
+    def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
+        """Yield where a module hangs, parent and name there: the modules of one object may hang in several places."""
+        wanted = self.root.get_submodule(name)
+        for module in self.root.modules():
+            yield from ((module, key) for key, child in module._modules.items() if child is wanted)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Let the weights that are not here be of this type."""
+        for parameter in self.root.parameters():
+            if parameter.is_meta and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+    def move(self, device: torch.device) -> None:
+        """Bring what runs in a frame to a device."""
+        for module in self.root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+    def set_training(self, training: bool) -> None:
+        """Let the code between the layers know whether it is training."""
+        for way in self.ways:
+            way.training = training
+
+
+def _ends(name: str) -> list[int]:
+    """Return where the names of what contains `name` end."""
+    parent = name.rpartition(".")[0]
+    return [0, *(place for place, letter in enumerate(parent) if letter == "."), len(parent)]
+
+
+class Walk:
+    """One run of a frame's forward.
+
+    Args:
+        frame: whose.
+        device: where its tensors are.
+
+    Attributes:
+        calls: how many calls of layers there were.
+        inside: whether a module beside runs, in which nothing is replaced.
+    """
+
+    def __init__(self, frame: Frame, device: torch.device) -> None:
+        self.frame, self.device = frame, device
+        self.calls, self.inside = 0, False
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Run the forward, with arguments by name."""
+        self.frame.move(self.device)
+        token = _CURRENT.set(self)
+        try:
+            return self.frame.root(**arguments)
+        finally:
+            _CURRENT.reset(token)
+
+    def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what call `number` of a layer gives."""
+        raise NotImplementedError
+
+    def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a module beside the layers gives: what has no weights runs, all else is filled."""
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            return args[0] if args else next(iter(kwargs.values()))
+        self.inside = True
+        try:
+            if not any(True for _ in module.parameters()):
+                return module(*args, **kwargs)
+            return self.filled(self.on_meta(module, args, kwargs))
+        finally:
+            self.inside = False
+
+    def on_meta(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module on the meta device."""
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        with torch.no_grad():
+            return module(*args, **kwargs)
+
+    def filled(self, tree: Any) -> Any:
+        """Return a tree of tensors like those of `tree`, on the walk's device."""
+        return tree_map(lambda leaf: self.fill(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def fill(self, like: Tensor) -> Tensor:
+        """Return what stands for a tensor whose numbers are not known."""
+        if like.is_floating_point() or like.is_complex():
+            return torch.full(like.shape, torch.nan, dtype=like.dtype, device=self.device)
+        return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+
+    def weight(self, owner: nn.Module, name: str, parameter: Tensor) -> Tensor:
+        """Return what stands for a weight that code uses without calling the module that has it."""
+        return self.fill(parameter)
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+class _Watched:
+    """What the classes of a frame's modules have in common: weights that are not here are asked of the walk."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)  # type: ignore[misc]
+        walk = _CURRENT.get()
+        if isinstance(found, Tensor) and found.is_meta and walk is not None and not walk.inside:
+            return walk.weight(self, name, found)  # type: ignore[arg-type]
+        return found
+
+
+class _Layer(_Watched):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        walk = _CURRENT.get()
+        if walk is None or walk.inside:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        number, walk.calls = walk.calls, walk.calls + 1
+        return walk.layer(self, number, args, kwargs)  # type: ignore[arg-type]
+
+
+class _Way(_Watched):
+    pass
+
+
+class _Beside(_Watched):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        walk = _CURRENT.get()
+        if walk is None or walk.inside:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return walk.beside(self, args, kwargs)  # type: ignore[arg-type]
+
+
+def _become(module: nn.Module, role: type) -> None:
+    module.__class__ = _in_role(type(module), role)  # type: ignore[arg-type]
+
+
+@cache
+def _in_role(kind: type, role: type) -> type:
+    """Return a class that is `kind` in a role; its `device`, if it derives one from weights, is that of the walk."""
+    body: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if isinstance(getattr(kind, "device", None), property):
+        body["device"] = property(_device_of)
+    return type(kind.__name__, (role, kind), body)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    walk = _CURRENT.get()
+    return torch.device("cpu") if walk is None else walk.device

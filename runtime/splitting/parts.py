@@ -1,0 +1,203 @@
+"""The blocks of a model that was split: layers as they are, and segments of what comes before, between and behind.
+
+    stage ──▶ LayerBlock    hidden ─▶ what the model's forward calls the layer with ─▶ the layer, its names as they are
+          ──▶ Segment       hidden ─▶ the model's forward, in which the block's own modules are real
+
+A block's weights are the model's own modules. The forward that leads to them runs on a frame, without weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError, UsageError, suggest
+
+from ..blocks.blocks import Carry
+from .flow import SpanWalk, hidden_of
+from .frame import Frame
+from .origin import Origin, as_meta, computable
+
+SELF = "self"
+
+
+class _LayerBlock:
+    """What a layer's class is mixed with: it is called as a block, and calls itself as the model's forward does."""
+
+    _origin: Origin
+    _number: int
+
+    def _run(self, hidden: Tensor, /, **given: Any) -> Tensor:
+        args, kwargs = self._origin.arguments(self._number, hidden, given)
+        made = super().forward(*args, **kwargs)  # type: ignore[misc]
+        call = self._origin.spans[self._number].calls.start
+        return hidden_of(self._origin.flow.results[call], made)
+
+
+def layer_block(layer: nn.Module, origin: Origin, number: int) -> nn.Module:
+    """Return block `number`: the layer, with the same modules and weights, to be called as a block."""
+    block = copy.copy(layer)
+    own = block.__dict__.pop("forward", None)
+    if own is not None:
+        raise MisfitError(
+            f"the forward of {type(layer).__name__} {origin.flow.calls[origin.spans[number].calls.start]!r} was put in "
+            "place of its class's; take such hooks off before the model is split"
+        )
+    block.__class__ = _block_class(type(layer), origin.takes(number))  # type: ignore[arg-type]
+    block.__dict__.update(_origin=origin, _number=number)
+    return block
+
+
+@cache
+def _block_class(kind: type, takes: tuple[str, ...]) -> type:
+    def forward(self: Any, hidden: Tensor, /, **given: Any) -> Tensor:
+        return self._run(hidden, **given)  # type: ignore[no-any-return]
+
+    forward.__signature__ = _signature("hidden", takes)  # type: ignore[attr-defined]
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
+    return type(kind.__name__, (_LayerBlock, kind), body)
+
+
+def _signature(first: str, names: Iterable[str]) -> inspect.Signature:
+    """Return the signature of a block's forward, by which a stage knows what to give it."""
+    kinds = inspect.Parameter
+    return inspect.Signature(
+        [
+            kinds(SELF, kinds.POSITIONAL_ONLY),
+            kinds(f"_{first}", kinds.POSITIONAL_ONLY),
+            *(kinds(name, kinds.KEYWORD_ONLY, default=None) for name in names),
+        ]
+    )
+
+
+class Segment(nn.Module):
+    """A block that is more than one layer; its modules have the names that they have in the model.
+
+    Args:
+        model: the model whose modules they are.
+        origin: what the blocks of the model have in common.
+        number: of the block.
+    """
+
+    def __init__(self, model: nn.Module, origin: Origin, number: int) -> None:
+        super().__init__()
+        self._origin, self._number = origin, number
+        self._frame = _Own(origin.frame.copy())
+        span, flow = origin.spans[number], origin.flow
+        layers = [flow.calls[call] for call in span.calls]
+        names = outermost([*layers, *(name for phase in span.phases for name in flow.beside[phase])])
+        for name in names:
+            _hang(self, name, model.get_submodule(name))
+        self._slots = [(name, *place) for name in names if name not in layers for place in self._frame.it.places(name)]
+        self._stand_ins = [parent._modules[key] for _, parent, key in self._slots]
+        weights = {name for phase in span.phases for name in flow.weights[phase]}
+        self._weights = sorted(name for name in weights if not name.startswith(tuple(f"{n}." for n in names)))
+        for name in self._weights:
+            _hang(self, name, model.get_parameter(name))
+        self.training = model.training
+
+    def forward(self, given: Any, /, **extras: Any) -> Any:
+        """Run the block's part of the model's forward."""
+        origin, span = self._origin, self._origin.spans[self._number]
+        inputs = origin.inputs_of(extras)
+        if span.is_first:
+            inputs = {**inputs, **self._named(given, inputs)}
+        like = next(value for value in (inputs.values() if span.is_first else [given]) if isinstance(value, Tensor))
+        self._settle(is_meta=like.is_meta)
+        riders = {name: value for name, value in extras.items() if name not in origin.inputs and value is not None}
+        walk = _SegmentWalk(self, computable(like).device, None if span.is_first else computable(given), riders)
+        output = walk.go(origin.called_with(inputs, like))
+        if span.is_last:
+            selected = origin.select(output)
+            return as_meta(selected) if like.is_meta else selected
+        beside = {**walk.made, **self._carried(inputs, extras)}
+        assert walk.left is not None
+        left = as_meta(walk.left) if like.is_meta else walk.left
+        return Carry(left, **(as_meta(beside) if like.is_meta else beside)) if beside else left
+
+    def _named(self, given: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs by name, from what a batch has: the first of them, or all by name."""
+        origin = self._origin
+        if not isinstance(given, Mapping):
+            return {origin.inputs[0]: given}
+        for name in given:
+            if name not in origin.inputs and name not in TARGET_NAMES:
+                raise UsageError(
+                    f"a batch has {name!r}, which the model's forward does not take{suggest(name, origin.inputs)}"
+                )
+        return origin.inputs_of(given)
+
+    def _carried(self, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what later blocks need of the inputs, and are not given as extras."""
+        if not self._origin.spans[self._number].is_first:
+            return {}
+        kept = {name: value for name, value in inputs.items() if extras.get(name) is None}
+        return {name: value for name, value in kept.items() if name not in self._origin.uncarried}
+
+    def _settle(self, *, is_meta: bool) -> None:
+        """Let the frame have the block's modules as they are now; where only shapes matter, its own."""
+        frame = self._frame.it
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
+        if dtype is not None:
+            frame.cast(dtype)
+        for (name, parent, key), stand_in in zip(self._slots, self._stand_ins, strict=True):
+            parent._modules[key] = stand_in if is_meta else self.get_submodule(name)
+        for name in self._weights:
+            owner, _, key = name.rpartition(".")
+            frame.root.get_submodule(owner)._parameters[key] = self.get_submodule(owner)._parameters[key]
+
+
+class _Own:
+    """Holds a frame, so that it is not among the block's modules; copies of a block share it."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.it = frame
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Own:
+        return self
+
+
+TARGET_NAMES = ("labels", "targets", "label", "label_ids", "start_positions", "end_positions")
+"""What a batch may have beside the model's inputs: it is for the loss."""
+
+
+class _SegmentWalk(SpanWalk):
+    def __init__(self, block: Segment, device: torch.device, hidden: Tensor | None, riders: dict[str, Any]) -> None:
+        origin = block._origin
+        taken = {name: computable(rider) for name, rider in riders.items()}
+        super().__init__(block._frame.it, device, origin.flow, block._number, origin.spans, hidden, taken)
+        self._block = block
+
+    def is_training(self) -> bool:
+        return self._block.training
+
+    def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self._block.get_submodule(self.flow.calls[number])
+        if not any(p.is_meta for p in own.parameters()):
+            return own(*args, **kwargs)
+        return self.filled(self.on_meta(own, args, kwargs))
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """Return the names of modules that none of the others contains."""
+    found = dict.fromkeys(names)
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _hang(block: nn.Module, name: str, what: nn.Module | nn.Parameter) -> None:
+    """Register a module or a weight under the name that it has in the model."""
+    *owners, key = name.split(".")
+    for owner in owners:
+        if owner not in block._modules:
+            block.add_module(owner, nn.Module())
+        block = block.get_submodule(owner)
+    if isinstance(what, nn.Module):
+        block.add_module(key, what)
+    else:
+        block.register_parameter(key, what)

@@ -1,0 +1,72 @@
+"""The proof of a split: the whole model and the chain of its blocks give the same numbers for a small input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from quintsched.errors import MisfitError
+
+from ..blocks.blocks import accepted_extras, split_result
+
+TOLERANCE = 1e-5
+"""Of the largest number; the same operations run, so there is no rounding to speak of."""
+
+
+def require_equal(
+    model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], select: Callable[[Any], Any]
+) -> None:
+    """Raise `MisfitError` unless the blocks, one after the other, give what the model gives."""
+    with _evaluating([model, *blocks]), torch.no_grad():
+        whole = select(model(**inputs))
+        chained = chain(blocks, dict(inputs))
+    expected, found = tree_flatten(whole)[0], tree_flatten(chained)[0]
+    if len(expected) != len(found):
+        raise MisfitError(
+            f"the blocks of {type(model).__name__} give {len(found)} tensors, and the model {len(expected)}"
+        )
+    for one, other in zip(expected, found, strict=True):
+        off = _off(one, other)
+        if not off <= TOLERANCE:
+            raise MisfitError(
+                f"the blocks of {type(model).__name__} do not give what the model gives: off by {off:.1g} of its "
+                "largest number; its forward does more between its layers than can be found by running it: name other "
+                "blocks, split(model, blocks=[…]), or write them by hand"
+            )
+
+
+def chain(blocks: Sequence[nn.Module], given: Any) -> Any:
+    """Run blocks one after the other, with what rides along."""
+    riders: dict[str, Tensor] = {}
+    for block in blocks:
+        accepts = accepted_extras(block)
+        given, fresh, _ = split_result(block(given, **{n: r for n, r in riders.items() if accepts(n)}))
+        riders |= fresh
+    return given
+
+
+def _off(expected: Any, found: Any) -> float:
+    if not isinstance(expected, Tensor):
+        return 0.0 if expected == found else float("inf")
+    if not isinstance(found, Tensor) or expected.shape != found.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    return float((expected - found).abs().max() / max(1e-30, float(expected.abs().max())))
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    trained = [m for module in modules for m in module.modules() if m.training]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for module in trained:
+            module.training = True

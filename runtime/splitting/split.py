@@ -1,0 +1,204 @@
+"""A whole model cut into blocks that an engine takes: `split(model)`.
+
+model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
+      ─▶ blocks, ties taken apart ─▶ proved: the chain of the blocks gives what the model gives
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import UsageError
+
+from ..blocks.blocks import Block
+from ..parallel.tensor.rules import Rules
+from .adapters import transformers
+from .experiments import find_riders
+from .flow import HIDDEN, Flow, Span, capture
+from .frame import Frame
+from .origin import Origin
+from .parts import TARGET_NAMES, Segment, layer_block
+from .proof import require_equal
+from .structure import find_layers, named_layers
+from .ties import untie
+
+NOT_INPUTS = frozenset(
+    {*TARGET_NAMES, "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+    | {"logits_to_keep", "num_logits_to_keep", "return_loss", "cache_position", "inputs_embeds", "kwargs", "args"}
+)
+"""Parameters of a forward that say how to run, or are for the loss."""
+
+
+class Split(Sequence[Block]):
+    """The blocks of a model, for `Engine(plan, split(model), …)`.
+
+    Attributes:
+        tied: name → the weights that are one, "<block>.<name in the block>".
+        rules: which layers tensor parallelism cuts, as for `Engine`.
+        own_names: names of weights, "<block>.<name in the block>", to those in the model.
+        config: that of the model, where its library has one.
+        loss_fn: the loss that goes with the model's head: (output, targets) → (sum, weight); None: not known.
+        cuts: the names of the modules of the model that are in each block.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        tied: Mapping[str, Sequence[str]] | None = None,
+        rules: Rules | None = None,
+        own_names: Mapping[str, str] | None = None,
+        config: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        self._blocks = list(blocks)
+        self.tied = {name: tuple(weights) for name, weights in (tied or {}).items()}
+        self.rules = dict(rules or {})
+        self.own_names = dict(own_names or {})
+        self.config, self.loss_fn = config, loss_fn
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, number: int) -> Block: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Block]: ...
+    def __getitem__(self, number: int | slice) -> Block | list[Block]:
+        return self._blocks[number]
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)
+
+
+def split(
+    model: nn.Module,
+    *,
+    blocks: Sequence[str] | None = None,
+    example: Tensor | Mapping[str, Any] | None = None,
+    prove: bool = True,
+) -> Split:
+    """Cut a whole model into blocks: what comes before its layers, each layer, and what comes behind.
+
+    Args:
+        model: an `nn.Sequential`, a model of transformers, or any module whose forward calls a list of layers one
+            after the other.
+        blocks: the names of the modules that are blocks, in the order in which they are called, patterns among them
+            (["embed", "layers.*", "norm", "head"]); None: the entries of its lists of modules.
+        example: small inputs of two samples or more: what the forward is called with, a tensor or a mapping by name.
+            Models of transformers need none.
+        prove: whether the model and the chain of its blocks run once on these inputs, to be compared.
+
+    Raises:
+        UsageError: there are no such modules, or no layers, or no inputs.
+        MisfitError: the model cannot be split so, or its blocks give other numbers.
+    """
+    if isinstance(model, nn.Sequential) and blocks is None:
+        return _sequential(model)
+    layers = find_layers(model) if blocks is None else named_layers(model, blocks)
+    inputs = _example(model, example)
+    origin, names = _origin(model, layers, inputs)
+    made = [_block(model, origin, number) for number in range(len(origin.spans))]
+    own_names = {
+        f"{number}.{name}": f"{prefix}{name}"
+        for number, (block, prefix) in enumerate(zip(made, names, strict=True))
+        for name, _ in block.named_parameters(remove_duplicate=False)
+    }
+    tied = untie(made)
+    if prove:
+        require_equal(model, made, inputs, origin.select)
+    is_known = transformers.is_one(model)
+    return Split(
+        made,
+        tied=tied,
+        own_names=own_names,
+        config=getattr(model, "config", None),
+        loss_fn=transformers.loss_of(model) if is_known else None,
+    )
+
+
+def _sequential(model: nn.Sequential) -> Split:
+    made = list(model.children())
+    own_names = {
+        f"{n}.{name}": f"{key}.{name}"
+        for n, (key, b) in enumerate(model.named_children())
+        for name, _ in b.named_parameters()
+    }
+    return Split(made, tied=untie(made), own_names=own_names)
+
+
+def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return small inputs of a model by name."""
+    names = _inputs(model)
+    if isinstance(example, Tensor):
+        return {names[0]: example}
+    if example is not None:
+        return dict(example)
+    if transformers.is_one(model):
+        return dict(transformers.example(model, torch.Generator().manual_seed(0)))
+    raise UsageError(
+        f"give an example of what {type(model).__name__}'s forward is called with: split(model, example=inputs), two "
+        "samples are enough"
+    )
+
+
+def _inputs(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the inputs that a model's forward takes."""
+    kinds = inspect.Parameter
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    names = tuple(name for name in named if name not in NOT_INPUTS)
+    if not names:
+        raise UsageError(f"the forward of {type(model).__name__} names no inputs")
+    return names
+
+
+def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) -> tuple[Origin, list[str]]:
+    """Find out what passes between the layers; return also with what the names of each block's weights begin."""
+    frame = Frame(model, layers)
+    select = transformers.select if transformers.is_one(model) else _first
+    settings = transformers.settings(model) if transformers.is_one(model) else {}
+    device = torch.device("cpu")
+    flow, _ = capture(frame, {**inputs, **settings}, device)
+    spans = _spans(flow)
+    hidden = [next(c for m, c in zip(r.leaves, r.constants, strict=True) if m is HIDDEN) for r in flow.results]
+    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, hidden, select)
+    names = _inputs(model)
+    origin = Origin(frame, flow, spans, names, settings, select)
+    return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
+
+
+def _spans(flow: Flow) -> list[Span]:
+    """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
+    count = len(flow.calls)
+    before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
+    before = before and bool(flow.entry)
+    spans = [Span(range(0, 0), is_first=True)] if before else []
+    for call in range(count):
+        is_first, is_last = call == 0 and not before, call == count - 1 and not behind
+        spans.append(Span(range(call, call + 1), is_first, is_last, enters_call=call == 0 and before))
+    return [*spans, Span(range(count, count), is_last=True)] if behind else spans
+
+
+def _is_layer(origin: Origin, number: int) -> bool:
+    """Whether a block is no more than a layer."""
+    span, flow = origin.spans[number], origin.flow
+    is_alone = not any(flow.beside[phase] or flow.weights[phase] for phase in span.phases)
+    makes_riders = any(rider.source == number for rider in flow.riders)
+    return is_alone and not makes_riders and not span.is_first and not span.is_last
+
+
+def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
+    if _is_layer(origin, number):
+        name = origin.flow.calls[origin.spans[number].calls.start]
+        return layer_block(model.get_submodule(name), origin, number)
+    return Segment(model, origin, number)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,49 @@
+"""Weights that several blocks of a model share: each block gets a copy, and the engine keeps the copies equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def untie(blocks: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Give each block weights of its own; return what was one: name → "<block>.<name in the block>" of each copy.
+
+    The modules of the model that the blocks are of stay as they are: those that get a copy are copied around it.
+    """
+    homes: dict[int, list[tuple[int, str]]] = {}
+    for number, block in enumerate(blocks):
+        first = {id(p): name for name, p in reversed(list(block.named_parameters(remove_duplicate=False)))}
+        for weight, name in first.items():
+            homes.setdefault(weight, []).append((number, name))
+    tied = {}
+    for places in homes.values():
+        if len(places) < 2:
+            continue
+        tied["_".join(places[0][1].split(".")[-3:])] = tuple(f"{number}.{name}" for number, name in places)
+        for number, name in places[1:]:
+            _give_copy(blocks[number], name)
+    return tied
+
+
+def _give_copy(block: nn.Module, name: str) -> None:
+    """Let a block have a copy of a weight wherever it has it, in copies of the modules around it."""
+    weight = block.get_parameter(name)
+    own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    for path, found in list(block.named_parameters(remove_duplicate=False)):
+        if found is weight:
+            *owners, key = path.split(".")
+            owner = block
+            for step in owners:
+                owner = _own_child(owner, step)
+            owner._parameters = {**owner._parameters, key: own}
+
+
+def _own_child(module: nn.Module, key: str) -> nn.Module:
+    child = copy.copy(module._modules[key])
+    assert child is not None
+    child._modules, child._parameters = dict(child._modules), dict(child._parameters)
+    module._modules = {**module._modules, key: child}
+    return child

@@ -1,0 +1,225 @@
+"""Models of one's own, cut by their lists of layers, by names, or as they are: the chain is the model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, run_local, split
+
+WIDTH, IDS = 8, 11
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x, scale):
+        return x + scale * self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+class NanoGPT(nn.Module):
+    """As nanoGPT has it: a dictionary of modules, a head that is the embedding, and code between all of them."""
+
+    def __init__(self, layer=Layer):
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(IDS, WIDTH),
+                "wpe": nn.Embedding(16, WIDTH),
+                "drop": nn.Dropout(0.0),
+                "h": nn.ModuleList([layer() for _ in range(3)]),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, IDS, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, idx, targets=None):
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
+        for block in self.transformer.h:
+            x = block(x, idx.gt(3)[..., None].to(x.dtype))
+        x = self.transformer.ln_f(x) * self.scale
+        return self.lm_head(x), None
+
+
+def ids(samples=4, length=6):
+    return torch.randint(0, IDS, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def trained(model, plan, steps=3, **settings):
+    """Return the losses of each rank, and of a plain loop."""
+
+    def work(transport):
+        engine = Engine(plan, split(copy.deepcopy(model), example=ids()), loss, sgd, transport=transport, **settings)
+        return [engine.step(ids(8), ids(8)).loss.item() for _ in range(steps)]
+
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    expected = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total, weight = loss(plain(ids(8))[0], ids(8))
+        (total / weight).backward()
+        optimizer.step()
+        expected.append((total / weight).item())
+    return run_local(plan.mesh.size, work), expected
+
+
+@pytest.fixture
+def nano():
+    torch.manual_seed(0)
+    return NanoGPT().double()
+
+
+@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "pp=2"), ("zb-h1", "pp=4"), ("interleaved-1f1b", "pp=2")])
+def test_a_split_model_trains_as_in_one_piece(nano, schedule, mesh):
+    plan = qs.compile(schedule, mesh=mesh, microbatches=4)
+    found, expected = trained(nano, plan)
+    assert found == [pytest.approx(expected, rel=1e-12)] * plan.mesh.size
+
+
+def test_blocks_have_the_models_names_and_ties(nano):
+    blocks = split(nano, example=ids())
+    assert len(blocks) == 5
+    own = dict(nano.named_parameters(remove_duplicate=False))
+    for number, block in enumerate(blocks):
+        for name, weight in block.named_parameters():
+            assert torch.equal(own[blocks.own_names[f"{number}.{name}"]], weight)
+    assert [*blocks.tied.values()] == [("0.transformer.wte.weight", "4.lm_head.weight")]
+    assert nano.lm_head.weight is nano.transformer.wte.weight
+
+
+def test_the_model_itself_stays_as_it_was(nano):
+    before = nano(ids())[0]
+    split(nano, example=ids())
+    assert torch.equal(nano(ids())[0], before)
+
+
+class Shared(nn.Module):
+    """A hidden state that layers far behind take again."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(IDS, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, IDS)
+
+    def forward(self, ids):
+        first = x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, first.sigmoid() if number == 2 else 1.0)
+        return self.head(x)
+
+
+class Kept(Shared):
+    def forward(self, ids):
+        first = x = self.embed(ids)
+        second = first.sigmoid()
+        for number, layer in enumerate(self.layers):
+            x = layer(x, second if number in (1, 3) else 1.0)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Shared, Kept])
+def test_values_of_earlier_blocks_ride_along(kind):
+    torch.manual_seed(0)
+    model = kind().double()
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=2)
+
+    def work(transport):
+        engine = Engine(plan, split(copy.deepcopy(model), example=ids()), loss, sgd, transport=transport)
+        return [engine.step(ids(8), ids(8)).loss.item() for _ in range(3)]
+
+    losses = run_local(4, work)
+    alone = qs.compile("gpipe", mesh="dp=1", microbatches=2)
+    chain = list(split(copy.deepcopy(model), example=ids()))
+    assert len(chain) == 6
+    optimizer, expected = sgd(model.parameters()), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        total, weight = loss(model(ids(8)), ids(8))
+        (total / weight).backward()
+        optimizer.step()
+        expected.append((total / weight).item())
+    assert losses == [pytest.approx(expected, rel=1e-12)] * 4
+    assert alone.mesh.size == 1
+
+
+class Mixing(Shared):
+    """What follows the layers uses the embedding again."""
+
+    def forward(self, ids):
+        first = x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, 1.0)
+        return self.head(x + first)
+
+
+def test_what_cannot_be_found_again_is_refused():
+    with pytest.raises(MisfitError, match=r"what follows the last layer, 'layers.3', uses more than what that gives"):
+        split(Mixing(), example=ids())
+
+
+def test_a_sequential_is_its_children():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2)))
+    blocks = split(model)
+    assert len(blocks) == 3
+    assert blocks.own_names == {
+        "0.weight": "0.weight",
+        "0.bias": "0.bias",
+        "2.0.weight": "2.0.weight",
+        "2.0.bias": "2.0.bias",
+    }
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(IDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, IDS)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.body[2](self.body[1](self.body[0](self.embed(ids))))))
+
+
+def test_blocks_by_name():
+    model = Plain()
+    blocks = split(model, blocks=["embed", "body.*", "norm", "head"], example=ids())
+    assert len(blocks) == 6
+    assert [name for name in blocks.own_names.values() if name.startswith("body")] == [
+        "body.0.weight",
+        "body.0.bias",
+        "body.2.weight",
+        "body.2.bias",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        (Plain(), {"example": ids()}, "has no list of layers"),
+        (Plain(), {"blocks": ["embed", "boddy.*"], "example": ids()}, "'boddy.*' is no module"),
+        (Plain(), {"blocks": ["body", "body.0"], "example": ids()}, "is a part of"),
+        (NanoGPT(), {}, "give an example"),
+    ],
+)
+def test_what_is_wrong_is_said(model, arguments, said):
+    with pytest.raises(UsageError, match=said):
+        split(model, **arguments)
