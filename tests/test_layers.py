@@ -29,6 +29,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "engine",
         "requirements",
         "interpreter",
+        "steps",
         "interchange",
         "state",
         "stage",

@@ -18,14 +18,8 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
-from .compute import (
-    bind_bwd,
-    bind_bwd_input,
-    bind_bwd_weight,
-    bind_fwd,
-    bind_overlap,
-    bind_recompute,
-)
+from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
+from .compute.forward import bind_fwd
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState

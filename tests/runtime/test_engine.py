@@ -204,7 +204,7 @@ def test_other_shapes_that_blocks_cannot_take_are_refused() -> None:
     engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
     engine.step(TASK.inputs[0][:3].float(), TASK.targets[0][:3])
-    with pytest.raises(qs.MisfitError, match=r"block 0 .* cannot take float32 \(2, 1, 12, 12\)"):
+    with pytest.raises(qs.MisfitError, match=r"block 0 cannot take float32 \(2, 1, 12, 12\)"):
         engine.step(torch.randn(4, 1, 12, 12), TASK.targets[0][:4])
     assert torch.isfinite(engine.step(TASK.inputs[0].float(), TASK.targets[0]).loss)
 
