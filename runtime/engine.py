@@ -7,7 +7,8 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from .requirements import (
 )
 from .splitting.split import Split
 from .stage.build import Stage, cuts_of
+from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
 from .stage.tied_weights import homes_across
 from .state.master_weights import Masters
@@ -141,6 +143,7 @@ class Engine:
         self._groups = make_groups(plan, self.transport)
         self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
         self._plans.open()
+        self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
         self._model = self._set_up(blocks, options)
         self._state = TrainingState(
@@ -249,7 +252,31 @@ class Engine:
             MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
         """
         plan = self._plans.training(microbatches)
-        return self._runner.run(self._prepare(plan, inputs, targets, extras, microbatches))
+        result = self._runner.run(self._prepare(plan, inputs, targets, extras, microbatches))
+        if result.empty:
+            raise MisfitError("no replica has samples in this step; end the loop, as `drained(loader, engine)` does")
+        return result
+
+    def no_more_data(self, each: Callable[[StepResult], object] | None = None) -> int:
+        """Take part, without samples, in the steps of replicas that have more data; return how many steps these were.
+
+        All ranks call this behind their loops: it returns when every replica has called it. `each` is called with the
+        result of every step, for what the loop does after a step, such as stepping a schedule of learning rates.
+
+        Raises `UsageError` before the first step.
+        """
+        if self._no_samples is None:
+            raise UsageError("no_more_data follows a loop of steps, but this engine has not stepped yet")
+        if self.num_replicas == 1:
+            return 0
+        inputs, targets, extras = self._no_samples
+        for count in itertools.count():
+            result = self._runner.run(self._prepare(self.plan, inputs, targets, extras))
+            if result.empty:
+                return count
+            if each is not None:
+                each(result)
+        raise AssertionError
 
     def _prepare(
         self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
@@ -260,6 +287,8 @@ class Engine:
         except (MisfitError, UsageError) as error:
             self._runner.refuse(plan, error)
             raise
+        if self._no_samples is None:
+            self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
         return self._runner.prepare(plan, batch)
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:

@@ -156,14 +156,15 @@ class PlanRunner:
         """Settle the first step of a mode; what one rank cannot do, all refuse in the same words."""
         model, world, problem = self._model, self._groups.world, None
         try:
-            _require_takers(batch.extras[0], model.outlines)
             units = self._settler.settle(plan, batch)
+            _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
             problem = error
         said = first_said("" if problem is None else str(problem), world)
         if said:
             raise problem or MisfitError(said)
-        spec, shapes = self._settler.latest
+        shape = self._settler.any_shape()
+        spec, shapes = shape.spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         agree("the inputs and extras of a step", given, self._alike, self._transport.device)
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike, self._transport.device)
@@ -229,7 +230,7 @@ class PlanRunner:
         shapes = list(dict.fromkeys(shape for shape in units.shapes if shape is not None))
         shape = max(shapes, key=lambda shape: shape.cargo.nbytes(), default=None)
         if shape is None:
-            shape = self._settler.any_shape(plan)
+            shape = self._settler.any_shape()
         if any(other.structure != shape.structure for other in shapes):
             raise MisfitError(
                 f"what blocks give is built otherwise for one microbatch than for another: {shapes[0].structure} and "
@@ -310,7 +311,7 @@ class PlanRunner:
                 model.cuts[number].start,
                 shape.cargo.of_stage(number),
                 masks=model.masks,
-                inputs=shape.inputs,
+                inputs=shape.spec.inputs,
                 input_tree=lambda: current.batch.input_tree,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,

@@ -191,7 +191,7 @@ class WeighedLoss:
 
     def _with_graph(self, found: Found) -> Found:
         """Return the sum and the weight of a mean as autograd remembers it; what was found, where it does not."""
-        node = found.grad_fn if self._tells_apart and isinstance(found, Tensor) else None
+        node: Any = found.grad_fn if self._tells_apart and isinstance(found, Tensor) else None
         if node is None or getattr(node, "_saved_total_weight", None) is None:
             return found
         if getattr(node, "_saved_reduction", None) != _MEAN:

@@ -20,7 +20,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, require_known
+from ..blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, map_tensors, require_known
 from ..parallel.context.context import WHOLE, SequenceShard
 from .forward import Extras
 
@@ -231,6 +231,11 @@ class BatchCutter:
         mine = shard.cut(name, tensor) if tensor.dim() else tensor
         moved: Tensor = mine.to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
         return [moved] * len(into.sizes) if is_for_all else moved.split(list(into.sizes))
+
+
+def without_samples(tree: Any) -> Any:
+    """Return a tree like this one, of no samples."""
+    return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor, tree)
 
 
 def _most_rows(tree: Any) -> int | None:

@@ -28,11 +28,7 @@ _REFUSALS: dict[int, type[MisfitError | UsageError]] = {_MISFIT: MisfitError, _U
 
 
 class Announcer:
-    """One member's end of what the member at index `source` says to the group, in one message for what is known.
-
-    Attributes:
-        is_new: whether the latest text was never announced before, on all members alike.
-    """
+    """One member's end of what the member at index `source` says to the group, in one message for what is known."""
 
     def __init__(self, group: Group, source: int, *, width: int) -> None:
         self._group, self._width = group, width
@@ -40,7 +36,6 @@ class Announcer:
         self._source = source
         self._texts: dict[str, int] = {}
         self._num_texts = 0
-        self.is_new = False
 
     def refuse(self, error: MisfitError | UsageError) -> None:
         """Tell the others why there is no step, instead of `announce`."""
@@ -77,8 +72,7 @@ class Announcer:
             self._remember(text)
 
     def _remember(self, text: str) -> None:
-        self.is_new = text not in self._texts
-        if not self.is_new:
+        if text in self._texts:
             return
         if len(self._texts) >= MOST_TEXTS:
             del self._texts[next(iter(self._texts))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,28 +27,14 @@ from ..stage.cargo import Cargo
 from ..stage.microbatches import Batch, Sizes, sizes_of
 from ..stage.rank_model import RankModel
 from .header import Announcer
-from .units import MOST_SHAPES, Latest, Units, UnitShape, samples_of
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """What a unit is given, as all ranks of its pipeline know it; `extras` are targets too, where blocks take them."""
-
-    mode: str
-    inputs: TreeSpec
-    extras: tuple[tuple[str, TreeSpec], ...]
-
+from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 
 FindShapes = Callable[[UnitSpec, Batch, int], list[Parcel]]
 """Finds what every block leaves for the next, of one unit of a batch, given by its number."""
 
 
 class StepSettler:
-    """Settles the steps of one rank.
-
-    Attributes:
-        latest: what the unit is given whose shapes were found last, and what every block leaves of it.
-    """
+    """Settles the steps of one rank."""
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, find_shapes: FindShapes) -> None:
         self._model, self._groups, self._device, self._find = model, groups, device, find_shapes
@@ -59,7 +45,7 @@ class StepSettler:
         self._targets = Announcer(groups.pipeline, last, width=0) if any(map(takes_targets, model.outlines)) else None
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
         self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
-        self.latest: tuple[UnitSpec, list[Parcel]] | None = None
+        self._latest: UnitShape | None = None
 
     def refuse(self, error: MisfitError | UsageError) -> None:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
@@ -89,15 +75,14 @@ class StepSettler:
 
         return self._units.get(key, make)
 
-    def any_shape(self, plan: Plan) -> UnitShape:
+    def any_shape(self) -> UnitShape:
         """Return the shape of units that were settled before, for a rank that has none in this step.
 
         Raises `UsageError` where there were none.
         """
-        if self.latest is None:
+        if self._latest is None:
             raise UsageError("the first step of a replica needs samples, by which the shapes of what travels are found")
-        spec = replace(self.latest[0], mode=plan.mode)
-        return self._shape(plan, spec, self.latest[1])
+        return self._latest
 
     def _given(
         self, plan: Plan, inputs: str, targets: str, extras: Sequence[tuple[tuple[str, TreeSpec], ...]]
@@ -112,24 +97,21 @@ class StepSettler:
     def _make(self, plan: Plan, batch: Batch, sizes: Sizes, first: int, given: Sequence[UnitSpec]) -> Units:
         slices, shapes = plan.schedule.slices, dict[int, UnitShape]()
         for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
-            found = self._shapes.find(spec)
-            if found is None:
-                parcels = self._find(spec, batch, unit)
-                self.latest = spec, parcels
-                found = self._shapes.get(spec, lambda s=spec, p=parcels: self._shape(plan, s, p))
-            shapes[size] = found
-        if not shapes and self.latest is None:
-            self.any_shape(plan)
+            shapes[size] = self._shapes.get(spec, partial(self._shape, plan, spec, batch, unit))
+        if shapes:
+            self._latest = next(iter(shapes.values()))
+        else:
+            self.any_shape()
         by_unit = [shapes.get(size) for size in sizes for _ in range(slices)]
         empty = frozenset(unit for unit, shape in enumerate(by_unit) if shape is None)
         return Units(by_unit, samples_of(sizes, slices, first), empty, sum(sizes))
 
-    def _shape(self, plan: Plan, spec: UnitSpec, parcels: Sequence[Parcel]) -> UnitShape:
-        model, samples = self._model, spec.inputs.samples
+    def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
+        model, samples, parcels = self._model, spec.inputs.samples, self._find(spec, batch, unit)
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0
-        return UnitShape(spec.inputs, cargo, context, tokens, _structure(parcels))
+        return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels))
 
     def _first_of_each_size(self, sizes: Sizes, slices: int) -> dict[int, int]:
         """Return the first unit of each size that is computed."""

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..blocks.blocks import Parcel
 from ..blocks.trees import TreeSpec
 from ..parallel.context.context import Context
 from ..stage.cargo import Cargo
@@ -27,19 +28,30 @@ MOST_SHAPES = 512
 """So many shapes of units are remembered."""
 
 
+@dataclass(frozen=True)
+class UnitSpec:
+    """What a unit is given, as all ranks of its pipeline know it; `extras` are targets too, where blocks take them."""
+
+    mode: str
+    inputs: TreeSpec
+    extras: tuple[tuple[str, TreeSpec], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class UnitShape:
     """What units of a shape are like on one rank.
 
     Attributes:
-        inputs: what it is given, on the first stage.
+        spec: what it is given.
+        parcels: what every block leaves for the next, whatever a rank holds of it.
         cargo: what travels between stages.
         context: what blocks are given where sequences are cut over cp; None where they are not.
         tokens: the length of a unit's sequences; 0 where there are none.
         structure: how what blocks leave is built, whatever its shapes, in words.
     """
 
-    inputs: TreeSpec
+    spec: UnitSpec
+    parcels: Sequence[Parcel]
     cargo: Cargo
     context: Context | None
     tokens: int
@@ -94,10 +106,6 @@ class Latest(Generic[Made]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._made: OrderedDict[Hashable, Made] = OrderedDict()
-
-    def find(self, key: Hashable) -> Made | None:
-        """Return what was made for a key, if it is remembered."""
-        return self._made.get(key)
 
     def forget(self, key: Hashable) -> None:
         """Forget what was made for a key."""
