@@ -7,7 +7,6 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import compiled_again
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -35,26 +33,22 @@ from .interpreter.plan_runner import PlanRunner, PreparedStep, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs
+from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .optim.builds import OptimizerBuilds
+from .optim.chained import LRSchedulers
+from .optim.given import OptimizerGiven, builder_of
 from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import (
-    require_blocks_to_recompute,
-    require_keyed_dropout,
-    require_long_sight,
-    require_movable_activations,
-    require_runnable,
-)
+from .requirements import require_long_sight, require_runnable, require_stages
 from .splitting.split import Split
-from .stage.build import Stage, cuts_of
+from .stage.build import Stage
 from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
-from .stage.tied_weights import homes_across
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
-from .state.training_state import OptimizerFn, TrainingState
-from .steps.plans import StepPlans
+from .state.training_state import TrainingState
+from .steps.plans import StepPlans, with_ties
 
 
 class Engine:
@@ -68,8 +62,7 @@ class Engine:
             returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
             sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
-            pairs. With ZeRO these are segments of one dimension of the parameters that they are named after.
+        optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
@@ -86,6 +79,8 @@ class Engine:
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
+        zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
+            these for optimizers that work on them.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -100,7 +95,7 @@ class Engine:
         plan: Plan,
         blocks: Blocks,
         loss_fn: LossFn,
-        optimizer: OptimizerFn,
+        optimizer: OptimizerGiven,
         *,
         metrics: Mapping[str, MetricFn] | None = None,
         clip: float | None = None,
@@ -113,6 +108,7 @@ class Engine:
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
+        zero_split: ZeroSplit = "auto",
         trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -122,11 +118,12 @@ class Engine:
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
-            plan = _with_ties(plan, blocks, tied, block_costs)
+            plan = with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
             block_costs=block_costs,
@@ -145,43 +142,31 @@ class Engine:
         self._plans.open()
         self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
-        self._model = self._set_up(blocks, options)
+        self._model = RankModel(plan, blocks, self._groups, self.transport, options)
+        require_stages(plan, self.stages)
         self._state = TrainingState(
             plan,
             self._model.pp_rank,
             self.stages,
             self._groups,
             self._model.tied,
-            optimizer,
+            OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names)
         self.clock = Clock(self.transport.device)
-        self._recorder = self._make_recorder(trace_steps)
-        bind_logits = self._model.tensor.bind
+        self._recorder = Recorder.of(plan, self.transport, trace_steps)
+        bind = self._model.tensor.bind
         run_options = RunOptions(
-            loss_fn=bind_logits(loss_fn),
-            metrics={name: bind_logits(metric) for name, metric in metrics.items()},
+            loss_fn=bind(loss_fn),
+            metrics={name: bind(metric) for name, metric in metrics.items()},
             clip=clip,
             max_sends=MAX_SENDS if may_wait else None,
         )
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
         )
-
-    def _set_up(self, blocks: Blocks, options: ModelOptions) -> RankModel:
-        """Build this rank's stages."""
-        model = RankModel(self.plan, blocks, self._groups, self.transport, options)
-        require_keyed_dropout(self.plan, model.stages)
-        require_blocks_to_recompute(self.plan, model.stages)
-        require_movable_activations(self.plan, model.stages)
-        return model
-
-    def _make_recorder(self, trace_steps: Collection[int] | None) -> Recorder | None:
-        if trace_steps is None:
-            return None
-        return Recorder(self.plan, self.transport.rank, self.transport.device, trace_steps)
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -199,6 +184,18 @@ class Engine:
         if len(self.optimizers) != 1:
             raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
         return next(iter(self.optimizers.values()))
+
+    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
+        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
+
+        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
+        """
+        return LRSchedulers(make, self.optimizers.values())
+
+    @property
+    def zero_split(self) -> str | None:
+        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
+        return self._state.zero_split
 
     @property
     def masters(self) -> Masters:
@@ -238,14 +235,14 @@ class Engine:
     def step(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
-        Sequences may have another length in every step, and batches another number of samples, on each replica its
-        own. Microbatches get as even numbers of samples as can be; of fewer samples, the last ones have none.
+        Lengths and numbers of samples may differ from step to step, and from replica to replica. Microbatches get as
+        even numbers of samples as can be; of fewer samples, the last ones have none.
 
         Args:
             inputs: this replica's samples (samples, …), sequences whole; needed where `needs_inputs`, else ignored.
             targets: this replica's samples (samples, …); needed where `needs_targets`, else ignored.
-            microbatches: how many there are in this step, the same on all ranks; None: as the plan says. For another
-                number the plan is compiled and proved again, once; of one that cannot be, the last have no samples.
+            microbatches: how many there are in this step, on all ranks; None: as the plan says. For others the plan is
+                compiled and proved again, once; of one that cannot be, the last have no samples.
             extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
 
         Raises:
@@ -258,10 +255,10 @@ class Engine:
         return result
 
     def no_more_data(self, each: Callable[[StepResult], object] | None = None) -> int:
-        """Take part, without samples, in the steps of replicas that have more data; return how many steps these were.
+        """Take part, without samples, in the steps of replicas that have more data; return how many these were.
 
-        All ranks call this behind their loops: it returns when every replica has called it. `each` is called with the
-        result of every step, for what the loop does after a step, such as stepping a schedule of learning rates.
+        All ranks call this behind their loops, and all return together. `each` is called with the result of every step,
+        for what the loop does after a step, such as stepping a schedule of learning rates.
 
         Raises `UsageError` before the first step.
         """
@@ -269,14 +266,12 @@ class Engine:
             raise UsageError("no_more_data follows a loop of steps, but this engine has not stepped yet")
         if self.num_replicas == 1:
             return 0
-        inputs, targets, extras = self._no_samples
-        for count in itertools.count():
-            result = self._runner.run(self._prepare(self.plan, inputs, targets, extras))
-            if result.empty:
-                return count
+        count = 0
+        while not (result := self._runner.run(self._prepare(self.plan, *self._no_samples))).empty:
+            count += 1
             if each is not None:
                 each(result)
-        raise AssertionError
+        return count
 
     def _prepare(
         self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
@@ -402,13 +397,3 @@ class Engine:
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
-
-
-def _with_ties(
-    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
-) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
-    if plan.tied or not tied or plan.stage_to_part is not None:
-        return plan
-    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
-    return (compiled_again(plan, tied=across) or plan) if across else plan

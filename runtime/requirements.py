@@ -49,6 +49,13 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             )
 
 
+def require_stages(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where a rank's stages cannot do what the plan has them do."""
+    require_keyed_dropout(plan, stages)
+    require_blocks_to_recompute(plan, stages)
+    require_movable_activations(plan, stages)
+
+
 def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
     """Raise `MisfitError` where several ranks would each draw different masks (see `dropout`), and in experts."""
     for stage in stages.values():

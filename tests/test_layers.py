@@ -32,6 +32,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "steps",
         "interchange",
         "state",
+        "optim",
         "stage",
         "splitting",
         "models",

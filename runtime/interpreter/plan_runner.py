@@ -20,14 +20,13 @@ from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel, accepted_extras, on_meta
+from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import agree, trace_shapes
 from ..comm import Group, ReduceOp, Transport
 from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
-from ..stage.cargo import require_planned_skips
 from ..stage.forward import StageForward
 from ..stage.losses import require_planned_losses
 from ..stage.mean_losses import WeighedLoss
@@ -173,7 +172,6 @@ class PlanRunner:
             self._loss = WeighedLoss(self._loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
-        require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
         count, extras = plan.schedule.slices, dict(spec.extras)
         first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
         model.prover.prove(first, model.outlines, shapes, world)
@@ -290,7 +288,7 @@ class PlanRunner:
             metrics_group=self._groups.metrics,
             gradients=gradients,
             masters=self._state.masters,
-            optimizers=self._state.optimizers,
+            steppers=self._state.steppers,
             clip=options.clip,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)

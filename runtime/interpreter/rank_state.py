@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintsched.ir.values import Value
 
@@ -27,6 +26,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
+from ..optim.gathered import Stepper
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
 from ..stage.microbatches import NOTHING, Batch
@@ -168,7 +168,7 @@ class StepEndState:
     metrics_group: Group
     gradients: Gradients
     masters: Masters
-    optimizers: Mapping[tuple[int, ...], Optimizer]
+    steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     outcome: GradOutcome = field(default_factory=GradOutcome)
 

@@ -19,11 +19,11 @@ import torch
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..blocks.blocks import TARGETS, Parcel, takes_targets
+from ..blocks.blocks import TARGETS, Parcel, on_meta, takes_targets
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..parallel.mesh_groups import MeshGroups
-from ..stage.cargo import Cargo
+from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.microbatches import Batch, Sizes, sizes_of
 from ..stage.rank_model import RankModel
 from .header import Announcer
@@ -108,6 +108,7 @@ class StepSettler:
 
     def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
         model, samples, parcels = self._model, spec.inputs.samples, self._find(spec, batch, unit)
+        require_planned_skips(plan, model.cuts, parcels, list(map(on_meta, model.outlines)))
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0

@@ -1,4 +1,4 @@
-"""Another number of microbatches: compiled again where the plan names a schedule, else the last ones have no samples."""
+"""Another number of microbatches: compiled again where the plan names a schedule, else the last have no samples."""
 
 from __future__ import annotations
 
