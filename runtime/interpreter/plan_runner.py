@@ -10,7 +10,7 @@ numbers of microbatches. A bound program knows nothing of shapes: each step says
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,18 +140,24 @@ class PlanRunner:
         if plan.mode not in self.interpreters:
             first_said(str(error), self._groups.world)
 
-    def prepare(self, plan: Plan, batch: Batch) -> PreparedStep:
+    def prepare(self, plan: Plan, batch: Batch, compare: Callable[[], None] = lambda: None) -> PreparedStep:
         """Settle a step with the other ranks; the first one of a mode, and of a plan, is collective over all of them.
+
+        `compare` raises `MisfitError` where ranks are not given the same.
 
         Raises:
             UsageError: an extra that no block takes.
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         is_first = plan.mode not in self.interpreters
-        units = self._settle_first(plan, batch) if is_first else self._settler.settle(plan, batch)
+        if is_first:
+            units = self._settle_first(plan, batch, compare)
+        else:
+            units = self._settler.settle(plan, batch)
+            compare()
         return PreparedStep(batch, units, self._interpreter_of(plan, units))
 
-    def _settle_first(self, plan: Plan, batch: Batch) -> Units:
+    def _settle_first(self, plan: Plan, batch: Batch, compare: Callable[[], None]) -> Units:
         """Settle the first step of a mode; what one rank cannot do, all refuse in the same words."""
         model, world, problem = self._model, self._groups.world, None
         try:
@@ -162,6 +168,7 @@ class PlanRunner:
         said = first_said("" if problem is None else str(problem), world)
         if said:
             raise problem or MisfitError(said)
+        compare()
         shape = self._settler.any_shape()
         spec, shapes = shape.spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
@@ -208,12 +215,16 @@ class PlanRunner:
         self._latest, self._is_broken = interpreter, True
         state.current.number, state.current.units = self.steps.total, step.units
         self._state.gradients.reducer.follow(state.flows.program)
-        interpreter.run(step.batch, self.steps.in_run, calls)
+        with self._model.masks.guarding(self._transport.device):
+            interpreter.run(step.batch, self.steps.in_run, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
         if state.flows.trains and not outcome.empty:
             self.steps.in_run += 1
+            if self.steps.in_run == 1:
+                drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
+                self._settler.draws = self._most(drawn) > 0
         return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped, outcome.empty)
 
     def _settle_overlaps(self, overlaps: Overlaps) -> None:
@@ -314,6 +325,7 @@ class PlanRunner:
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
+                sliced=model.tensor.tokens.group_of,
             )
             for number, stage in model.stages.items()
         }

@@ -27,6 +27,7 @@ from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
 from ..optim.gathered import Stepper
+from ..parallel.dropout import Unit
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
 from ..stage.microbatches import NOTHING, Batch
@@ -62,11 +63,12 @@ class Start(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward."""
+    """What a forward keeps for its backward; `unit` is there where blocks draw."""
 
     given: Outputs
     start: Start
     reruns: list[Rerun]
+    unit: Unit | None = None
 
 
 @dataclass

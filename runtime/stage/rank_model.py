@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +31,11 @@ from ..parallel.expert.moe import leave_uncompiled
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
 from ..parallel.tensor.model_cuts import TensorCuts
-from ..parallel.tensor.rules import Rules
+from ..parallel.tensor.rules import Rules, is_built_in
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
 from .microbatches import BatchCutter
+from .same_data import SameData
 from .tied_weights import TiedWeights
 
 
@@ -72,6 +74,7 @@ class RankModel:
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
         batches: cuts a batch into units.
+        same_data: compares what ranks of one replica are given.
         queues: where the weight gradients of split backwards wait, per stage that has such.
         deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
     """
@@ -134,6 +137,7 @@ class RankModel:
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
+        self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
         self.batches = BatchCutter(
             device,
             options.dtype,
@@ -151,6 +155,11 @@ class RankModel:
         waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
         total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
         return queues, waiting / total if total else None
+
+    def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:
+        """In the first steps, raise `MisfitError` where ranks of a replica are not given the same (collective)."""
+        needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
+        self.same_data.require(plan.mode, needed, extras)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -176,10 +185,11 @@ class RankModel:
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether blocks drop out by masks that belong to samples by their numbers in the whole batch."""
-        dropouts = (module for block in self.outlines for module in on_meta(block).modules())
-        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in dropouts)
+    def may_draw(self) -> bool:
+        """Whether blocks draw by the numbers of samples in the whole batch: dropouts do, and those not built in may."""
+        modules = (module for block in self.outlines for module in on_meta(block).modules())
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+        return drops or not all(is_built_in(on_meta(block)) for block in self.outlines)
 
     @cached_property
     def computes_empty_units(self) -> bool:

@@ -34,7 +34,11 @@ FindShapes = Callable[[UnitSpec, Batch, int], list[Parcel]]
 
 
 class StepSettler:
-    """Settles the steps of one rank."""
+    """Settles the steps of one rank.
+
+    Attributes:
+        draws: whether blocks of any rank draw by the numbers of samples, as far as is known; the same on all ranks.
+    """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, find_shapes: FindShapes) -> None:
         self._model, self._groups, self._device, self._find = model, groups, device, find_shapes
@@ -46,6 +50,7 @@ class StepSettler:
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
         self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
         self._latest: UnitShape | None = None
+        self.draws = model.may_draw
 
     def refuse(self, error: MisfitError | UsageError) -> None:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
@@ -134,7 +139,7 @@ class StepSettler:
     def _first_sample(self, plan: Plan, microbatches: int, samples: int) -> int:
         """Return the number of this replica's first sample in the whole batch, where anything depends on it."""
         model = self._model
-        if plan.mode != "train" or not model.draws or model.num_replicas == 1:
+        if plan.mode != "train" or not self.draws or model.num_replicas == 1:
             return model.replica * samples
         table = torch.zeros(2, model.num_replicas, dtype=torch.int64, device=self._device)
         if self._has_inputs and self._groups.context.index == 0:

@@ -142,15 +142,15 @@ def _backward(
     back = parts_of(state, made, forward.arriving)
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
-    clock, saved = state.clock, state.saved
+    clock, saved, again = state.clock, state.saved, forward.draws.again
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
         if arrive is not None:
             arrive()
         clock.start()
-        given, start, _ = saved.pop(kept_as)
-        with around:
+        given, start, _, unit = saved.pop(kept_as)
+        with around, again(unit):
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
         if give is not None:
             give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))

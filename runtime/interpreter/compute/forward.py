@@ -66,9 +66,7 @@ def _bind_training(
 ) -> Call:
     """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
-    if forward.drops:
-        extras_of = _with_unit(state, instruction, extras_of)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
@@ -94,7 +92,7 @@ def _bind_training(
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append((place, auxiliary.detach()))
-        saved[kept] = Saved(given, start, reruns)
+        saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
         if activations is not None:
             host.leave(kept, activations, given if take is not None else ())
@@ -140,7 +138,7 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
@@ -219,19 +217,18 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 def _with_unit(
     state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
-    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
-    slices, unit, current, device = (
-        state.flows.plan.schedule.slices,
-        instruction.microbatch,
-        state.current,
-        state.device,
-    )
+    """Return what adds to the extras which unit it is, where blocks draw; an evaluation has numbers of its own."""
+    draws, current, trains = state.forwards[instruction.stage].draws, state.current, state.flows.trains
+    slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
 
     def extras(given: Outputs) -> Extras:
+        if not draws.want_unit:
+            return extras_of(given)
         shape, samples = current.units.shapes[unit], current.units.samples[unit]
         assert shape is not None
+        step = current.number if trains else -1 - current.number
         positions = shape.positions(unit % slices, slices, device)
-        return {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
+        return {**extras_of(given), UNIT: Unit(step, samples, positions)}
 
     return extras
 
