@@ -25,8 +25,7 @@ from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
-from .interchange.exchange import Exchange
-from .interchange.load_pretrained import LoadedWeights
+from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
@@ -41,18 +40,20 @@ from .optim.given import OptimizerGiven, builder_of
 from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import require_long_sight, require_runnable, require_stages
+from .requirements import require_long_sight, require_loss_of_slices, require_runnable, require_stages
 from .splitting.split import Split
 from .stage.build import Stage
+from .stage.losses import for_slices
 from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
+from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
-from .steps.plans import StepPlans, with_ties
+from .steps.plans import StepPlans
 
 
-class Engine:
+class Engine(CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -124,6 +125,8 @@ class Engine:
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        require_loss_of_slices(plan, loss_fn)
+        self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
@@ -154,8 +157,6 @@ class Engine:
             OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
-        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
-        self._exchange = Exchange(self._model, self._state, self._groups, names)
         self.clock = Clock(self.transport.device)
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         bind = self._model.tensor.bind
@@ -168,6 +169,8 @@ class Engine:
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
         )
+        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
+        self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -250,7 +253,7 @@ class Engine:
             MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
         """
         plan = self._plans.training(microbatches)
-        result = self._runner.run(self._prepare(plan, inputs, targets, extras, microbatches))
+        result = self._runner.run(self._settle(plan, inputs, targets, extras, microbatches))
         if result.empty:
             raise MisfitError("no replica has samples in this step; end the loop, as `drained(loader, engine)` does")
         return result
@@ -268,18 +271,18 @@ class Engine:
         if self.num_replicas == 1:
             return 0
         count = 0
-        while not (result := self._runner.run(self._prepare(self.plan, *self._no_samples))).empty:
+        while not (result := self._runner.run(self._settle(self.plan, *self._no_samples))).empty:
             count += 1
             if each is not None:
                 each(result)
         return count
 
-    def _prepare(
+    def _settle(
         self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
     ) -> PreparedStep:
         """Cut a batch, and settle with the other ranks what its units are."""
         try:
-            batch = self._model.batches(plan, inputs, targets, extras, microbatches)
+            batch = self._model.batches(plan, inputs, self._prepare(targets), extras, microbatches)
         except (MisfitError, UsageError) as error:
             self._runner.refuse(plan, error)
             raise
@@ -289,7 +292,7 @@ class Engine:
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        step = self._prepare(self.plan, inputs, targets, extras)
+        step = self._settle(self.plan, inputs, targets, extras)
         with SavedBytes(step.interpreter.state, self.stages, step.batch) as counted:
             result = self._runner.run(step, step.interpreter.watched(counted))
         return result, counted
@@ -306,7 +309,7 @@ class Engine:
     def evaluate(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
         plan = self._plans.evaluation(microbatches)
-        step = self._prepare(plan, inputs, targets, extras, microbatches)
+        step = self._settle(plan, inputs, targets, extras, microbatches)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(step)
 
@@ -338,51 +341,6 @@ class Engine:
         self._state.load(state)
         steps = self._runner.steps
         steps.before = int(state.get("engine.step", 0)) - steps.in_run
-
-    def load_pretrained(
-        self,
-        path: str | Path,
-        *,
-        names: Mapping[str, str] | None = None,
-        fresh: Sequence[str] = (),
-        strict: bool = True,
-    ) -> LoadedWeights:
-        """Let weights and buffers be those of a safetensors folder; each rank reads its own slices (collective).
-
-        It is meant for an engine that has not stepped yet: the optimizer's state stays.
-
-        Args:
-            path: a file, an index, or the folder of either.
-            names: our names ("3.attn.weight") to those in the checkpoint. None: the model's own where blocks come from
-                `split`, GPT-2's for a built-in GPT of that shape, else ours; with or without a first part ("model.").
-            fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
-            strict: whether a tensor that no weight takes is an error.
-
-        Returns what stayed fresh, and what was not used.
-
-        Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for a file that is damaged
-        or lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
-        """
-        return self._exchange.load_pretrained(path, names, fresh, strict=strict)
-
-    def save_pretrained(
-        self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
-    ) -> None:
-        """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
-
-        Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
-        them; weights that are tied are saved once. What was in the folder before stays until the new files are whole;
-        files of other names stay after it.
-
-        Args:
-            path: the folder.
-            dtype: the type of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
-                the masters that the optimizer works on.
-            max_file_bytes: weights are cut into several files beyond this size, and between pipeline coordinates.
-
-        Raises `UsageError` on all ranks where it cannot be written.
-        """
-        self._exchange.save_pretrained(path, dtype, max_file_bytes)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).

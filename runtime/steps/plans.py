@@ -11,7 +11,6 @@ microbatches are left without samples, which costs their share of the bubble and
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,24 +18,11 @@ from quintsched.compiler import compiled_again, evaluation_of
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Blocks
 from ..blocks.shapes import agree
 from ..comm import Group, ReduceOp, Transport
 from ..parallel.mesh_groups import open_channels
-from ..stage.build import cuts_of
-from ..stage.tied_weights import homes_across
 
 _logger = logging.getLogger(__name__)
-
-
-def with_ties(
-    plan: Plan, blocks: Blocks, tied: Mapping[str, Sequence[str]] | None, block_costs: Sequence[float] | None
-) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
-    if plan.tied or not tied or plan.stage_to_part is not None:
-        return plan
-    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
-    return (compiled_again(plan, tied=across) or plan) if across else plan
 
 
 class StepPlans:
