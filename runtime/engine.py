@@ -33,7 +33,7 @@ from .interpreter.plan_runner import PlanRunner, PreparedStep, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
 from .optim.chained import LRSchedulers
 from .optim.given import OptimizerGiven, builder_of
@@ -78,6 +78,8 @@ class Engine(CheckpointFiles):
             3} where outputs are fused blocks (see `parallel.tensor.rules`).
         prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
             slices: all that are not built in ("foreign"), "all", or "none" (see `parallel.proof`).
+        buffers: what becomes of those that a forward changes, where there are replicas: "merge" running statistics,
+            "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
@@ -107,6 +109,7 @@ class Engine(CheckpointFiles):
         context: ContextMethod = "ring",
         rules: Rules | None = None,
         prove: Proofs = "foreign",
+        buffers: BufferChoice = "merge",
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
@@ -135,6 +138,7 @@ class Engine(CheckpointFiles):
             context=context,
             rules=rules or {},
             prove=prove,
+            buffers=buffers,
             sequence_parallel=sequence_parallel,
             cut_logits=all(map(takes_vocabulary, (loss_fn, *metrics.values()))),
             tied=tied or {},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -212,10 +213,14 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
+        if state.flows.trains:
+            for stage in self._model.stages.values():
+                stage.require_known_weights()
         self._latest, self._is_broken = interpreter, True
         state.current.number, state.current.units = self.steps.total, step.units
         self._state.gradients.reducer.follow(state.flows.program)
-        with self._model.masks.guarding(self._transport.device):
+        shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
+        with self._model.masks.guarding(self._transport.device), shared:
             interpreter.run(step.batch, self.steps.in_run, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
@@ -326,6 +331,7 @@ class PlanRunner:
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
                 sliced=model.tensor.tokens.group_of,
+                beside=model.synced,
             )
             for number, stage in model.stages.items()
         }
