@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError, UsageError
@@ -42,18 +42,21 @@ from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import require_long_sight, require_loss_of_slices, require_runnable, require_stages
 from .splitting.split import Split
-from .stage.build import Stage
 from .stage.losses import for_slices
 from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
+from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
+from .verification.comparison import Comparison, compare
+from .verification.recording import BEFORE, Recording, StepObserver
+from .verification.whole_model import WholeModel, share_of
 
 
-class Engine(CheckpointFiles):
+class Engine(RankView, CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -163,6 +166,7 @@ class Engine(CheckpointFiles):
         )
         self.clock = Clock(self.transport.device)
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
+        self._loss_fn, self._clip = loss_fn, clip
         bind = self._model.tensor.bind
         run_options = RunOptions(
             loss_fn=bind(loss_fn),
@@ -175,11 +179,6 @@ class Engine(CheckpointFiles):
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
-
-    @property
-    def stages(self) -> dict[int, Stage]:
-        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model."""
-        return self._model.stages
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
@@ -209,36 +208,6 @@ class Engine(CheckpointFiles):
     def masters(self) -> Masters:
         """The weights that the optimizer works on, where they are not those that blocks compute with."""
         return self._state.masters
-
-    @property
-    def deferred_share(self) -> float | None:
-        """Which share of the weights of stages with split backwards has gradients that wait; None without such."""
-        return self._model.deferred_share
-
-    @property
-    def tensor_cuts(self) -> str | None:
-        """What tensor parallelism cuts of the model and what stays whole, in a line; None without tp."""
-        return self._model.tensor.report
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether this rank holds a first stage, and so has to be given inputs."""
-        return self._model.needs_inputs
-
-    @property
-    def needs_targets(self) -> bool:
-        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
-        return self._model.needs_targets
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas divide the batch (dp x ep)."""
-        return self._model.num_replicas
-
-    @property
-    def replica(self) -> int:
-        """Which of them this rank belongs to."""
-        return self._model.replica
 
     def step(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
@@ -300,6 +269,58 @@ class Engine(CheckpointFiles):
         with SavedBytes(step.interpreter.state, self.stages, step.batch) as counted:
             result = self._runner.run(step, step.interpreter.watched(counted))
         return result, counted
+
+    def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+        """Do a `step`, and write down all that it makes on this rank; see `verification`."""
+        observer = self._observer(recording)
+        result = self._run_observed(observer, inputs, targets, extras)
+        observer.note_weights()
+        return result
+
+    def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
+        """Do a `step`, and compare it with the same step of a whole model in one process (collective).
+
+        Compared are the weights before the step, outputs of blocks (where `reference` is an `nn.Sequential` of the
+        blocks), gradients, loss and norm, each within what rounding does, found by running the reference in float64.
+
+        Args:
+            reference: the model in one piece, with the weights that the engine has; without dropout.
+            inputs, targets, extras: as for `step`, but of the whole batch, and on every rank.
+
+        Returns:
+            What differs on this rank, the first cause first.
+
+        Raises:
+            MisfitError: weights that the reference does not have, a batch that does not divide.
+            UsageError: a reference that draws.
+        """
+        spec = self.plan.schedule
+        whole = WholeModel(
+            reference,
+            self._exchange.names.own_of(self.stages),
+            self._loss_fn,
+            self._clip,
+            self.num_replicas * spec.microbatches,
+        )
+        whole.require_comparable()
+        alone, precise = (whole.record(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
+        recording = Recording(self.transport.rank, self.plan.mesh.coordinates(self.transport.rank))
+        observer = self._observer(recording)
+        observer.note_weights(BEFORE)
+        mine = [share_of(tree, self.replica, self.num_replicas) for tree in (inputs, targets, extras)]
+        self._run_observed(observer, *mine)
+        return compare([recording], alone, precise, self.plan, [type(o).__name__ for o in self._model.outlines])
+
+    def _observer(self, recording: Recording) -> StepObserver:
+        program, first_unit = self.plan.programs[self._model.pp_rank], self.replica * self.plan.schedule.num_units
+        return StepObserver(program, first_unit, self.stages, self.masters, self._exchange.held, recording)
+
+    def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
+        step = self._settle(self.plan, inputs, targets, extras)
+        with observer.watching():
+            result = self._runner.run(step, step.interpreter.watched(observer))
+        observer.end(result)
+        return result
 
     def saved_costs(self, counted: SavedBytes) -> Costs:
         """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""

@@ -28,6 +28,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "checkpoint",
         "engine",
         "requirements",
+        "verification",
         "interpreter",
         "steps",
         "interchange",
