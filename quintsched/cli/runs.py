@@ -49,9 +49,9 @@ def verify(
     steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps are compared.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that differs, machine-readable.")] = False,
 ) -> None:
-    """Compare a job on its mesh with one process, and name the first layer that differs.
+    """Run a job on its mesh and in one process, and compare them.
 
-    Some steps are run on both from the same weights.
+    Some steps are run from the same weights, and the first layer that differs is named.
 
     Compared are outputs of blocks, gradients, weights, losses, each within what rounding does in one process, found by
     running it in float64 as well. Exit code 1 where something differs.
