@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from quintsched.errors import UsageError
@@ -122,9 +121,11 @@ def split(
         for name in block.state_dict()
     }
     tied = untie(made)
+    is_known = transformers.is_one(model)
     if prove:
         require_equal(model, made, inputs, origin.select)
-    is_known = transformers.is_one(model)
+    if prove and is_known and example is None:
+        require_equal(model, made, transformers.example(model, longer=True), origin.select)
     return Split(
         made,
         tied=tied,
@@ -162,7 +163,7 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> di
     if example is not None:
         return dict(example)
     if transformers.is_one(model):
-        return dict(transformers.example(model, torch.Generator().manual_seed(0)))
+        return transformers.example(model)
     raise UsageError(
         f"give an example of what {type(model).__name__}'s forward is called with: split(model, example=inputs), two "
         "samples are enough"
@@ -185,8 +186,7 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     frame = Frame(model, layers)
     select = transformers.select if transformers.is_one(model) else _first
     settings = transformers.settings(model) if transformers.is_one(model) else {}
-    device = torch.device("cpu")
-    flow, _ = capture(frame, {**inputs, **settings}, device)
+    flow = capture(frame, model, {**inputs, **settings})
     spans = _spans(flow)
     flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
