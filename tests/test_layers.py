@@ -30,6 +30,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "requirements",
         "verification",
         "interpreter",
+        "steps",
         "interchange",
         "state",
         "optim",
