@@ -216,7 +216,7 @@ def test_weights_that_are_made_block_by_block_are_the_models_own():
     for name, weight in build_model(blocks, seed=1).named_parameters():
         own = whole.get_parameter(blocks.own_names[name])
         assert own.shape == weight.shape
-        assert weight.std() == pytest.approx(own.std(), rel=0.3, abs=1e-6)
+        assert weight.std().item() == pytest.approx(own.std().item(), rel=0.3, abs=1e-6)
 
 
 def test_the_example_runs(monkeypatch, capsys):
