@@ -22,6 +22,7 @@ from quintsched.request import CompileRequest, Entry, entries
 
 from .choices import ContextMethod, Precision, Proofs, StrictRules, TransportName, ZeroSplit
 from .settings import Settings
+from .sinks import SinkConfig
 from .tensor_rules import read_rule
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -257,6 +258,14 @@ class LogConfig(Settings):
     """A file of JSON lines; none: no file."""
     every: int = Field(default=50, ge=1)
     """Steps between two lines."""
+    sinks: Annotated[
+        tuple[
+            Annotated[SinkConfig, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)],
+            ...,
+        ],
+        Field(strict=False),
+    ] = ()
+    """Who else takes the figures, each by name or as {name: wandb, options: {project: mine}}; see `sinks`."""
 
 
 class JobConfig(Settings):

@@ -9,7 +9,7 @@ Every rank runs the same loop and knows the same figures; rank 0 writes them dow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -34,12 +34,14 @@ from ..engine import Engine
 from ..interpreter.tally import StepResult
 from ..job.choices import Precision
 from ..job.config import JobConfig
+from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
 from .losses import correct_sum, cross_entropy_sum
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
 from .reporter import Record, Reporter
+from .sinks import Sink, Sinks
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -76,14 +78,26 @@ class Trainer:
         plan: the plan; `job.plan_of` makes it from the job.
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
+        sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
 
     Raises what loading the data, building the model and the engine raise.
     """
 
-    def __init__(self, job: JobConfig, plan: Plan, transport: Transport, reporter: Reporter | None = None) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        plan: Plan,
+        transport: Transport,
+        reporter: Reporter | None = None,
+        *,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         self.job = job
         self.plan = plan
+        require_sinks(job.log.sinks)
         self._reporter = reporter or Reporter(None, lambda _: None)
+        if transport.rank == 0:
+            self._reporter.sinks = Sinks(job.log.sinks, sinks)
         dataset = load_dataset(job.data) if _needs_data(plan, transport.rank) else None
         self._train_split = dataset.train if dataset else None
         self._validation_split = dataset.validation if dataset else None
