@@ -249,6 +249,8 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; 0: one at the end of each epoch."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""
+    format: Literal["native", "dcp"] = "native"
+    """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
 
 
 class LogConfig(Settings):

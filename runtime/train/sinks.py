@@ -109,8 +109,9 @@ class Sinks:
 def _build(config: SinkConfig) -> Sink:
     if not names_file(config.name):
         return BUILT_IN[config.name](**config.options)
-    found = load_object(config.name)
-    made: Sink = found(**config.options) if isinstance(found, type) else found
+    found: Any = load_object(config.name)
+    is_class = isinstance(found, type)
+    made: Sink = found(**config.options) if is_class else found
     return made
 
 
