@@ -7,7 +7,7 @@ sink(figures, step=40)   for each of them, on rank 0;   sink.close() at the end,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Protocol
@@ -59,7 +59,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-BUILT_IN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+BUILT_IN: Mapping[str, Callable[..., Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 class Sinks:
@@ -110,8 +110,7 @@ def _build(config: SinkConfig) -> Sink:
     if not names_file(config.name):
         return BUILT_IN[config.name](**config.options)
     found: Any = load_object(config.name)
-    is_class = isinstance(found, type)
-    made: Sink = found(**config.options) if is_class else found
+    made: Sink = found(**config.options) if isinstance(found, type) else found
     return made
 
 

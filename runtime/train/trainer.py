@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, field
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -35,6 +36,7 @@ from ..job.config import JobConfig
 from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
+from ..verification.recording import Recording
 from .feed import open_feed
 from .losses import correct_sum, cross_entropy_sum
 from .metrics import Sums, Window
@@ -113,6 +115,7 @@ class Trainer:
             context=job.parallel.context,
             rules=job.parallel.rules,
             prove=job.parallel.prove,
+            buffers=job.parallel.buffers,
             sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
@@ -177,6 +180,16 @@ class Trainer:
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
         return self.progress.history
+
+    def record(self, steps: int) -> Recording:
+        """Train at most so many steps from the start, and return what each of them makes on this rank."""
+        self._load_pretrained()
+        recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
+        for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
+            self._set_learning_rate()
+            self.engine.record_step(recording, inputs, targets, **extras)
+            self.progress.step += 1
+        return recording
 
     def _load_pretrained(self) -> None:
         """Start from the weights that the job names, if it does; say which of the model's they do not have."""
