@@ -246,3 +246,25 @@ def test_a_model_of_ones_own_is_built_without_weights():
 def test_weights_that_nothing_sets_are_refused():
     with pytest.raises(MisfitError, match="nothing sets"):
         split(NanoGPT, example=ids())
+
+
+class Dropping(Shared):
+    """Drops out between its layers, without a module for it."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(F.dropout(x, 1.0, self.training), 1.0)
+        return self.head(x)
+
+
+def test_code_between_layers_knows_that_it_trains():
+    model = Dropping()
+    blocks = split(model, example=ids())
+    hidden = torch.randn(4, 6, WIDTH)
+    for block in blocks[2:5]:
+        block.train()
+        trained = block(hidden, ids=ids())
+        block.eval()
+        assert not torch.equal(trained, block(hidden, ids=ids()))
+        assert torch.equal(trained, block(torch.zeros_like(hidden), ids=ids()))
