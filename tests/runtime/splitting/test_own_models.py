@@ -268,3 +268,15 @@ def test_code_between_layers_knows_that_it_trains():
         block.eval()
         assert not torch.equal(trained, block(hidden, ids=ids()))
         assert torch.equal(trained, block(torch.zeros_like(hidden), ids=ids()))
+
+
+def test_shapes_are_found_in_the_type_that_is_trained_in(nano):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        blocks = split(copy.deepcopy(nano).float(), example=ids())
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.bfloat16, transport=transport)
+        return engine.step(ids(), ids()).loss.item()
+
+    first, second = run_local(2, work)
+    assert first == second == pytest.approx(loss(nano(ids())[0], ids())[0].item() / ids().numel(), rel=0.02)
