@@ -12,7 +12,7 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from ...comm.control import first_said
 from ...job.choices import Proofs
 from ..context.context import ContextParallel
 from ..tensor.choice import Choice
-from ..tensor.cuts import Cut
+from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
 from ..tensor.rules import RuleData, is_built_in
@@ -37,7 +37,7 @@ from .chooser import Chooser
 from .kinds import kind_of
 from .trial import Figures, Setting
 from .twins import Blueprint
-from .ways import Way, alone, paired_ways, pairs_of, replicated
+from .ways import Way, alone, paired_ways, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -80,15 +80,18 @@ class Prover:
         self._numbers: dict[int, Kind] = {}
         self._is_done = which == "none"
 
-    def choose(self, number: int, block: nn.Module) -> Choice:
-        """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this."""
+    def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
+        """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this.
+
+        `builder` builds the block once more, should it not be possible to copy it.
+        """
         cuts = self._tensor.cuts[number]
         if not self._wants(number, block, cuts):
             return Choice()
         name = kind_of(block, cuts, str(number))
         if name not in self._kinds:
             try:
-                blueprint = Blueprint(block)
+                blueprint = Blueprint(block, builder)
             except Exception as error:
                 return self._unproved(number, block, cuts, error)
             kind = self._kinds[name] = Kind(number, blueprint, cuts)
@@ -161,7 +164,10 @@ class Prover:
                 f"{setting.slices} where there was one; run it with a schedule that does not slice"
             )
         whole = self._bench.whole(kind, arrival, setting)
-        if whole is None or self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
+        if whole is None:
+            self._part_unproved(kind)
+            return ""
+        if self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
             return ""
         by_cut = Setting(tensor=setting.tensor)
         finding = self._bench.find(kind, arrival, by_cut, whole, kind.choice)
@@ -180,6 +186,14 @@ class Prover:
             )
         finding = self._bench.find(kind, arrival, setting, whole, kind.choice)
         return self._refused_slices(kind, finding) if finding is not None else ""
+
+    def _part_unproved(self, kind: Kind) -> None:
+        """Part the pairs of blocks that nobody can prove, unless a rule wants them or tokens are sliced."""
+        is_asked, is_sliced = self._tensor.are_ruled(kind.cuts), self._tensor.tokens.inside(kind.number)
+        if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
+            return
+        if {part_pairs(block) for block in kind.blocks} == {True}:
+            _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
     def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
         """Part the pairs of a kind's blocks where that helps; return whether it does."""
