@@ -7,13 +7,12 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintsched.compiler import compiled_again, evaluation_of
 from quintsched.errors import UsageError
@@ -26,6 +25,7 @@ from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
+from .engine_weights import EngineWeights
 from .interchange.exchange import Exchange
 from .interchange.load_pretrained import LoadedWeights
 from .interchange.model_names import ModelNames
@@ -37,8 +37,8 @@ from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
 from .job.choices import ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
-from .optim.chained import LRSchedulers
 from .optim.given import OptimizerGiven, builder_of
+from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
@@ -50,15 +50,15 @@ from .requirements import (
     require_runnable,
 )
 from .splitting.split import Split
-from .stage.build import Stage, cuts_of
+from .stage.build import cuts_of
 from .stage.rank_model import ModelOptions, RankModel
 from .stage.tied_weights import homes_across
-from .state.master_weights import Masters
-from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
+from .weights.access import WeightAccess
+from .weights.average import Averages
 
 
-class Engine:
+class Engine(EngineWeights):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -88,6 +88,7 @@ class Engine:
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
+        grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -116,6 +117,7 @@ class Engine:
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
         zero_split: ZeroSplit = "auto",
+        grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -150,7 +152,7 @@ class Engine:
         self._state = TrainingState(
             plan,
             self._model.pp_rank,
-            self.stages,
+            self._model.stages,
             self._groups,
             self._model.tied,
             OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
@@ -158,6 +160,8 @@ class Engine:
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names)
+        self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
+        self._scale = LossScale(grad_scaler)
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
         bind_logits = self._model.tensor.bind
@@ -165,6 +169,7 @@ class Engine:
             loss_fn=bind_logits(loss_fn),
             metrics={name: bind_logits(metric) for name, metric in metrics.items()},
             clip=clip,
+            scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,
         )
         self._runner = PlanRunner(
@@ -190,40 +195,6 @@ class Engine:
         if trace_steps is None:
             return None
         return Recorder(self.plan, self.transport.rank, self.transport.device, trace_steps)
-
-    @property
-    def stages(self) -> dict[int, Stage]:
-        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model."""
-        return self._model.stages
-
-    @property
-    def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
-        """This rank's optimizers, each by the stages that it steps."""
-        return self._state.optimizers
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """This rank's optimizer; raises `UsageError` where the plan gives it none or several (see `optimizers`)."""
-        if len(self.optimizers) != 1:
-            raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
-        return next(iter(self.optimizers.values()))
-
-    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
-        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
-
-        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
-        """
-        return LRSchedulers(make, self.optimizers.values())
-
-    @property
-    def zero_split(self) -> str | None:
-        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
-        return self._state.zero_split
-
-    @property
-    def masters(self) -> Masters:
-        """The weights that the optimizer works on, where they are not those that blocks compute with."""
-        return self._state.masters
 
     @property
     def deferred_share(self) -> float | None:
@@ -255,8 +226,11 @@ class Engine:
         """Which of them this rank belongs to."""
         return self._model.replica
 
-    def step(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+    def step(self, inputs: Any, targets: Any, *, last: bool = True, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
+
+        With `last=False`, on all ranks alike, gradients are kept instead, and the next call adds to them: the numbers
+        are those of one step on all their samples, in the order of the calls. What is returned is about this call's.
 
         Args:
             inputs: this replica's samples (samples, …), sequences whole; needed where `needs_inputs`, else ignored.
@@ -266,13 +240,17 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        return self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras))
+        self._require_steppable()
+        result = self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras), last=last)
+        if last and not result.skipped:
+            self._averages.update()
+        return result
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
         batch = self._model.batches(self.plan, inputs, targets, extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
-        with SavedBytes(interpreter.state, self.stages, batch) as counted:
+        with SavedBytes(interpreter.state, self._model.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
         return result, counted
 
@@ -306,20 +284,6 @@ class Engine:
         Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
         """
         return self._model.expert_load.read()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
-
-        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on.
-        """
-        step = torch.tensor(self._runner.steps.total)
-        return {**self._state.read(), "engine.step": step}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""
-        self._state.load(state)
-        steps = self._runner.steps
-        steps.before = int(state.get("engine.step", 0)) - steps.in_run
 
     def load_pretrained(
         self,
@@ -365,17 +329,6 @@ class Engine:
         Raises `UsageError` on all ranks where it cannot be written.
         """
         self._exchange.save_pretrained(path, dtype, max_file_bytes)
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).
-
-        With ZeRO-3 the blocks themselves show them only while a step uses them.
-        """
-        return self._state.full_weights()
-
-    def state_bytes(self) -> StateBytes:
-        """Return the most bytes of weights, gradients and optimizer state on this rank since the last call."""
-        return self._state.read_bytes()
 
     def close(self) -> None:
         """Hang up; no step can follow."""

@@ -62,7 +62,7 @@ def _bind_training(
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
     place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
-    skips = _taken_skips(state, instruction)
+    skips, scale = _taken_skips(state, instruction), state.scale
 
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
@@ -81,7 +81,7 @@ def _bind_training(
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
-            start = start.with_loss(auxiliary)
+            start = start.with_loss(auxiliary, scale.value)
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns)
         clock.stop()
@@ -207,12 +207,17 @@ def _with_unit(
     shape = place.inputs.samples.shape
     microbatch, number = divmod(instruction.microbatch, schedule.slices)
     first = (place.replica * schedule.microbatches + microbatch) * shape[0]
-    samples, positions = range(first, first + shape[0]), None
+    positions = None
     if place.context is not None:
         positions = place.context.positions
     elif schedule.slices > 1:
         positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
-    return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
+
+    def extras(given: Outputs) -> Extras:
+        begin = current.samples_before + first
+        return {**extras_of(given), UNIT: Unit(current.number, range(begin, begin + shape[0]), positions)}
+
+    return extras
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
@@ -250,7 +255,7 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
         with torch.no_grad():
             for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
                 column.append((unit, metric(output, targets)))
-    return Start().with_loss(loss)
+    return Start().with_loss(loss, state.scale.value)
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:

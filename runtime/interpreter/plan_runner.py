@@ -23,6 +23,7 @@ from ..blocks.shapes import agree, announce_spec, find_shapes
 from ..blocks.trees import TreeSpec
 from ..comm import Transport
 from ..comm.interleaving import Overlaps
+from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.cargo import Cargo, require_planned_skips
@@ -61,6 +62,8 @@ class RunOptions:
     metrics: Mapping[str, MetricFn]
     clip: float | None
     """Threshold of the global gradient norm; None: gradients are not scaled."""
+    scale: LossScale
+    """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
 
@@ -112,6 +115,7 @@ class PlanRunner:
         self.steps = StepCount()
         self._latest: Interpreter | None = None
         self._is_broken = False
+        self._samples_before = 0
 
     def interpreter_of(self, plan: Plan, batch: Batch) -> Interpreter:
         """Return what runs a plan on batches like this one; the first time, ranks agree on shapes (collective)."""
@@ -119,8 +123,15 @@ class PlanRunner:
             self.interpreters[plan.mode] = self._bind(plan, batch)
         return self.interpreters[plan.mode]
 
-    def run(self, plan: Plan, batch: Batch, calls: list[Call] | None = None) -> StepResult:
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for those of further batches."""
+        return self._samples_before > 0
+
+    def run(self, plan: Plan, batch: Batch, calls: list[Call] | None = None, *, last: bool = True) -> StepResult:
         """Run a plan on a batch; `calls` take the place of its bound calls.
+
+        Without `last` its gradients are kept, and the next batch of a training adds to them.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -135,12 +146,14 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
         self._latest, self._is_broken = interpreter, True
-        state.current.number = self.steps.total
-        interpreter.run(batch, self.steps.in_run, calls)
+        trains, current = state.flows.trains, state.current
+        current.number, current.last, current.samples_before = self.steps.total, last, self._samples_before
+        interpreter.run(batch, self.steps.in_run if last else -1, calls)
         self._settle(state.compute.overlaps)
         self._is_broken = False
-        if state.flows.trains:
-            self.steps.in_run += 1
+        if trains:
+            self.steps.in_run += last
+            self._samples_before = 0 if last else self._samples_before + state.compute.place.batch_samples(plan)
         tally, outcome = state.compute.tally, state.step_end.outcome
         return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
@@ -196,6 +209,7 @@ class PlanRunner:
             cargo=cargo,
             place=self._place(inputs),
             loss_fn=options.loss_fn,
+            scale=options.scale,
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
@@ -218,6 +232,7 @@ class PlanRunner:
             masters=self._state.masters,
             steppers=self._state.steppers,
             clip=options.clip,
+            scale=options.scale,
         )
         messages = MessageState(flows, cells, cargo, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
@@ -247,6 +262,7 @@ class PlanRunner:
         return UnitPlace(
             inputs=inputs,
             replica=model.replica,
+            num_replicas=model.num_replicas,
             context=model.sequences.context_of(inputs.samples),
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
             device=self._transport.device,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 from quintsched.ir.values import Value
+from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import Products, WeightQueue
 from ..autograd.kv_store import Store
@@ -29,6 +30,7 @@ from ..blocks.trees import TreeSpec
 from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
 from ..optim.gathered import Stepper
+from ..optim.loss_scale import LossScale
 from ..parallel.context.context import Context
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
@@ -40,7 +42,7 @@ from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
-from .tally import Tally
+from .tally import Figures, Tally
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Any, Any], Tensor]
@@ -49,18 +51,18 @@ MetricFn = Callable[[Any, Any], Tensor]
 class Start(NamedTuple):
     """Where a backward starts: the edges of outputs, whose gradients come from elsewhere, then those of losses.
 
-    `numbers` says which output each of the first is; `ones` are the gradients of the others.
+    `numbers` says which output each of the first is; `ones` are the gradients of the others, times the loss scale.
     """
 
     roots: tuple[Root, ...] = ()
     numbers: tuple[int, ...] = ()
     ones: tuple[Tensor, ...] = ()
 
-    def with_loss(self, loss: Tensor) -> Start:
-        """Return a start at `loss` as well, if it has a gradient."""
+    def with_loss(self, loss: Tensor, scale: float) -> Start:
+        """Return a start at `loss` as well, times `scale`, if it has a gradient."""
         if not loss.requires_grad:
             return self
-        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, torch.ones_like(loss)))
+        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, torch.full_like(loss, scale)))
 
 
 class Saved(NamedTuple):
@@ -73,10 +75,16 @@ class Saved(NamedTuple):
 
 @dataclass
 class CurrentStep:
-    """The batch that is run; `number` says how many steps the training has made, over all its runs."""
+    """The batch that is run.
+
+    `number` says how many steps the training has made, over all its runs. Where gradients are accumulated, the batch is
+    one part of the step's: `last` says whether it is the last one, and `samples_before` how many the others had.
+    """
 
     batch: Batch = NOTHING
     number: int = 0
+    last: bool = True
+    samples_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class UnitPlace:
 
     Attributes:
         inputs: one unit of inputs, as the ranks agreed on it.
-        replica: which of the replicas that divide the batch this rank belongs to.
+        replica: which of the replicas that divide the batch this rank belongs to, of `num_replicas`.
         context: what blocks are given where sequences are cut over cp; None where they are not.
         token_shards: per stage, over how many ranks of tp the tokens that it is given are sharded.
         device: where the rank computes.
@@ -93,9 +101,14 @@ class UnitPlace:
 
     inputs: TreeSpec
     replica: int
+    num_replicas: int
     context: Context | None
     token_shards: Mapping[int, int]
     device: torch.device
+
+    def batch_samples(self, plan: Plan) -> int:
+        """Return how many samples all replicas have in a batch."""
+        return self.num_replicas * plan.schedule.microbatches * self.inputs.samples.shape[0]
 
     def require_input(self, batch: Batch) -> None:
         """Raise `MisfitError` unless units of inputs have the shape that the ranks agreed on."""
@@ -124,6 +137,7 @@ class ComputeState:
     cargo: Cargo
     place: UnitPlace
     loss_fn: LossFn
+    scale: LossScale
     metrics: Mapping[str, MetricFn]
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
@@ -155,6 +169,8 @@ class GradOutcome:
 
     norm: Tensor | None = None
     skipped: bool = False
+    parts: list[Figures] = field(default_factory=list)
+    """The figures of batches whose gradients wait for those of this one."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,7 @@ class StepEndState:
     masters: Masters
     steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
+    scale: LossScale
     outcome: GradOutcome = field(default_factory=GradOutcome)
 
 
@@ -197,10 +214,12 @@ class RankState:
         """Start a step on `batch`."""
         self.cells.settle()
         self.current.batch = batch
-        self.compute.tally.begin()
+        accumulates = self.flows.trains and not self.current.last
+        self.compute.tally.begin(alone=accumulates)
         self.compute.host.begin()
         self.step_end.outcome.norm, self.step_end.outcome.skipped = None, False
         if self.flows.trains:
+            self.compute.gradients.accumulate(on=accumulates)
             self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:

@@ -40,18 +40,25 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         state.clip,
         state.outcome,
     )
-    absent = state.gradients.absent
+    absent, scale = state.gradients.absent, state.scale
     wait = partial(state.waits.wait, index=index)
 
     def run() -> None:
+        if reducer.accumulates:
+            reducer.hold(wait)
+            outcome.parts.append(tally.figures)
+            return
         reducer.complete(wait)
         tally.take_along()
-        reducer.divide(tally.weight(wait))
+        weight = tally.weight(wait) + sum(part.sums()[1] for part in outcome.parts)
+        reducer.divide(weight * scale.value if scale.value != 1 else weight)
+        outcome.parts.clear()
         figures, work = norm.square(absent.suspects())
         wait([work])
         found = outcome.norm = figures[0].sqrt_()
         length, suspects = figures.tolist()
         outcome.skipped = not math.isfinite(length)
+        scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
             absent.find()
         if clip is not None and not outcome.skipped:
@@ -67,6 +74,8 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
     absent = state.gradients.absent
 
     def run() -> None:
+        if reducer.accumulates:
+            return
         if stepper is not None and not outcome.skipped:
             absent.take_away(stages)
             stepper.step()

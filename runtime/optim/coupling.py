@@ -33,7 +33,13 @@ ELEMENTWISE = frozenset(
 WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "kron", "psgd", "came", "galore", "8bit")
 """What the names of classes have in them whose updates work on whole parameters, perhaps not from the first step on."""
 
-SHAPES = {0: [()], 1: [(24,)], 2: [(6, 4), (160, 144)], 3: [(4, 3, 2)], 4: [(4, 3, 2, 2)]}
+SHAPES: dict[int, list[tuple[int, ...]]] = {
+    0: [()],
+    1: [(24,)],
+    2: [(6, 4), (160, 144)],
+    3: [(4, 3, 2)],
+    4: [(4, 3, 2, 2)],
+}
 """Of how many dimensions a parameter is, and of which sizes such are tried: factors may begin at 128."""
 
 STEPS: dict[tuple[int, ...], int] = {(160, 144): 3}

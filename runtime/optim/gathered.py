@@ -71,6 +71,10 @@ class Stepper:
         part = self._part_of.get(parameter)
         return {} if part is None else part.state[parameter]
 
+    def gathers(self, master: nn.Parameter) -> bool:
+        """Whether a parameter is stepped as a whole matrix, of which `master` is this rank's shard."""
+        return master in self._handles
+
     def step(self) -> None:
         """Make a step; collective over tp where matrices are gathered."""
         for matrix in self._gathered:

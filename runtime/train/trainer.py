@@ -220,7 +220,9 @@ class Trainer:
         progress = self.progress
         for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            result = self.engine.step(*self._samples(self._train_split, indices))
+            parts = np.split(np.asarray(indices), self.job.train.accumulate)
+            earlier = [self.engine.step(*self._samples(self._train_split, part), last=False) for part in parts[:-1]]
+            result = self.engine.step(*self._samples(self._train_split, parts[-1])).with_earlier(earlier)
             traced.count(self.engine)
             progress.step += 1
             progress.batch += 1
@@ -295,7 +297,8 @@ class Trainer:
         """Return loss and accuracy over the whole validation split, the same on every rank."""
         totals = Sums({})
         for indices in self._validation_batches.batches(0):
-            totals.add(self.engine.evaluate(*self._samples(self._validation_split, indices)))
+            for part in np.split(np.asarray(indices), self.job.train.accumulate):
+                totals.add(self.engine.evaluate(*self._samples(self._validation_split, part)))
         sums = totals.read()
         return {name: sums[name] / sums["weight"] for name in ("loss", "accuracy")}
 
