@@ -241,14 +241,14 @@ class Engine(EngineWeights):
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
         self._require_steppable()
-        result = self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras), last=last)
+        result = self._runner.run(self.plan, self._model.batch(self.plan, inputs, targets, extras), last=last)
         if last and not result.skipped:
             self._averages.update()
         return result
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batches(self.plan, inputs, targets, extras)
+        batch = self._model.batch(self.plan, inputs, targets, extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self._model.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -265,7 +265,7 @@ class Engine(EngineWeights):
 
     def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batches(self._evaluation_plan, inputs, targets, extras)
+        batch = self._model.batch(self._evaluation_plan, inputs, targets, extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instructions import OffloadAct
@@ -15,6 +15,7 @@ from quintsched.verify.soundness import Verdict
 from .blocks.blocks import Blocks, some_take
 from .blocks.dtensor import is_sharded
 from .comm import Transport
+from .comm.device import is_accelerator
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage
@@ -50,17 +51,21 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
 
 
 def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where several ranks would each draw different masks (see `dropout`), and in experts."""
+    """Raise `MisfitError` for draws that cannot be keyed: in experts, and in recurrent networks of an accelerator.
+
+    Its library draws these masks by a generator that it keeps for itself.
+    """
     for stage in stages.values():
         for number, block in stage.blocks.items():
             _refuse_dropouts_of_experts(number, block)
             if plan.mesh.size == 1:
                 continue
             for name, module in block.named_modules():
-                if _draws(module):
+                if isinstance(module, nn.RNNBase) and module.dropout > 0 and is_accelerator(_device_of(module)):
                     raise MisfitError(
                         f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
-                        f"would not agree over mesh {plan.mesh}; use nn.Dropout, or set its probability to 0"
+                        f"would not agree over mesh {plan.mesh}; put nn.Dropout between recurrent networks of one "
+                        "layer each, or set its probability to 0"
                     )
 
 
@@ -95,8 +100,5 @@ def require_movable_activations(plan: Plan, stages: Mapping[int, Stage]) -> None
             )
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether a module takes masks from torch's global generator."""
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return module.dropout > 0
-    return isinstance(module, _DropoutNd) and module.p > 0 and not isinstance(module, KeyedDropout)
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -19,7 +19,7 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group, ReduceOp
 from ..comm.control import first_said
-from .blocks import TARGETS, Blocks, Parcel, accepted_extras, on_meta, split_result
+from .blocks import TARGETS, Blocks, Parcel, accepted_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
@@ -165,9 +165,6 @@ class _Ride:
 
 def _call_on_meta(module: nn.Module, given: object, extras: dict[str, Any], dtype: torch.dtype | None) -> Any:
     module = before_fully_shard(module)
-    weights = {
-        name: t.to("meta", dtype if t.is_floating_point() else None)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
+    weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(module, dtype)}
     with torch.no_grad():
-        return torch.func.functional_call(module, weights, (given,), extras)
+        return torch.func.functional_call(module, weights, (given,), extras, tie_weights=False)

@@ -28,7 +28,6 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TARGETS, Parcel
 from ..blocks.trees import DIFFERENTIABLE, TreeSpec
-from ..parallel.dropout import Unit
 from ..stage.cargo import TakenSkips
 from ..stage.forward import UNIT, Extras, Outputs, apart
 from .cells import Cell, Parts
@@ -55,9 +54,7 @@ def _bind_training(
 ) -> Call:
     """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
-    if forward.drops:
-        extras_of = _with_unit(state, instruction, extras_of)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
@@ -83,7 +80,7 @@ def _bind_training(
         if auxiliary is not None:
             start = start.with_loss(auxiliary, scale.value)
             losses.append((place, auxiliary.detach()))
-        saved[kept] = Saved(given, start, reruns)
+        saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
         if activations is not None:
             host.leave(kept, activations, given if take is not None else ())
@@ -129,7 +126,7 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
@@ -202,20 +199,15 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 def _with_unit(
     state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
-    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
-    schedule, place, current = state.flows.plan.schedule, state.place, state.current
-    shape = place.inputs.samples.shape
-    microbatch, number = divmod(instruction.microbatch, schedule.slices)
-    first = (place.replica * schedule.microbatches + microbatch) * shape[0]
-    positions = None
-    if place.context is not None:
-        positions = place.context.positions
-    elif schedule.slices > 1:
-        positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
+    """Return what adds to the extras which unit it is, where blocks draw; an evaluation has numbers of its own."""
+    draws, current, trains = state.forwards[instruction.stage].draws, state.current, state.flows.trains
+    schedule, unit_of, number = state.flows.plan.schedule, state.place.unit_of, instruction.microbatch
 
     def extras(given: Outputs) -> Extras:
-        begin = current.samples_before + first
-        return {**extras_of(given), UNIT: Unit(current.number, range(begin, begin + shape[0]), positions)}
+        if not draws.want_unit:
+            return extras_of(given)
+        step = current.number if trains else -1 - current.number
+        return {**extras_of(given), UNIT: unit_of(schedule, number, step, current.samples_before)}
 
     return extras
 
@@ -370,15 +362,15 @@ def _backward(
     back = _parts(state, made, forward.arriving)
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
-    clock, saved = state.clock, state.saved
+    clock, saved, again = state.clock, state.saved, forward.draws.again
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
         if arrive is not None:
             arrive()
         clock.start()
-        given, start, _ = saved.pop(kept_as)
-        with around:
+        given, start, _, unit = saved.pop(kept_as)
+        with around, again(unit):
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
         if give is not None:
             give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))

@@ -147,13 +147,17 @@ class PlanRunner:
             self._latest.state.cells.settle()
         self._latest, self._is_broken = interpreter, True
         trains, current = state.flows.trains, state.current
-        current.number, current.last, current.samples_before = self.steps.total, last, self._samples_before
-        interpreter.run(batch, self.steps.in_run if last else -1, calls)
+        current.number, current.last = self.steps.total, last
+        current.samples_before = self._samples_before if trains else 0
+        with self._model.masks.guarding(self._transport.device):
+            interpreter.run(batch, self.steps.in_run if last else -1, calls)
         self._settle(state.compute.overlaps)
         self._is_broken = False
         if trains:
             self.steps.in_run += last
-            self._samples_before = 0 if last else self._samples_before + state.compute.place.batch_samples(plan)
+            self._samples_before = (
+                0 if last else self._samples_before + state.compute.place.batch_samples(plan.schedule)
+            )
         tally, outcome = state.compute.tally, state.step_end.outcome
         return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
 
@@ -253,6 +257,7 @@ class PlanRunner:
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
+                sliced=model.tensor.tokens.group_of,
             )
             for number, stage in model.stages.items()
         }

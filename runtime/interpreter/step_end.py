@@ -9,6 +9,7 @@ from functools import partial
 from quintsched.ir import instructions as ins
 
 from ..state.grad_buckets import PlanBucket
+from ..state.grad_norm import CLIP_EPSILON
 from .rank_state import StepEndState
 
 Call = Callable[[], None]
@@ -51,9 +52,8 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         reducer.complete(wait)
         tally.take_along()
         weight = tally.weight(wait) + sum(part.sums()[1] for part in outcome.parts)
-        reducer.divide(weight * scale.value if scale.value != 1 else weight)
         outcome.parts.clear()
-        figures, work = norm.square(absent.suspects())
+        figures, work = norm.divide(weight * scale.value if scale.value != 1 else weight, absent.suspects())
         wait([work])
         found = outcome.norm = figures[0].sqrt_()
         length, suspects = figures.tolist()
@@ -61,7 +61,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
             absent.find()
-        if clip is not None and not outcome.skipped:
+        if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:
             norm.clip(found, clip)
 
     return run
