@@ -139,5 +139,5 @@ class Averages:
                 f"the state has {len(found)} averages of weights, the engine {len(self.all)}; call engine.ema(decay) "
                 "before it is loaded"
             )
-        for number, kept in found.items():
-            self.all[number].load_state_dict(kept)
+        for index, kept in found.items():
+            self.all[index].load_state_dict(kept)

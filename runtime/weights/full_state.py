@@ -93,8 +93,8 @@ class FullState:
         mine: dict[str, list[object]] = {}
         for key, value in kept.state.items():
             tensor = torch.as_tensor(value)
-            is_cut = kept.is_shard and handle is not None and tensor.dim() > 0 and tensor.shape == handle.shape
-            mine[key] = [is_cut, str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+            cut = kept.is_shard and handle is not None and tensor.dim() > 0 and tensor.shape == handle.shape
+            mine[key] = [cut, str(tensor.dtype).removeprefix("torch."), *tensor.shape]
         group = self._state.replicas_of(parameter)
         homes: dict[str, tuple[int, list[object]]] = {}
         texts = gather_texts(group, json.dumps(mine)) if self._state.weights else [json.dumps(mine)] * group.size
@@ -106,8 +106,8 @@ class FullState:
             if is_cut:
                 yield f"optimizer.{name}.{key}", self._full(parameter, value)
             elif self._state.weights:
-                tensor = None if value is None else torch.as_tensor(value)
-                yield f"optimizer.{name}.{key}", _shared(tensor, rank, spec, group)
+                held = None if value is None else torch.as_tensor(value)
+                yield f"optimizer.{name}.{key}", _shared(held, rank, spec, group)
             else:
                 yield f"optimizer.{name}.{key}", torch.as_tensor(value).clone()
 
