@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintsched.compiler import compiled_again, evaluation_of
+from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -26,8 +26,7 @@ from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
 from .engine_weights import EngineWeights
-from .interchange.exchange import Exchange
-from .interchange.load_pretrained import LoadedWeights
+from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
@@ -35,7 +34,7 @@ from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
 from .optim.given import OptimizerGiven, builder_of
 from .optim.loss_scale import LossScale
@@ -46,19 +45,20 @@ from .requirements import (
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
+    require_loss_of_slices,
     require_movable_activations,
     require_runnable,
 )
 from .splitting.split import Split
-from .stage.build import cuts_of
+from .stage.losses import for_slices
 from .stage.rank_model import ModelOptions, RankModel
-from .stage.tied_weights import homes_across
+from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .weights.access import WeightAccess
 from .weights.average import Averages
 
 
-class Engine(EngineWeights):
+class Engine(CheckpointFiles, EngineWeights):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -83,6 +83,8 @@ class Engine(EngineWeights):
             3} where outputs are fused blocks (see `parallel.tensor.rules`).
         prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
             slices: all that are not built in ("foreign"), "all", or "none" (see `parallel.proof`).
+        buffers: what becomes of those that a forward changes, where there are replicas: "merge" running statistics,
+            "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
@@ -113,6 +115,7 @@ class Engine(EngineWeights):
         context: ContextMethod = "ring",
         rules: Rules | None = None,
         prove: Proofs = "foreign",
+        buffers: BufferChoice = "merge",
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
@@ -127,11 +130,13 @@ class Engine(EngineWeights):
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
-            plan = _with_ties(plan, blocks, tied, block_costs)
+            plan = with_ties(plan, blocks, tied, block_costs)
         self.plan, self._evaluation_plan = plan, evaluation_of(plan)
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        require_loss_of_slices(plan, loss_fn)
+        self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
@@ -140,6 +145,7 @@ class Engine(EngineWeights):
             context=context,
             rules=rules or {},
             prove=prove,
+            buffers=buffers,
             sequence_parallel=sequence_parallel,
             cut_logits=all(map(takes_vocabulary, (loss_fn, *metrics.values()))),
             tied=tied or {},
@@ -158,8 +164,6 @@ class Engine(EngineWeights):
             OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
-        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
-        self._exchange = Exchange(self._model, self._state, self._groups, names)
         self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
         self._scale = LossScale(grad_scaler)
         self.clock = Clock(self.transport.device)
@@ -175,6 +179,8 @@ class Engine(EngineWeights):
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
         )
+        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
+        self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
 
     def _connect(self, context: ContextMethod) -> MeshGroups:
         """Make the groups and the channels of the plan; all ranks must have the same plan."""
@@ -241,14 +247,15 @@ class Engine(EngineWeights):
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
         self._require_steppable()
-        result = self._runner.run(self.plan, self._model.batch(self.plan, inputs, targets, extras), last=last)
+        batch = self._model.batch(self.plan, inputs, self._prepare(targets), extras)
+        result = self._runner.run(self.plan, batch, last=last)
         if last and not result.skipped:
             self._averages.update()
         return result
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batch(self.plan, inputs, targets, extras)
+        batch = self._model.batch(self.plan, inputs, self._prepare(targets), extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self._model.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -265,7 +272,7 @@ class Engine(EngineWeights):
 
     def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batch(self._evaluation_plan, inputs, targets, extras)
+        batch = self._model.batch(self._evaluation_plan, inputs, self._prepare(targets), extras)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch)
@@ -285,61 +292,6 @@ class Engine(EngineWeights):
         """
         return self._model.expert_load.read()
 
-    def load_pretrained(
-        self,
-        path: str | Path,
-        *,
-        names: Mapping[str, str] | None = None,
-        fresh: Sequence[str] = (),
-        strict: bool = True,
-    ) -> LoadedWeights:
-        """Let weights and buffers be those of a safetensors folder; each rank reads its own slices (collective).
-
-        It is meant for an engine that has not stepped yet: the optimizer's state stays.
-
-        Args:
-            path: a file, an index, or the folder of either.
-            names: our names ("3.attn.weight") to those in the checkpoint. None: the model's own where blocks come from
-                `split`, GPT-2's for a built-in GPT of that shape, else ours; with or without a first part ("model.").
-            fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
-            strict: whether a tensor that no weight takes is an error.
-
-        Returns what stayed fresh, and what was not used.
-
-        Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for a file that is damaged
-        or lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
-        """
-        return self._exchange.load_pretrained(path, names, fresh, strict=strict)
-
-    def save_pretrained(
-        self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
-    ) -> None:
-        """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
-
-        Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
-        them; weights that are tied are saved once. What was in the folder before stays until the new files are whole;
-        files of other names stay after it.
-
-        Args:
-            path: the folder.
-            dtype: the type of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
-                the masters that the optimizer works on.
-            max_file_bytes: weights are cut into several files beyond this size, and between pipeline coordinates.
-
-        Raises `UsageError` on all ranks where it cannot be written.
-        """
-        self._exchange.save_pretrained(path, dtype, max_file_bytes)
-
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
-
-
-def _with_ties(
-    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
-) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
-    if plan.tied or not tied or plan.stage_to_part is not None:
-        return plan
-    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
-    return (compiled_again(plan, tied=across) or plan) if across else plan

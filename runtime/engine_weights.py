@@ -136,7 +136,8 @@ class EngineWeights:
 
         Names of other ranks' blocks are passed over; unknown ones raise `UsageError`, other shapes `MisfitError`.
         """
-        known = {f"{number}.{name}" for number, block in enumerate(self._model.outlines) for name in block.state_dict()}
+        blocks = enumerate(self._model.outlines)
+        known = {f"{number}.{name}" for number, block in blocks for name in block.state_dict(keep_vars=True)}
         unknown = sorted(weights.keys() - known)
         if unknown:
             raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from .comm.device import is_accelerator
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage
+from .stage.losses import cuts_sequences
 
 
 def require_runnable(plan: Plan, transport: Transport) -> Verdict:
@@ -48,6 +50,28 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             raise MisfitError(
                 f"{what}, but no block takes `{name}` in its forward: an attention would see only its slice"
             )
+
+
+def require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
+    """Raise `MisfitError` for a loss that compares tokens with the next ones' targets, where sequences are cut.
+
+    Such a loss has no use for what the last token gives; it is tried on a few numbers.
+    """
+    if not cuts_sequences(plan) or hasattr(loss_fn, "prepare"):
+        return
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, 8, generator=random, dtype=torch.float64).requires_grad_()
+    try:
+        given = loss_fn(logits, torch.randint(0, 8, (2, 6), generator=random))
+        loss = given[0] if isinstance(given, tuple) else given
+        (gradient,) = torch.autograd.grad(loss, logits)
+    except Exception:  # a loss of something else than logits of tokens
+        return
+    if bool(gradient[:, :-1].any()) and not bool(gradient[:, -1].any()):
+        raise MisfitError(
+            "the loss shifts its targets by a token, but sequences are cut into slices (cp, slices), whose last tokens "
+            "would be left out; shift targets before the step, targets[:, i] = ids[:, i + 1], and not in the loss"
+        )
 
 
 def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:

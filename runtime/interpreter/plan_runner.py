@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import nn
@@ -145,11 +146,15 @@ class PlanRunner:
             state.compute.place.require_input(batch)
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
+        if state.flows.trains:
+            for stage in self._model.stages.values():
+                stage.require_known_weights()
         self._latest, self._is_broken = interpreter, True
         trains, current = state.flows.trains, state.current
         current.number, current.last = self.steps.total, last
         current.samples_before = self._samples_before if trains else 0
-        with self._model.masks.guarding(self._transport.device):
+        shared = self._model.buffers.shared() if trains else nullcontext()
+        with self._model.masks.guarding(self._transport.device), shared:
             interpreter.run(batch, self.steps.in_run if last else -1, calls)
         self._settle(state.compute.overlaps)
         self._is_broken = False
@@ -258,6 +263,7 @@ class PlanRunner:
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
                 sliced=model.tensor.tokens.group_of,
+                beside=model.synced,
             )
             for number, stage in model.stages.items()
         }

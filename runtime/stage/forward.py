@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError
 
@@ -125,6 +126,7 @@ class StageForward:
         around: number, block → the block with what runs before and behind it.
         masks: what the blocks draw by.
         sliced: number → the ranks over which the tokens are sliced that a block is given, if they are.
+        beside: a mode that the blocks run in.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class StageForward:
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
         sliced: Callable[[int], Group | None] = lambda _: None,
+        beside: TorchFunctionMode | None = None,
     ) -> None:
         numbers = list(blocks)
         self.arriving = parcels[start - 1] if start else Parcel(inputs)
@@ -148,7 +151,7 @@ class StageForward:
         """What it leaves: its output, and what rides along from there or is taken past stages."""
         self._modules = tuple(blocks.values())
         self.takes_targets = any(map(takes_targets, blocks.values()))
-        self.draws = StageDraws(masks, blocks, sliced)
+        self.draws = StageDraws(masks, blocks, sliced, beside)
         """What the blocks draw; where they do, they are given their unit (see `UNIT`)."""
         self._final: Whole | None = None
 

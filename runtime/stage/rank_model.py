@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 
-from quintsched.ir.instructions import BwdInput
+from quintsched.errors import MisfitError
+from quintsched.ir.instructions import BwdInput, Overlap
+from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, outlines
 from ..comm import Transport
-from ..job.choices import ContextMethod, Proofs
+from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
+from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules
+from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
 from .microbatches import Batch, BatchCutter
@@ -45,6 +49,7 @@ class ModelOptions:
     context: ContextMethod = "ring"
     rules: Rules = field(default_factory=dict)
     prove: Proofs = "foreign"
+    buffers: BufferChoice = "merge"
     sequence_parallel: bool = False
     cut_logits: bool = False
     """Whether loss and metrics can do with logits that are cut over the vocabulary."""
@@ -71,6 +76,8 @@ class RankModel:
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
         batches: cuts a batch into units.
+        synced: lets batch norms share their statistics over the replicas; None: they do not.
+        buffers: keeps what forwards change the same on all replicas.
         same_data: compares what ranks of one replica are given.
         queues: where the weight gradients of split backwards wait, per stage that has such.
         deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
@@ -134,6 +141,7 @@ class RankModel:
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
+        self.synced, self.buffers = self._share_buffers()
         self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
         self.batches = BatchCutter(
             device,
@@ -151,6 +159,20 @@ class RankModel:
         waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
         total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
         return queues, waiting / total if total else None
+
+    def _share_buffers(self) -> tuple[SyncedNorms | None, SharedBuffers]:
+        """Return what lets batch norms share statistics over the replicas, if they do, and what shares buffers."""
+        groups, choice = self._groups, synced_choice(self.options.buffers, self.outlines)
+        synced = None
+        if choice == "sync" and groups.replicas.size > 1 and has_batch_norms(self.outlines):
+            if len(self.plan.columns.rows_where(Overlap)):
+                raise MisfitError(
+                    f"{self.plan.schedule.name} lets a forward and a backward overlap, in which batch norms cannot "
+                    "share their statistics; compile the plan without overlap, or with buffers='merge'"
+                )
+            synced = SyncedNorms(self._transport.make_group(self.plan.mesh.groups(*REPLICA_AXES)))
+        shared = SharedBuffers(choice, self.stages, self.plan, groups.replicas, self.tensor.tokens.inside)
+        return synced, shared
 
     def batch(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Batch:
         """Return what this rank is given, cut into units; in the first steps ranks of a replica compare it."""

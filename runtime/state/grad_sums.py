@@ -58,7 +58,7 @@ class GradSums:
         else:
             homes = [self._buckets.home[parameter] for parameter in self._tied.copies(params)]
             buckets = [bucket for bucket, _ in homes]
-            copies = [[view for _, view in homes]]
+            copies = [[view for _, view in homes]] if homes else []
         if self.accumulates and not any(bucket.reshards for bucket in buckets):
             return
         for bucket in buckets:

@@ -103,6 +103,7 @@ class Trainer:
             context=job.parallel.context,
             rules=job.parallel.rules,
             prove=job.parallel.prove,
+            buffers=job.parallel.buffers,
             sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
