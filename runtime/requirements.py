@@ -52,6 +52,13 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             )
 
 
+def require_stages(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where a rank's stages cannot do what the plan has them do."""
+    require_keyed_dropout(plan, stages)
+    require_blocks_to_recompute(plan, stages)
+    require_movable_activations(plan, stages)
+
+
 def require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
     """Raise `MisfitError` for a loss that compares tokens with the next ones' targets, where sequences are cut.
 

@@ -11,6 +11,7 @@ from torch import nn
 from quintsched.errors import UsageError, nearest
 
 from ..blocks.blocks import Blocks
+from ..stage.build import Stage
 from .gpt2 import gpt2_origins, is_gpt
 from .names import Origin
 
@@ -50,6 +51,11 @@ class ModelNames:
             for number, block in enumerate(self.outlines)
             for name in block.state_dict(keep_vars=True)
         ]
+
+    def own_of(self, stages: Mapping[int, Stage]) -> dict[str, str]:
+        """Return what the model itself calls the weights of some stages that are trained, by our names."""
+        own = self.own or {}
+        return {name: own.get(name, name) for stage in stages.values() for name in stage.named_weights()}
 
     def is_gpt2(self, found: Collection[str] = ()) -> bool:
         """Whether names are GPT-2's: those of a built-in GPT, unless a checkpoint has ours."""

@@ -59,7 +59,8 @@ def _batch_norm(
     dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
     counted = torch.cat([x.sum(dims), x.new_tensor([x.numel() / max(x.shape[1], 1)])])
     total = _sum(counted, group)
-    count = total[-1].detach()
+    seen = total[-1].detach()
+    count = seen.clamp(min=1)  # of no samples on any replica nothing is learnt
     mean = total[:-1] / count
     centred = x - mean.view(shape)
     variance = _sum(centred.square().sum(dims), group) / count
@@ -70,8 +71,9 @@ def _batch_norm(
         found = found + bias.view(shape)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((variance * (count / (count - 1).clamp(min=1))).to(running_var.dtype), momentum)
+            learnt = momentum * (seen > 0).to(running_mean.dtype)
+            running_mean.lerp_(mean.to(running_mean.dtype), learnt)
+            running_var.lerp_((variance * (count / (count - 1).clamp(min=1))).to(running_var.dtype), learnt)
     return found.to(input.dtype)
 
 

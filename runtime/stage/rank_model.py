@@ -7,12 +7,15 @@ batch  ──▶ units, each with what of it this rank needs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from quintsched.errors import MisfitError
 from quintsched.ir.instructions import BwdInput, Overlap
@@ -20,24 +23,28 @@ from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
-from ..blocks.blocks import Blocks, outlines
+from ..blocks.blocks import Blocks, on_meta, outlines
+from ..blocks.dtensor import is_sharded
 from ..comm import Transport
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
+from ..parallel.expert.report import expert_report
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
 from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
-from ..parallel.tensor.rules import Rules
+from ..parallel.tensor.rules import Rules, is_built_in
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
-from .microbatches import Batch, BatchCutter
+from .microbatches import BatchCutter
 from .same_data import SameData
 from .tied_weights import TiedWeights
+
+_logger = logging.getLogger("quintsched.runtime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +107,9 @@ class RankModel:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         options, tensor = self.options, self._groups.tensor
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
-        require_separate(blocks, self.cuts, tensor)
-        self.outlines = outlines(blocks, apart=tensor.size > 1)
+        built = [on_meta(block) for block in blocks]
+        require_separate(built, self.cuts, tensor)
+        self.outlines = outlines(built, apart=tensor.size > 1)
         self.tensor = TensorCuts(
             self.outlines,
             tensor,
@@ -110,6 +118,12 @@ class RankModel:
             cut_logits=options.cut_logits,
             proved=options.prove != "none",
         )
+        if (
+            self.expert_shares is not None
+            and "; on all ranks alike" in self.expert_shares
+            and self._transport.rank == 0
+        ):
+            _logger.warning("%s", self.expert_shares)
         self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
 
     def _build(self, blocks: Blocks) -> None:
@@ -150,6 +164,7 @@ class RankModel:
             targets=self.needs_targets,
             rank=self._transport.rank,
             shard=self.sequences.shard,
+            replicas=self.num_replicas,
         )
 
     def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:
@@ -174,12 +189,16 @@ class RankModel:
         shared = SharedBuffers(choice, self.stages, self.plan, groups.replicas, self.tensor.tokens.inside)
         return synced, shared
 
-    def batch(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Batch:
-        """Return what this rank is given, cut into units; in the first steps ranks of a replica compare it."""
-        batch = self.batches(plan, inputs, targets, extras)
+    def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:
+        """In the first steps, raise `MisfitError` where ranks of a replica are not given the same (collective)."""
         needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
         self.same_data.require(plan.mode, needed, extras)
-        return batch
+
+    @property
+    def expert_shares(self) -> str | None:
+        """What ep shares out, in a line; None without it."""
+        size = self._groups.experts.size
+        return expert_report(self.outlines, size) if size > 1 else None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -203,6 +222,19 @@ class RankModel:
         """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
         lasts = {route.stages[-1] for route in self.plan.routes}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
+
+    @cached_property
+    def may_draw(self) -> bool:
+        """Whether blocks draw by the numbers of samples in the whole batch: dropouts do, and those not built in may."""
+        modules = (module for block in self.outlines for module in on_meta(block).modules())
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+        return drops or not all(is_built_in(on_meta(block)) for block in self.outlines)
+
+    @cached_property
+    def computes_empty_units(self) -> bool:
+        """Whether units without samples are computed too, since ranks of several replicas meet within a forward."""
+        meet = self._groups.experts.size > 1 or self.synced is not None
+        return meet or any(is_sharded(stage) for stage in self.stages.values())
 
     @property
     def num_replicas(self) -> int:

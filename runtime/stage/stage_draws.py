@@ -74,6 +74,13 @@ class StageDraws:
         """Whether blocks draw, or may."""
         return self._drops or self._mode is not None or self._alarms != self._masks.alarms
 
+    @property
+    def have_drawn(self) -> bool:
+        """Whether blocks have drawn so far, or drop out."""
+        modules = (module for block in self._blocks.values() for module in block.modules())
+        drops = any(isinstance(module, KeyedDropout) and module.p > 0 for module in modules)
+        return drops or (self._mode is not None and self._mode.has_drawn)
+
     def keyed(self, run: Run, compiled: Run | None) -> Run:
         """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""
 
