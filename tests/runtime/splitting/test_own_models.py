@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import Engine, build_model, run_local, split
 
 WIDTH, IDS = 8, 11
 
@@ -230,3 +230,19 @@ class Asking(NanoGPT):
 def test_what_is_wrong_is_said(model, arguments, said):
     with pytest.raises(UsageError, match=said):
         split(model, **arguments)
+
+
+def test_a_model_of_ones_own_is_built_without_weights():
+    class Drawn(Shared):
+        def forward(self, ids):
+            return super().forward(ids)
+
+    blocks = split(Drawn, example=ids())
+    model = build_model(blocks, seed=1)
+    assert {name for name, _ in model.named_parameters()} == set(blocks.own_names)
+    assert not any(p.is_meta or p.isnan().any() for p in model.parameters())
+
+
+def test_weights_that_nothing_sets_are_refused():
+    with pytest.raises(MisfitError, match="nothing sets"):
+        split(NanoGPT, example=ids())
