@@ -246,3 +246,15 @@ def test_a_model_of_ones_own_is_built_without_weights():
 def test_weights_that_nothing_sets_are_refused():
     with pytest.raises(MisfitError, match="nothing sets"):
         split(NanoGPT, example=ids())
+
+
+def test_shapes_are_found_in_the_type_that_is_trained_in(nano):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        blocks = split(copy.deepcopy(nano).float(), example=ids())
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.bfloat16, transport=transport)
+        return engine.step(ids(), ids()).loss.item()
+
+    first, second = run_local(2, work)
+    assert first == second == pytest.approx(loss(nano(ids())[0], ids())[0].item() / ids().numel(), rel=0.02)
