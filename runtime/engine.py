@@ -22,7 +22,7 @@ from quintsched.simulation.message_slots import MAX_SENDS
 
 from .blocks.blocks import Blocks
 from .comm import Transport
-from .comm.connection import connect_for
+from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup
 from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
@@ -85,7 +85,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
-        compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
+        compiled: whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks
+            that draw other than by nn.Dropout stay out). A wait may then take half an hour.
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
@@ -130,7 +131,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
-        self.transport = transport or connect_for(plan, timeout_s)
+        self.transport = transport or connect_for(plan, patience_s(timeout_s, compiled=compiled))
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
         require_loss_of_slices(plan, loss_fn)
