@@ -210,6 +210,8 @@ class TrainConfig(Settings):
     """Passes over the training samples."""
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
+    accumulate: int = Field(default=1, ge=1)
+    """Into how many batches these are divided, whose gradients are added up before the optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()
@@ -240,7 +242,7 @@ class RuntimeConfig(Settings):
     trace_steps: int = Field(default=8, ge=1)
     """How many steps are traced."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without progress after which a run counts as stalled."""
+    """Seconds without progress after which a run counts as stalled; with `compile` at least half an hour."""
 
 
 class CheckpointConfig(Settings):
