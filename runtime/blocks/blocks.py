@@ -35,6 +35,21 @@ _GLOBAL_GENERATOR = threading.Lock()
 
 
 @dataclass(frozen=True)
+class Change:
+    """A tensor that a block was given, or that rides along with it, or an extra, and that is changed in place.
+
+    Attributes:
+        what: its number among the tensors that the block was given, or its name.
+        block: the number of the block that changes it: this one, or a later one, which sees it through an alias.
+        shared_with: another tensor in the same memory, which changes with it, if there is one.
+    """
+
+    what: int | str
+    block: int
+    shared_with: int | str | None = None
+
+
+@dataclass(frozen=True)
 class Parcel:
     """What goes from one block to the next: its output, and by name what rides along to later blocks."""
 
@@ -42,6 +57,10 @@ class Parcel:
     riders: tuple[tuple[str, TensorSpec], ...] = ()
     has_loss: bool = False
     """Whether the block returns a loss beside it."""
+    is_resident: bool = False
+    """Whether some of it is a weight or a buffer, which may change or be freed while it travels."""
+    changes: tuple[Change, ...] = ()
+    """Which tensors that the block was given change in place, by it or by a block after it."""
 
     @property
     def width(self) -> int:
@@ -147,6 +166,14 @@ def required_parameters(block: nn.Module) -> int:
     """Return how many arguments a block's `forward` must be given."""
     parameters = inspect.signature(block.forward).parameters.values()
     return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def needed_extras(block: nn.Module) -> list[str]:
+    """Return the names that a block's `forward` has to be given beside its input: parameters without defaults."""
+    parameters = list(inspect.signature(block.forward).parameters.values())
+    by_name = parameters[1:] if parameters and parameters[0].kind is not parameters[0].VAR_KEYWORD else parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in by_name if p.default is p.empty and p.kind in kinds]
 
 
 def takes_targets(block: nn.Module) -> bool:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, QuintschedError
 from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind, Value
 
@@ -221,7 +222,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(_parts(state, made, parcel))
     (first, *others) = parcel.specs
-    shape, dtype, only_one = first.shape, first.dtype, not others
+    shape, dtype, only_one = first.shape, first.dtype, not others and not parcel.is_resident
 
     def check(outputs: Outputs) -> None:
         found = [TreeSpec.of(output) for output in outputs]
@@ -245,12 +246,25 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
 def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    loss = tally.add_loss(unit, state.loss_fn(output, targets))
+    loss = tally.add_loss(unit, _called("the loss function", state.loss_fn, output, targets))
     if state.metrics:
         with torch.no_grad():
-            for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
-                column.append((unit, metric(output, targets)))
+            for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
+                column.append((unit, _called(f"metric {name!r}", metric, output, targets)))
     return Start().with_loss(loss)
+
+
+def _called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
+    """Return what a function of the user's gives; raises `MisfitError` in place of its errors."""
+    try:
+        return function(output, targets)
+    except QuintschedError:
+        raise
+    except Exception as error:
+        raise MisfitError(
+            f"{name} raised {type(error).__name__}: {error}; it was given {TreeSpec.of(output)}, and targets "
+            f"{TreeSpec.of(targets)}"
+        ) from error
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:

@@ -26,6 +26,7 @@ from .compute import (
     bind_overlap,
     bind_recompute,
 )
+from .explain import explained
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
@@ -157,13 +158,8 @@ class Interpreter:
             for place, call in enumerate(calls):  # noqa: B007
                 call()
         except Exception as error:
-            self._explain(error, self._places[place])
-            raise
-
-    def _explain(self, error: Exception, index: int) -> None:
-        """Add notes to an error that say where it happened."""
-        plan, rank = self.state.flows.plan, self.state.flows.rank
-        where = ", ".join(f"{axis}={coordinate}" for axis, coordinate in plan.mesh.coordinates(rank).items())
-        if "leaf Variable that requires grad" in str(error):
-            error.add_note("a stage's first operation must not change its input in place: it belongs to the message")
-        error.add_note(f"on rank {rank} ({where}), instruction {index}: {self._program[index]}")
+            state = self.state
+            found = explained(error, self._places[place], state.flows, state.compute.forwards)
+            if found is error:
+                raise
+            raise found from error

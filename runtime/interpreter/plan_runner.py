@@ -27,6 +27,7 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
+from ..stage.in_place import require_own_memory
 from ..stage.losses import require_planned_losses
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
@@ -172,7 +173,9 @@ class PlanRunner:
         shapes = find_shapes(model.outlines, inputs, extras, model.options.dtype, self._groups.world, device)
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
-        require_planned_skips(plan, model.cuts, shapes, list(map(on_meta, model.outlines)))
+        blocks = list(map(on_meta, model.outlines))
+        require_planned_skips(plan, model.cuts, shapes, blocks)
+        require_own_memory(model.cuts, shapes, blocks)
         travelling, count = model.tensor.travelling(shapes), plan.schedule.slices
         units = FirstUnits(inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
         model.prover.prove(units, model.outlines, shapes, self._groups.world)
@@ -235,6 +238,7 @@ class PlanRunner:
                 masks=model.masks,
                 inputs=inputs,
                 input_tree=lambda: current.batch.input_tree,
+                skips=flows.plan.skips,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
