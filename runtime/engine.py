@@ -7,7 +7,7 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ from .interpreter.plan_runner import PlanRunner, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs
+from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .optim.builds import OptimizerBuilds
+from .optim.chained import LRSchedulers
+from .optim.given import OptimizerGiven, builder_of
 from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
@@ -52,7 +55,7 @@ from .stage.rank_model import ModelOptions, RankModel
 from .stage.tied_weights import homes_across
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
-from .state.training_state import OptimizerFn, TrainingState
+from .state.training_state import TrainingState
 
 
 class Engine:
@@ -66,8 +69,7 @@ class Engine:
             returns its output, or (output, auxiliary loss summed over the samples). One that `parallelize_module` has
             sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: parameters → optimizer; where its parameter's name begins with "named", it gets (name, parameter)
-            pairs. With ZeRO these are segments of one dimension of the parameters that they are named after.
+        optimizer: what steps the weights: a function of parameters, a class, several, an instance (see `optim.given`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         clip: threshold of the global gradient norm.
         block_costs: what each block costs, in any unit; None estimates it. Stages are cut so that the slowest is as
@@ -84,6 +86,8 @@ class Engine:
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
+        zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
+            these for optimizers that work on them.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -98,7 +102,7 @@ class Engine:
         plan: Plan,
         blocks: Blocks,
         loss_fn: LossFn,
-        optimizer: OptimizerFn,
+        optimizer: OptimizerGiven,
         *,
         metrics: Mapping[str, MetricFn] | None = None,
         clip: float | None = None,
@@ -111,6 +115,7 @@ class Engine:
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
+        zero_split: ZeroSplit = "auto",
         trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -125,6 +130,7 @@ class Engine:
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
             block_costs=block_costs,
@@ -147,7 +153,7 @@ class Engine:
             self.stages,
             self._groups,
             self._model.tied,
-            optimizer,
+            OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
@@ -201,6 +207,18 @@ class Engine:
         if len(self.optimizers) != 1:
             raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
         return next(iter(self.optimizers.values()))
+
+    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
+        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
+
+        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
+        """
+        return LRSchedulers(make, self.optimizers.values())
+
+    @property
+    def zero_split(self) -> str | None:
+        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
+        return self._state.zero_split
 
     @property
     def masters(self) -> Masters:

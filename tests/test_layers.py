@@ -31,6 +31,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "interpreter",
         "interchange",
         "state",
+        "optim",
         "stage",
         "splitting",
         "models",

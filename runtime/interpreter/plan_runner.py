@@ -219,7 +219,7 @@ class PlanRunner:
             metrics_group=self._groups.metrics,
             gradients=gradients,
             masters=self._state.masters,
-            optimizers=self._state.optimizers,
+            steppers=self._state.steppers,
             clip=options.clip,
         )
         messages = MessageState(flows, cells, cargo, self._transport, options.max_sends, self._buffers)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
 from quintsched.ir.values import Value
@@ -29,6 +28,7 @@ from ..autograd.run_backward import Root, edge_of
 from ..blocks.trees import TreeSpec
 from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
+from ..optim.gathered import Stepper
 from ..parallel.context.context import Context
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
@@ -166,7 +166,7 @@ class StepEndState:
     metrics_group: Group
     gradients: Gradients
     masters: Masters
-    optimizers: Mapping[tuple[int, ...], Optimizer]
+    steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     outcome: GradOutcome = field(default_factory=GradOutcome)
 

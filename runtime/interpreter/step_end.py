@@ -40,16 +40,20 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         state.clip,
         state.outcome,
     )
+    absent = state.gradients.absent
     wait = partial(state.waits.wait, index=index)
 
     def run() -> None:
         reducer.complete(wait)
         tally.take_along()
         reducer.divide(tally.weight(wait))
-        square, work = norm.square()
+        figures, work = norm.square(absent.suspects())
         wait([work])
-        found = outcome.norm = square.sqrt_()
-        outcome.skipped = not math.isfinite(found.item())
+        found = outcome.norm = figures[0].sqrt_()
+        length, suspects = figures.tolist()
+        outcome.skipped = not math.isfinite(length)
+        if suspects and not outcome.skipped:
+            absent.find()
         if clip is not None and not outcome.skipped:
             norm.clip(found, clip)
 
@@ -58,12 +62,14 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
 
 def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> Call:
     """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
-    optimizer, stages = state.optimizers.get(instruction.stages), instruction.stages
+    stepper, stages = state.steppers.get(instruction.stages), instruction.stages
     reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome
+    absent = state.gradients.absent
 
     def run() -> None:
-        if optimizer is not None and not outcome.skipped:
-            optimizer.step()
+        if stepper is not None and not outcome.skipped:
+            absent.take_away(stages)
+            stepper.step()
             masters.publish(stages)
         reducer.clear(stages, afresh=outcome.skipped)
 

@@ -40,6 +40,10 @@ Proofs = Literal["foreign", "all", "none"]
 """Which blocks are proved to give the same numbers cut as whole: all but the built-in ones, all, or none."""
 
 
+ZeroSplit = Literal["auto", "element", "parameter"]
+"""What of parameters ZeRO gives to replicas: equal segments, whole parameters, or these where an optimizer needs it."""
+
+
 class TensorSplit(Enum):
     """What tensor parallelism does to a layer."""
 

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, create_model, model
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
 
-from .choices import ContextMethod, Precision, Proofs, StrictRules, TransportName
+from .choices import ContextMethod, Precision, Proofs, StrictRules, TransportName, ZeroSplit
 from .settings import Settings
 from .tensor_rules import read_rule
 
@@ -152,6 +152,9 @@ class ParallelConfig(PlanSettings):
     """Which blocks run once, cut beside whole, before the first step: all but the built-in ones, "all", or "none"."""
     sequence_parallel: bool = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
+    zero_split: ZeroSplit = "auto"
+    """What of parameters ZeRO gives to replicas: equal segments ("element"), or whole ones ("parameter"); "auto": these
+    for optimizers that work on whole parameters."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     balance: Literal["estimated", "measured"] = "estimated"

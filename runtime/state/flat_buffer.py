@@ -4,6 +4,9 @@ parameters     [   p2   ] [ p1 ] [      p0      ]
 flat buffer    [   p2  ·│ p1 ··│      p0    ····]       ·: unused, so that parameters begin at aligned places
 two replicas   [     shard 0    │    shard 1    ]       shards are equal, whatever the border cuts through
 segments                 p2, p1, p0 │ p0
+
+whole          [      p0      │ p2 ] [ p1 ····]       no border cuts a parameter: the largest goes first, each to the
+two replicas   [    shard 0   │    shard 1    ]       replica that has least; shards are as long as the fullest
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ class FlatLayout:
     shard_size: int
     num_shards: int = 1
     index: int = 0
+    is_whole: bool = False
+    """Whether every parameter lies in one shard."""
 
     @classmethod
     def packed(cls, tensors: Sequence[Tensor]) -> FlatLayout:
@@ -51,6 +56,23 @@ class FlatLayout:
     def sharded(cls, tensors: Sequence[Tensor], num_shards: int, index: int) -> FlatLayout:
         """Return the layout in which tensors begin at aligned places, in `num_shards` shards."""
         return cls._of(tensors, ALIGNMENT, num_shards, index)
+
+    @classmethod
+    def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int) -> FlatLayout:
+        """Return the layout in which every tensor lies in one of `num_shards` shards, as evenly as may be."""
+        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        filled, owners = [0] * num_shards, [0] * len(sizes)
+        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+            owners[number] = filled.index(min(filled))
+            filled[owners[number]] += sizes[number]
+        shard_size = max(filled)
+        places = [owner * shard_size for owner in range(num_shards)]
+        starts = []
+        for size, owner in zip(sizes, owners, strict=True):
+            starts.append(places[owner])
+            places[owner] += size
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        return cls(shapes, tuple(starts), shard_size, num_shards, index, is_whole=True)
 
     @classmethod
     def _of(cls, tensors: Sequence[Tensor], multiple: int, num_shards: int, index: int) -> FlatLayout:
@@ -72,10 +94,11 @@ class FlatLayout:
 
     def zero_gaps(self, flat: Tensor) -> Tensor:
         """Let what lies in no parameter be zero, and return the buffer."""
-        ends = [start + prod(shape) for shape, start in zip(self.shapes, self.starts, strict=True)]
-        for end, start in zip(ends, [*self.starts[1:], self.size], strict=True):
+        end = 0
+        for start, shape in [*sorted(zip(self.starts, self.shapes, strict=True)), (self.size, ())]:
             if end < start:
                 flat[end:start].zero_()
+            end = start + prod(shape)
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -88,6 +111,23 @@ class FlatLayout:
     def shard(self, flat: Tensor) -> Tensor:
         """Return this rank's shard of the flat buffer, in its memory."""
         return flat.narrow(0, self.index * self.shard_size, self.shard_size)
+
+    def held(self, shard: Tensor) -> list[Tensor | None]:
+        """Return what of each parameter lies in this rank's shard, in its memory: whole ones in their shapes."""
+        return [
+            None if segment is None else segment.of(shard).view(shape if self.is_whole else -1)
+            for segment, shape in zip(self.segments(), self.shapes, strict=True)
+        ]
+
+    def filled(self) -> list[int]:
+        """Return how many numbers of parameters lie in each shard."""
+        counts = [0] * self.num_shards
+        for start, shape in zip(self.starts, self.shapes, strict=True):
+            stop = start + prod(shape)
+            for index in range(self.num_shards):
+                first = index * self.shard_size
+                counts[index] += max(0, min(stop, first + self.shard_size) - max(start, first))
+        return counts
 
     def segments(self) -> list[Segment | None]:
         """Return what of each parameter lies in this rank's shard; None where nothing does."""

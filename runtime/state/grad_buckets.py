@@ -13,6 +13,7 @@ theirs need not be resident before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ from .passengers import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
+
+NO_GRADIENT = -0.0
+"""What stands where no gradient came: it adds nothing, and stays so in sums, but a gradient of zeros makes it +0.0."""
 
 
 class PlanBucket(NamedTuple):
@@ -55,6 +59,7 @@ class GradBucket:
         notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
         ready: whether the bucket may be launched.
         reshards: whether full gradients are resident only from a backward to their reduction.
+        firsts: where in the shard what it has of each parameter begins, of those that it has something of.
     """
 
     reshards = False
@@ -62,6 +67,7 @@ class GradBucket:
     flat: Tensor
     shard: Tensor
     views: list[Tensor]
+    firsts: Tensor
 
     room: Room | None = None
     """Where figures of the step ride along with its reduction."""
@@ -88,11 +94,13 @@ class GradBucket:
         self.attach()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
-        layout = FlatLayout.packed(local)
-        self._sent = torch.empty(layout.size + self._room_size, dtype=dtype, device=local[0].device)
+        layout, device = FlatLayout.packed(local), local[0].device
+        self._sent = torch.empty(layout.size + self._room_size, dtype=dtype, device=device)
         self.flat = self.shard = self._sent[: layout.size]
         self.room = Room(self._sent[layout.size :]) if self._room_size else None
         self.views = layout.views(self.flat)
+        starts = zip(layout.starts, self.views, strict=True)
+        self.firsts = torch.tensor([start for start, view in starts if view.numel()], dtype=torch.int64, device=device)
         masters_of = [masters.of(parameter) for parameter in self.parameters]
         self._grads = [
             (master, view) for master, view in zip(masters_of, self.views, strict=True) if master is not None
@@ -115,11 +123,11 @@ class GradBucket:
             view.zero_().add_(gradient)
 
     def fill(self) -> None:
-        """Let the gradients that no backward brought be zero, before they are read all together."""
+        """Let the gradients that no backward brought add nothing, before they are read all together."""
         if self.blank:
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 if parameter in self.blank:
-                    view.zero_()
+                    view.fill_(NO_GRADIENT)
             self.blank.clear()
 
     def hand_over(self) -> None:
@@ -145,6 +153,15 @@ class GradBucket:
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
         self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
+
+    def held(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
+        return list(self.views)
+
+
+def is_untouched(gradient: Tensor) -> Tensor:
+    """Return where no gradient has come."""
+    return (gradient == 0).logical_and_(gradient.signbit())
 
 
 def can_be_grad(view: Tensor, parameter: Tensor) -> bool:
@@ -205,12 +222,22 @@ def cut_stages(
     apart: Collection[nn.Parameter] = (),
     *,
     waiting_apart: bool = False,
+    whole: Collection[nn.Parameter] = (),
+    whole_bytes: int = 0,
 ) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
     """Return the buckets of all stages; see `cut_buckets`."""
     return [
         bucket
         for stage in stages.values()
-        for bucket in cut_buckets(stage, buckets_per_stage, bucket_bytes, apart, waiting_apart=waiting_apart)
+        for bucket in cut_buckets(
+            stage,
+            buckets_per_stage,
+            bucket_bytes,
+            apart,
+            waiting_apart=waiting_apart,
+            whole=whole,
+            whole_bytes=whole_bytes,
+        )
     ]
 
 
@@ -221,12 +248,15 @@ def cut_buckets(
     apart: Collection[nn.Parameter] = (),
     *,
     waiting_apart: bool = False,
+    whole: Collection[nn.Parameter] = (),
+    whole_bytes: int = 0,
 ) -> list[tuple[PlanBucket, list[nn.Parameter]]]:
     """Cut a stage's parameters, last first, into the plan's buckets, of like size, and those by bytes and dtype.
 
     Behind them come those with partial sums, then those to be reduced `apart`, each in a separate bucket; then, in
     one more bucket of the plan, the experts that ranks along ep do not have in common. With `waiting_apart` no bucket
-    has both weights whose gradients can wait and others.
+    has both weights whose gradients can wait and others, and none both parameters that have to stay `whole`, in buckets
+    of `whole_bytes`, and others.
     """
     found, experts = list(stage.named_weights().values()), expert_weights(stage)
     alone = [parameter for parameter in found if parameter in apart]
@@ -238,8 +268,9 @@ def cut_buckets(
 
     def cut(parameters: list[nn.Parameter], number: int) -> Iterator[tuple[int, list[nn.Parameter]]]:
         waiting = {p for p in parameters if waiting_apart and queue_of(p) is not None}
-        for group in ([p for p in parameters if p not in waiting], [p for p in parameters if p in waiting]):
-            yield from _cut_evenly(group, number, bucket_bytes)
+        for waits, stays in product((False, True), (False, True)):
+            group = [p for p in parameters if (p in waiting) is waits and (p in whole) is stays]
+            yield from _cut_evenly(group, number, whole_bytes if stays else bucket_bytes)
 
     buckets = [
         *sorted(cut(dense, buckets_per_stage), key=itemgetter(0)),

@@ -5,6 +5,11 @@
                    Σ over the whole model
 
 Where replicas hold shards, the sum runs over all ranks; else over one replica of the model.
+
+A parameter that no microbatch on any rank has used has no gradient, and is not stepped, as in one process. What no
+backward brought is -0.0, which adds nothing and which a gradient of zeros makes +0.0: so sums say by themselves whether
+one has come. The first number of each parameter is looked at, beside the norm; only where it is -0.0 on some rank are
+all of them.
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..comm import Work
+from ..comm import ReduceOp, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
-from .grad_buckets import GradBucket, GradBuckets
+from .grad_buckets import GradBucket, GradBuckets, is_untouched
+from .master_weights import Masters
 
 
 class GradNorm:
@@ -57,16 +63,18 @@ class GradNorm:
         differs_along_ep = self._sharded or self._buckets.is_of_experts(self._buckets.home[parameter][0])
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
-    def square(self) -> tuple[Tensor, Work]:
-        """Return the square of the 2-norm of the whole model's gradient, to be waited for: 0-dimensional, float64."""
+    def square(self, beside: Tensor) -> tuple[Tensor, Work]:
+        """Return the square of the 2-norm of the whole model's gradient, to be waited for, and the sum of `beside`.
+
+        Both are numbers of a tensor (2,), float64; `beside` is 0-dimensional.
+        """
         square = self._square(self._counted)
-        if self._sharded:
-            return square, self._groups.world.all_reduce(square)
-        if self._has_summed:
+        if not self._sharded and self._has_summed:
             summed = self._square(self._counted_summed)
             self._groups.replicas.all_reduce(summed).wait()
             square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        return square, self._groups.model.all_reduce(square)
+        figures = torch.stack([square, beside.to(square.device)])
+        return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
 
     def _square(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of all squares: 0-dimensional, float64."""
@@ -83,3 +91,43 @@ class GradNorm:
         factor = torch.clamp(threshold / (norm + 1e-6), max=1.0)
         for bucket in self._buckets:
             bucket.shard.mul_(factor)
+
+
+class AbsentGradients:
+    """Finds the parameters that no gradient has come for, and takes their gradients away while others are stepped.
+
+    Args:
+        buckets: all gradients of this rank's stages.
+        masters: the weights that its optimizers work on.
+        sharded: whether replicas hold shards of what is reduced.
+    """
+
+    def __init__(self, buckets: GradBuckets, masters: Masters, *, sharded: bool) -> None:
+        self._buckets, self._masters, self._sharded = buckets, masters, sharded
+        self._found: dict[int, list[nn.Parameter]] = {}
+        self._none = torch.zeros((), dtype=torch.float64)
+
+    def suspects(self) -> Tensor:
+        """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""
+        firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in self._buckets if len(bucket.firsts)]
+        self._found.clear()
+        return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
+
+    def find(self) -> None:
+        """Find out which they are (collective over the replicas where these hold shards)."""
+        for bucket in self._buckets:
+            held = bucket.held()
+            untouched = [gradient is None or bool(is_untouched(gradient).all()) for gradient in held]
+            if self._sharded:
+                everywhere = torch.tensor(untouched, dtype=torch.int64, device=bucket.shard.device)
+                self._buckets.replicas_of(bucket).all_reduce(everywhere, ReduceOp.MIN).wait()
+                untouched = [bool(flag) for flag in everywhere.tolist()]
+            absent = [p for p, is_absent in zip(bucket.parameters, untouched, strict=True) if is_absent]
+            self._found.setdefault(bucket.stage, []).extend(absent)
+
+    def take_away(self, stages: Collection[int]) -> None:
+        """Leave the parameters of these stages that no gradient has come for without one, until the next step."""
+        for parameter in (p for stage in stages for p in self._found.get(stage, ())):
+            master = self._masters.of(parameter)
+            if master is not None:
+                master.grad = None

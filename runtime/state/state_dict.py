@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError
 
 from ..blocks.dtensor import full_of, local_of
 from ..comm import Group
+from ..optim.gathered import Stepper
 from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage
 from .master_weights import Masters
 
 Stages = Mapping[int, Stage]
-Optimizers = Mapping[tuple[int, ...], Optimizer]
+Steppers = Mapping[tuple[int, ...], Stepper]
 
 
 def _weights(stages: Stages, masters: Masters) -> dict[str, Tensor]:
@@ -36,27 +36,27 @@ def _weights(stages: Stages, masters: Masters) -> dict[str, Tensor]:
 
 
 def _optimizer_state(
-    stages: Stages, optimizers: Optimizers, masters: Masters
+    stages: Stages, steppers: Steppers, masters: Masters
 ) -> Iterator[tuple[str, Tensor, dict[str, object]]]:
-    for step, optimizer in optimizers.items():
+    for step, stepper in steppers.items():
         for stage in step:
             for name, parameter in stages[stage].named_weights().items():
                 master = masters.of(parameter)
                 if master is not None:
-                    yield name, master, optimizer.state[master]
+                    yield name, master, stepper.state_of(master)
 
 
-def state_of(stages: Stages, optimizers: Optimizers, masters: Masters) -> dict[str, Tensor]:
+def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, Tensor]:
     """Return weights (float32 masters where there are any), buffers and optimizer state; numbers become tensors."""
     state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages, masters).items()}
-    for name, _, kept in _optimizer_state(stages, optimizers, masters):
+    for name, _, kept in _optimizer_state(stages, steppers, masters):
         for key, value in kept.items():
             if value is not None:
                 state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return state
 
 
-def load_state(stages: Stages, optimizers: Optimizers, masters: Masters, state: Mapping[str, Tensor]) -> None:
+def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
     """Take over a state in place; raises `MisfitError` for names or shapes that are not this rank's."""
     weights = _weights(stages, masters)
     given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
@@ -69,7 +69,7 @@ def load_state(stages: Stages, optimizers: Optimizers, masters: Masters, state: 
             raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
         weight.detach().copy_(found)
     masters.publish(list(stages))
-    for name, parameter, kept in _optimizer_state(stages, optimizers, masters):
+    for name, parameter, kept in _optimizer_state(stages, steppers, masters):
         prefix = f"optimizer.{name}."
         brought = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
         kept.clear()

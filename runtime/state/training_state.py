@@ -6,24 +6,23 @@ ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds,
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.ir.instructions import AllReduceBucket, Instruction, OptStep, ReduceScatterBucket
+from quintsched.ir.instructions import AllReduceBucket, Instruction, ReduceScatterBucket
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import local_of
+from ..optim.builds import OptimizerBuilds
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_stages
 from .grad_hooks import GradHooks
-from .grad_norm import GradNorm
+from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
 from .grad_sums import GradSums
 from .master_weights import Masters
@@ -34,9 +33,6 @@ from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_s
 
 Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
 
-OptimizerFn = Callable[[Any], Optimizer]
-"""Parameters → optimizer; where its parameter's name begins with "named", it is given (name, parameter) pairs."""
-
 
 @dataclass(frozen=True)
 class Gradients:
@@ -46,6 +42,7 @@ class Gradients:
     sums: GradSums
     reducer: GradReducer
     norm: GradNorm
+    absent: AbsentGradients
 
 
 class TrainingState:
@@ -57,7 +54,7 @@ class TrainingState:
         stages: its stages, whose weights are what the training starts from.
         groups: the groups of the mesh.
         tied: weights that several stages hold.
-        optimizer: builds an optimizer from parameters, or from (name, parameter) pairs.
+        builds: builds the optimizers.
         bucket_bytes: gradients are reduced in buckets of at most so many bytes.
 
     Raises:
@@ -71,17 +68,17 @@ class TrainingState:
         stages: Mapping[int, Stage],
         groups: MeshGroups,
         tied: TiedWeights,
-        optimizer: OptimizerFn,
+        builds: OptimizerBuilds,
         *,
         bucket_bytes: int,
     ) -> None:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._stats = MemoryStats()
-        self.weights = ShardedWeights()
+        self.weights, self._whole = ShardedWeights(), builds.whole
         buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, pp_rank, buckets)
-        steps = [i.stages for i in plan.programs[pp_rank] if isinstance(i, OptStep)]
-        self.optimizers = build_optimizers(optimizer, steps, stages, self.masters)
+        self.steppers = builds.bind(self.masters)
+        self.zero_split = self._describe_split(builds.why)
         self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
 
     def _make_buckets(self, plan: Plan, pp_rank: int, bucket_bytes: int) -> GradBuckets:
@@ -91,6 +88,8 @@ class TrainingState:
             bucket_bytes,
             self._tied.parameters,
             waiting_apart=self._zero.shards_gradients,
+            whole=self._whole,
+            whole_bytes=bucket_bytes * self._groups.replicas.size,
         )
         if self._zero.shards_optimizer:
             require_shardable(plan, self._stages)
@@ -118,7 +117,14 @@ class TrainingState:
             is_of_experts = plan_bucket.number >= first_expert_bucket
             group = self._groups.expert_replicas if is_of_experts else self._groups.replicas
             weights.append(
-                WeightBucket(plan_bucket, parameters, group, reshards=zero.shards_weights, stats=self._stats)
+                WeightBucket(
+                    plan_bucket,
+                    parameters,
+                    group,
+                    reshards=zero.shards_weights,
+                    whole=parameters[0] in self._whole,
+                    stats=self._stats,
+                )
             )
         self.weights = ShardedWeights(weights, reshards=zero.shards_weights)
         self.masters = ShardedMasters(weights, self._stages)
@@ -150,17 +156,36 @@ class TrainingState:
             twin_stages=[stage for stage in self._stages if plan.layout.twins(stage)[:1] not in ((), (stage,))],
             sharded=sharded,
         )
-        return Gradients(GradHooks(buckets, reducer), sums, reducer, norm)
+        absent = AbsentGradients(buckets, self.masters, sharded=sharded)
+        return Gradients(GradHooks(buckets, reducer), sums, reducer, norm, absent)
+
+    @property
+    def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
+        """The optimizers, each by the stages that it steps."""
+        return {stages: stepper.optimizer for stages, stepper in self.steppers.items()}
+
+    def _describe_split(self, why: Sequence[str]) -> str | None:
+        """Return what replicas are given whole, in a line; None where that is nothing."""
+        filled = self.weights.filled()
+        if not filled:
+            return None
+        total = len({p for stage in self._stages.values() for p in stage.named_weights().values()})
+        load = max(filled) * len(filled) / max(1, sum(filled))
+        needs = f"{', '.join(dict.fromkeys(why))} need{'s' if len(set(why)) == 1 else ''} them" if why else "as asked"
+        return (
+            f"ZeRO-{self._zero.stage} gives whole parameters to {len(filled)} replicas ({needs}): {len(self._whole)} "
+            f"of {total} weights; the fullest steps {load:.2f} times its even share"
+        )
 
     def read(self) -> dict[str, Tensor]:
         """Return this rank's shards: see `state_dict`."""
         self.weights.settle()
-        return state_of(self._stages, self.optimizers, self.masters)
+        return state_of(self._stages, self.steppers, self.masters)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `read` gave (collective over replicas that hold shards)."""
         self.weights.settle()
-        load_state(self._stages, self.optimizers, self.masters, state)
+        load_state(self._stages, self.steppers, self.masters, state)
         self.weights.gather_again()
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -176,18 +201,3 @@ class TrainingState:
         states = (kept for optimizer in self.optimizers.values() for kept in optimizer.state.values())
         tensors = (value for kept in states for value in kept.values() if isinstance(value, Tensor))
         return self._stats.read(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))
-
-
-def build_optimizers(
-    build: OptimizerFn, steps: Iterable[tuple[int, ...]], stages: Mapping[int, Stage], masters: Masters
-) -> dict[tuple[int, ...], Optimizer]:
-    """Build an optimizer for each of the `steps`, stages that step together; none for those without trained weights."""
-    wants_names = next(iter(inspect.signature(build).parameters), "").startswith("named")
-    made = {}
-    for step in steps:
-        weights = (named for stage in step for named in stages[stage].named_weights().items())
-        masters_of = ((name, masters.of(parameter)) for name, parameter in weights)
-        named = [(name, master) for name, master in masters_of if master is not None]
-        if named:
-            made[step] = build(named if wants_names else [parameter for _, parameter in named])
-    return made

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Work
-from .grad_buckets import GradBucket
+from .grad_buckets import NO_GRADIENT, GradBucket
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .zero_params import WeightBucket
@@ -40,17 +40,20 @@ class ShardedGradBucket(GradBucket):
             self._free_full()
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
-        self.flat = self._layout.empty(dtype, local[0].device)
+        device = local[0].device
+        self.flat = self._layout.empty(dtype, device)
         self.views = self._layout.views(self.flat)
         self._reduced = self._layout.shard(self.flat)
-        self.shard = torch.zeros_like(self._reduced) if self.reshards else self._reduced
+        self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
+        places = [segment.at for segment in self._layout.segments() if segment is not None]
+        self.firsts = torch.tensor(places, dtype=torch.int64, device=device)
         self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, self._stats)
         if self.reshards:
             ResizableStorage(self.shard, MemoryKind.GRADIENTS, self._stats)
         self._grads = [
-            (master, segment.of(self.shard))
-            for master, segment in zip(self._segments, self._layout.segments(), strict=True)
-            if master is not None and segment is not None
+            (master, gradient)
+            for master, gradient in zip(self._segments, self._layout.held(self.shard), strict=True)
+            if master is not None and gradient is not None
         ]
 
     def allocate_full(self) -> None:
@@ -88,9 +91,13 @@ class ShardedGradBucket(GradBucket):
         """Begin again: with nothing, or at zero where shards are what is added up."""
         super().clear()
         if self.reshards:
-            self.shard.zero_()
+            self.shard.fill_(NO_GRADIENT)
         elif afresh:
             self._layout.zero_gaps(self.flat)
+
+    def held(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
+        return self._layout.held(self.shard)
 
     def _free_full(self) -> None:
         self.attach()

@@ -8,8 +8,8 @@
     AllGatherBucket              everybody's stepped shards        (none)
 
 Stage 1 shards the optimizer's state, stage 2 gradients too (`zero_grads`), stage 3 weights too. A segment is a
-parameter of one dimension that goes by the name of the one it is cut from, so an optimizer may group them by name, but
-not look at shapes. Where a bucket has no replicas, the shard is all of it, and it stays resident.
+parameter of one dimension. Where an optimizer works on whole parameters, borders cut none: every replica has some,
+whole and in their shapes. Where a bucket has no replicas, the shard is all of it, and it stays resident.
 
 A parameter whose full weights are not resident shows not-a-number everywhere, and takes no memory.
 
@@ -30,6 +30,7 @@ from quintsched.plan import Plan
 
 from ..blocks.dtensor import is_sharded
 from ..comm import Group, Work
+from ..parallel.tensor.shard import mark_shard, shard_of
 from ..stage.build import Stage
 from .flat_buffer import FlatLayout
 from .grad_buckets import PlanBucket, Wait
@@ -45,6 +46,7 @@ class WeightBucket:
         parameters: they become views into one flat buffer.
         group: the replicas of these weights.
         reshards: whether full weights are resident only while they are used.
+        whole: whether every parameter is in one shard, whole.
         stats: counts what is resident.
     """
 
@@ -55,11 +57,13 @@ class WeightBucket:
         group: Group,
         *,
         reshards: bool,
+        whole: bool,
         stats: MemoryStats,
     ) -> None:
         self.plan_bucket = plan_bucket
         self.parameters = tuple(parameters)
-        self.layout = FlatLayout.sharded(parameters, group.size, group.index)
+        lay_out = FlatLayout.whole if whole else FlatLayout.sharded
+        self.layout = lay_out(parameters, group.size, group.index)
         self._group = group
         self._reshards = reshards and group.size > 1
         first = parameters[0]
@@ -74,9 +78,8 @@ class WeightBucket:
             self.shard = self.shard.clone()
             ResizableStorage(self.shard, MemoryKind.WEIGHTS, stats)
         self.stepped = self.shard.float() if is_low(first.dtype) else self.shard
-        self.segments = [
-            None if segment is None else nn.Parameter(segment.of(self.stepped)) for segment in self.layout.segments()
-        ]
+        held = zip(parameters, self.layout.held(self.stepped), strict=True)
+        self.segments = [None if tensor is None else _segment(parameter, tensor, whole) for parameter, tensor in held]
         self._show()
         self.free()
 
@@ -98,6 +101,13 @@ class WeightBucket:
     def _show(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+
+
+def _segment(parameter: nn.Parameter, held: Tensor, whole: bool) -> nn.Parameter:
+    made, shard = nn.Parameter(held), shard_of(parameter)
+    if whole and shard is not None:
+        mark_shard(made, shard)
+    return made
 
 
 class ShardedMasters(Masters):
@@ -140,6 +150,17 @@ class ShardedWeights:
     def __bool__(self) -> bool:
         """Whether any weights are sharded."""
         return bool(self._of_stage)
+
+    def filled(self) -> list[int]:
+        """Return how many numbers each replica steps of the parameters that are given whole to one; [] without such."""
+        counts = [
+            bucket.layout.filled()
+            for buckets in self._of_stage.values()
+            for bucket in buckets
+            if bucket.layout.is_whole and bucket.layout.num_shards > 1
+        ]
+        longest = max(map(len, counts), default=0)
+        return [sum(count[index] for count in counts if index < len(count)) for index in range(longest)]
 
     def full_tensors(self) -> list[Tensor]:
         """Return the flat buffers that full weights look into, also where they are not resident."""

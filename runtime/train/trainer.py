@@ -106,6 +106,7 @@ class Trainer:
             sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
+            zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
             seed=job.train.seed,
             transport=transport,
@@ -165,6 +166,8 @@ class Trainer:
                 self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
+            if self.engine.zero_split is not None:
+                reporter.say(self.engine.zero_split)
             reporter.record(
                 {
                     "event": "start",

@@ -1,0 +1,251 @@
+"""The optimizers of a rank: built over the whole model as in one process, then given what this rank steps.
+
+    user's function ◀── stand-ins for all parameters: whole shapes, no numbers          the same groups on every mesh
+           │
+       optimizers ──▶ what their updates depend on (`coupling`) ──▶ which parameters must stay whole
+           │
+           └── groups with stand-ins ──▶ groups with this rank's parameters, segments, or gathered matrices
+
+So a function may group by names, by shapes or by attributes of parameters, and may find all that it looks for, whatever
+stages and shards a rank has. Where every rank holds whole replicas of the model, it is given them, and no stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.ir.instructions import OptStep
+
+from ..comm import Group
+from ..job.choices import ZeroSplit
+from ..parallel.tensor.shard import shard_of
+from ..stage.rank_model import RankModel
+from .chained import chained
+from .coupling import ELEMENTWISE, Coupling, coupling_of, require_steppable
+from .gathered import GatheredMatrix, Stepper
+from .given import Builder
+from .remake import holds_tensors, rebound
+
+Step = tuple[int, ...]
+
+
+class Masters(Protocol):
+    """What a rank steps of each parameter."""
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return it; None where the rank has nothing of a parameter."""
+
+
+class OptimizerBuilds:
+    """Builds the optimizers of one rank.
+
+    Args:
+        builder: what builds them from named parameters.
+        model: this rank's stages, and the outlines of all blocks.
+        tensor: the ranks of tp.
+        split: what of parameters replicas shard.
+
+    Attributes:
+        whole: the parameters of this rank's stages that are stepped whole, by whatever shards.
+        why: the classes of optimizers that need whole parameters.
+
+    Raises:
+        UsageError: an optimizer that cannot be stepped, or needs to be described.
+        MisfitError: one that the mesh or `split` cannot give what it needs.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        model: RankModel,
+        tensor: Group,
+        split: ZeroSplit,
+    ) -> None:
+        self._builder, self._model, self._tensor, self._split = builder, model, tensor, split
+        plan = model.plan
+        per_rank = [[i.stages for i in program if isinstance(i, OptStep)] for program in plan.programs]
+        self._steps: list[Step] = per_rank[model.pp_rank]
+        self._is_whole_here = plan.mesh.axis_size("pp") * plan.mesh.axis_size("ep") == 1 and len(self._steps) == 1
+        self._shards = plan.zero.shards_optimizer
+        self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
+        self.whole: set[nn.Parameter] = set()
+        self.why: list[str] = []
+        self._made: dict[Step, list[Optimizer]] = {}
+        self._coupling: list[Coupling] = []
+        if not self._is_direct:
+            self._names = dict(self._own_names())
+            self._stand_ins = dict(self._make_stand_ins())
+            self._ids = {id(stand_in): name for name, stand_in in self._stand_ins.items()}
+            self._made = {step: self._build(list(self._stand_ins.items())) for step in self._steps}
+            self._settle()
+
+    def _own_names(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """Yield this rank's parameters and the names that they are built by: of tied ones, the first."""
+        first = {other: names[0] for names in self._model.tied.names.values() for other in names[1:]}
+        for stage in self._model.stages.values():
+            for name, parameter in stage.named_weights().items():
+                yield parameter, first.get(name, name)
+
+    def _make_stand_ins(self) -> Iterator[tuple[str, nn.Parameter]]:
+        own = {name: parameter for parameter, name in self._names.items()}
+        others = {other for names in self._model.tied.names.values() for other in names[1:]}
+        found: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for number, block in enumerate(self._model.outlines):
+            for name, parameter in block.named_parameters():
+                if parameter.requires_grad and id(parameter) not in seen and f"{number}.{name}" not in others:
+                    seen.add(id(parameter))
+                    found[f"{number}.{name}"] = parameter
+        for name, outline in (own | found).items():
+            yield name, self._stand_in(outline, own.get(name))
+
+    def _stand_in(self, outline: nn.Parameter, own: nn.Parameter | None) -> nn.Parameter:
+        """Return a parameter of a whole shape that takes no memory, with the attributes that users gave it."""
+        dtype = self._model.options.dtype or (outline if own is None else own).dtype
+        dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+        one = torch.zeros((), dtype=dtype, device=self._tensor.device)
+        made = nn.Parameter(one.expand(outline.shape))
+        for given in (outline, own):
+            kept = {} if given is None else vars(given)
+            made.__dict__.update({name: value for name, value in kept.items() if not name.startswith("_quintsched")})
+        return made
+
+    def _build(self, named: list[tuple[str, nn.Parameter]]) -> list[Optimizer]:
+        made = self._builder(named)
+        for optimizer in made:
+            require_steppable(optimizer)
+        known = {id(parameter) for _, parameter in named}
+        seen: set[int] = set()
+        for optimizer in made:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) not in known:
+                    raise UsageError(
+                        f"{type(optimizer).__name__} steps a parameter {tuple(parameter.shape)} that is none of those "
+                        "that its function was given; build it over these: optimizer=lambda params: …(params)"
+                    )
+                if id(parameter) in seen:
+                    raise UsageError(f"two optimizers step the same parameter, {tuple(parameter.shape)}")
+                seen.add(id(parameter))
+        return made
+
+    def _settle(self) -> None:
+        """Find out which parameters have to be whole, and whether that can be."""
+        whole: set[str] = set()
+        for optimizer in next(iter(self._made.values()), []):
+            found = coupling_of(optimizer, self._tensor.device)
+            self._coupling.append(found)
+            kind = type(optimizer).__name__
+            names = [self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            keeps = holds_tensors(optimizer) and type(optimizer) not in ELEMENTWISE
+            if found is Coupling.ACROSS:
+                self._require_all_here(kind)
+            if found is not Coupling.NONE and self._tensor.size > 1:
+                self._require_no_dtensors(kind)
+            if found is not Coupling.NONE or (keeps and self._split == "auto"):
+                whole.update(names)
+                self.why.append(kind)
+        if self._shards and self._split == "element" and self.why:
+            raise MisfitError(
+                f"{self.why[0]} works on whole parameters, and zero_split='element' would give it segments of them; "
+                "leave zero_split out, or write zero_split='parameter'"
+            )
+        everything = self._split == "parameter"
+        self.whole = {parameter for parameter, name in self._names.items() if everything or name in whole}
+
+    def _require_all_here(self, kind: str) -> None:
+        if self._is_whole_here and not self._shards:
+            return
+        zero = f" with ZeRO-{self._model.plan.zero.stage}" if self._shards else ""
+        raise MisfitError(
+            f"an update by {kind} depends on all parameters, of which the ranks of mesh {self._model.plan.mesh}{zero} "
+            "hold shares; train on dp, cp and tp alone, with zero=0"
+        )
+
+    def _require_no_dtensors(self, kind: str) -> None:
+        for number, block in enumerate(self._model.outlines):
+            for name, parameter in block.named_parameters():
+                if isinstance(parameter, DTensor):
+                    raise MisfitError(
+                        f"{kind} works on whole parameters, but PyTorch has sharded {number}.{name} (DTensor); let "
+                        "quintsched cut the block, or use an optimizer such as AdamW"
+                    )
+
+    def bind(self, masters: Masters) -> dict[Step, Stepper]:
+        """Return what steps each set of stages; `masters` are this rank's."""
+        if self._is_direct:
+            return self._bind_directly(masters)
+        found = {}
+        for step, made in self._made.items():
+            here = [p for stage in step for p in self._model.stages[stage].named_weights().values()]
+            parts, gathered = [], list[GatheredMatrix]()
+            for optimizer, coupling in zip(made, self._coupling, strict=True):
+                ours: dict[str, list[nn.Parameter]] = {}
+                for parameter in here:
+                    master = masters.of(parameter)
+                    if master is not None:
+                        ours.setdefault(self._names[parameter], []).append(master)
+                gathered += self._gather(optimizer, coupling, ours)
+                parts.append(self._over(optimizer, ours, made))
+            parts = [part for part in parts if any(group["params"] for group in part.param_groups)]
+            if parts:
+                found[step] = Stepper(chained(parts), gathered)
+        return found
+
+    def _bind_directly(self, masters: Masters) -> dict[Step, Stepper]:
+        found = {}
+        for step in self._steps:
+            named = [
+                (name, master)
+                for stage in step
+                for name, parameter in self._model.stages[stage].named_weights().items()
+                if (master := masters.of(parameter)) is not None
+            ]
+            if named:
+                found[step] = Stepper(chained(self._build(named)), [])
+        return found
+
+    def _gather(
+        self, optimizer: Optimizer, coupling: Coupling, ours: dict[str, list[nn.Parameter]]
+    ) -> list[GatheredMatrix]:
+        """Let the ranks of tp gather the parameters of an optimizer that it needs whole; return these."""
+        if coupling is Coupling.NONE or self._tensor.size == 1:
+            return []
+        gathered = []
+        for name in (self._ids[id(p)] for group in optimizer.param_groups for p in group["params"]):
+            matrices = [
+                GatheredMatrix(p, self._tensor) if shard_of(p) is not None else None for p in ours.get(name, ())
+            ]
+            gathered += [matrix for matrix in matrices if matrix is not None]
+            ours[name] = [
+                parameter if matrix is None else matrix.full
+                for parameter, matrix in zip(ours.get(name, ()), matrices, strict=True)
+            ]
+        return gathered
+
+    def _over(
+        self, optimizer: Optimizer, ours: Mapping[str, Sequence[nn.Parameter]], made: Sequence[Optimizer]
+    ) -> Optimizer:
+        """Return an optimizer over this rank's parameters."""
+        if not holds_tensors(optimizer) or type(optimizer) in ELEMENTWISE:
+            return rebound(optimizer, {key: ours.get(name, ()) for key, name in self._ids.items()})
+        again = self._builder([(name, parameter) for name, some in ours.items() for parameter in some])
+        here = again[made.index(optimizer)] if len(again) == len(made) else None
+        names = {id(parameter): name for name, some in ours.items() for parameter in some}
+        wanted = [[self._ids[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        found = None if here is None else [[names[id(p)] for p in g["params"]] for g in here.param_groups]
+        if here is None or found != [[name for name in group for _ in ours.get(name, ())] for group in wanted]:
+            self._refuse_groups(type(optimizer).__name__)
+        return here
+
+    def _refuse_groups(self, kind: str) -> NoReturn:
+        raise MisfitError(
+            f"{kind} makes tensors when it is built, and groups what a rank holds of the parameters otherwise than "
+            "whole ones; group parameters by name: optimizer=lambda named: …"
+        )

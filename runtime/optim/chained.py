@@ -1,0 +1,92 @@
+"""Several optimizers of a rank as one, and learning-rate schedulers for however many there are.
+
+Muon  [matrices] ─┐                         engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 100))
+                  ├─ ChainedOptimizers          one for each of them; none on a rank that steps nothing
+AdamW [the rest] ─┘
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class ChainedOptimizers(Optimizer):
+    """Optimizers that step together; `parts` are they, and `param_groups` are theirs, one after the other."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = tuple(parts)
+        self.defaults: dict[str, Any] = {}
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all parts: the same objects, so that a learning rate set in one counts."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        """What the parts keep for each parameter."""
+        return ChainMap(*(part.state for part in self.parts))
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step all parts."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Take the gradients away from all parameters; the engine gives them back."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each part, by its number."""
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        for number, part in enumerate(self.parts):
+            part.load_state_dict(state_dict[str(number)])
+
+
+def chained(parts: Sequence[Optimizer]) -> Optimizer:
+    """Return several optimizers as one; one as it is."""
+    return parts[0] if len(parts) == 1 else ChainedOptimizers(parts)
+
+
+def parts_of(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that chained ones consist of."""
+    return [
+        part
+        for optimizer in optimizers
+        for part in (optimizer.parts if isinstance(optimizer, ChainedOptimizers) else (optimizer,))
+    ]
+
+
+class LRSchedulers:
+    """A learning-rate scheduler for each optimizer of a rank, and none where it has none."""
+
+    def __init__(self, make: Callable[[Optimizer], Any], optimizers: Iterable[Optimizer]) -> None:
+        self.schedulers = [make(part) for part in parts_of(optimizers)]
+
+    def step(self, *given: Any) -> None:
+        """Step them all; `given` is what their `step` takes, such as the loss for `ReduceLROnPlateau`."""
+        for scheduler in self.schedulers:
+            scheduler.step(*given)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of all groups of this rank."""
+        return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each, by its number."""
+        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.schedulers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave on the same mesh."""
+        for number, scheduler in enumerate(self.schedulers):
+            scheduler.load_state_dict(state_dict[str(number)])

@@ -1,0 +1,154 @@
+"""What users give as an optimizer, read as one thing: named parameters → optimizers.
+
+    AdamW, partial(AdamW, lr=3e-4)             a class, or anything that is called with parameters
+    lambda params: AdamW(params, lr=3e-4)      a function; if its parameter is called "named…": (name, parameter) pairs
+    lambda named: [Muon(…), AdamW(…)]          that gives several
+    {"*.mlp.*": Muon, "*": AdamW}              several: each gets the names whose first pattern it is
+    AdamW(model.parameters(), lr=3e-4)         an instance over the blocks' own parameters: made again over ours
+
+A function is called with all parameters of the model, as in one process, in stand-ins that have no numbers; what it
+does with those of other ranks is dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quintsched.errors import UsageError
+
+from ..blocks.blocks import Blocks
+from .remake import remade
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters by their names in the whole model."""
+
+OptimizerFn = Callable[[Any], Any]
+"""Parameters → optimizer or several; where its parameter's name begins with "named", it is given pairs."""
+
+OptimizerGiven = OptimizerFn | Optimizer | Mapping[str, OptimizerFn]
+
+Builder = Callable[[Named], list[Optimizer]]
+
+
+def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
+    """Return what builds optimizers as given; raises `UsageError` for what is none.
+
+    `blocks` are those of the model, before they are cut: the parameters that an instance was built over.
+    """
+    if isinstance(given, Optimizer):
+        return _Again(given, blocks)
+    if isinstance(given, Mapping):
+        return _ByPattern(given)
+    if not callable(given):
+        raise UsageError(
+            f"the optimizer is {given!r}; it must be a function of parameters, such as "
+            "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+        )
+    return _Called(given)
+
+
+class _Called:
+    """Calls a function with parameters, or pairs."""
+
+    def __init__(self, function: OptimizerFn) -> None:
+        self._function = function
+        try:
+            first = next(iter(inspect.signature(function).parameters), "")
+        except ValueError:  # built in: it does not say
+            first = ""
+        self._wants_names = first.startswith("named")
+
+    def __call__(self, named: Named) -> list[Optimizer]:
+        found = self._function(list(named) if self._wants_names else [parameter for _, parameter in named])
+        made = list(found) if isinstance(found, list | tuple) else [found]
+        for optimizer in made:
+            if not isinstance(optimizer, Optimizer):
+                raise UsageError(
+                    f"the optimizer function returned a {type(optimizer).__name__}; it must return a "
+                    "torch.optim.Optimizer, or a list of them"
+                )
+        return made
+
+
+class _ByPattern:
+    """Gives each function the parameters whose names its pattern is the first to match."""
+
+    def __init__(self, given: Mapping[str, OptimizerFn]) -> None:
+        self._called: dict[str, Builder] = {}
+        for pattern, function in given.items():
+            if not isinstance(pattern, str) or not callable(function) or isinstance(function, Optimizer):
+                raise UsageError(
+                    f"optimizer[{pattern!r}] is {function!r}; it must be a function of parameters, by a pattern on "
+                    'their names: optimizer={"*.mlp.*": Muon, "*": AdamW}'
+                )
+            self._called[pattern] = _Called(function)
+
+    def __call__(self, named: Named) -> list[Optimizer]:
+        shares: dict[str, list[tuple[str, nn.Parameter]]] = {pattern: [] for pattern in self._called}
+        for name, parameter in named:
+            pattern = next((pattern for pattern in shares if fnmatchcase(name, pattern)), None)
+            if pattern is None:
+                raise UsageError(
+                    f'no pattern of the optimizers matches {name!r}; add a last one for all others: {{…, "*": AdamW}}'
+                )
+            shares[pattern].append((name, parameter))
+        for pattern, share in shares.items():
+            if not share:
+                raise UsageError(f"the optimizer's pattern {pattern!r} is the first to match no weight; leave it out")
+        return [optimizer for pattern, share in shares.items() for optimizer in self._called[pattern](share)]
+
+
+class _Again:
+    """Makes an instance again, over other parameters of the same names."""
+
+    def __init__(self, given: Optimizer, blocks: Blocks) -> None:
+        self._given = given
+        kind = type(given).__name__
+        write = f"optimizer=lambda params: {kind}(params, …)"
+        if not all(isinstance(block, nn.Module) for block in blocks):
+            raise UsageError(
+                f"the optimizer is an instance of {kind}, but blocks that functions build have no parameters yet; "
+                f"write {write}"
+            )
+        if hasattr(given.step, "_wrapped_by_lr_sched"):
+            raise UsageError(
+                f"a learning-rate scheduler is attached to the {kind} that was given, and the engine steps others; "
+                f"write {write} and engine.lr_schedulers(lambda optimizer: …)"
+            )
+        self._names: dict[int, list[str]] = {}
+        self._own: list[nn.Parameter] = []  # they stay, so that no other object gets their ids
+        for number, block in enumerate(blocks):
+            for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+                self._names.setdefault(id(parameter), []).append(f"{number}.{name}")
+                self._own.append(parameter)
+        for group in given.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise UsageError(
+                        f"the {kind} that was given has a parameter {tuple(parameter.shape)} that no block has; build "
+                        f"it over the blocks' parameters, or write {write}"
+                    )
+                if any(key != "step" and value.any() for key, value in _tensors(given.state.get(parameter, {}))):
+                    raise UsageError(
+                        f"the {kind} that was given has made steps already, whose state the engine would not have; "
+                        "give a fresh one, and load_full_state_dict"
+                    )
+
+    def __call__(self, named: Named) -> list[Optimizer]:
+        ours = dict(named)
+        given = [parameter for group in self._given.param_groups for parameter in group["params"]]
+        instead = {
+            id(parameter): [ours[name] for name in self._names[id(parameter)] if name in ours][:1]
+            for parameter in given
+        }
+        return [remade(self._given, instead)]
+
+
+def _tensors(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in state.items() if hasattr(value, "any")]

@@ -1,0 +1,149 @@
+"""Optimizers as users write them, which tests of several rooms train with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Shampoo(Optimizer):
+    """Preconditions matrices on both sides, and leaves the rest to plain descent."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad
+                if p.dim() == 2:
+                    state = self.state[p]
+                    for side, found in (("left", p.grad @ p.grad.T), ("right", p.grad.T @ p.grad)):
+                        state[side] = state.get(side, 0) + found
+                        values, vectors = torch.linalg.eigh(state[side] + 1e-3 * torch.eye(len(found), dtype=p.dtype))
+                        root = vectors @ torch.diag(values.clamp(min=1e-4) ** -0.25) @ vectors.T
+                        update = root @ update if side == "left" else update @ root
+                p.add_(update, alpha=-group["lr"])
+
+
+class Trust(Optimizer):
+    """LAMB's idea: each parameter moves by a share of its norm."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * float((p.norm() + 0.1) / (p.grad.norm() + 0.1)))
+
+
+class GlobalNorm(Trust):
+    """Moves by gradients over the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / norm, alpha=-group["lr"])
+
+
+class SignMomentum(Optimizer):
+    """Lion's idea: each number moves by the sign of its mean gradient; it keeps options beside its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.001) -> None:
+        super().__init__(params, {"lr": lr})
+        self.beta = 0.9
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 1 - self.beta)
+                    p.add_(torch.tanh(100 * mean), alpha=-group["lr"])
+
+
+class Lookahead(Optimizer):
+    """Steps another optimizer, and goes back half of the way every second time; it copies weights as it is built."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+        self.param_groups = base.param_groups
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, p in zip(self.slow, [p for g in self.param_groups for p in g["params"]], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def by_dims(parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """AdamW that decays matrices only, as nanoGPT does."""
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+    )
+
+
+def by_shape(parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """AdamW whose learning rate goes by the width of a matrix."""
+    return torch.optim.AdamW([{"params": [p], "lr": 0.01 / (p.shape[0] if p.dim() else 1)} for p in parameters])
+
+
+def muon(parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
+    """Muon for matrices, AdamW for the rest."""
+    return [
+        torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01),
+        torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=1e-3),
+    ]
+
+
+def adafactor(parameters: Sequence[nn.Parameter]) -> Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.01, eps=(1e-6, 1e-3))
+
+
+class Several:
+    """Optimizers in one, for a plain loop."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = parts
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def plain(build: Any) -> Any:
+    """Return what builds an optimizer for a plain loop out of what builds it for the engine."""
+
+    def built(parameters: Sequence[nn.Parameter]) -> Any:
+        made = build(parameters)
+        return Several(made) if isinstance(made, list) else made
+
+    return built
