@@ -48,6 +48,7 @@ from .requirements import (
     require_long_sight,
     require_movable_activations,
     require_runnable,
+    require_usable,
 )
 from .splitting.split import Split
 from .stage.build import Stage, cuts_of
@@ -123,6 +124,7 @@ class Engine:
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
+        require_usable(blocks, {"loss_fn": loss_fn, **(metrics or {})})
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = _with_ties(plan, blocks, tied, block_costs)
@@ -285,12 +287,17 @@ class Engine:
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
-        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
-        batch = self._model.batches(self._evaluation_plan, inputs, targets, extras)
+    def evaluate(self, inputs: Any, targets: Any, *, outputs: bool = False, **extras: Any) -> StepResult:
+        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`.
+
+        With `outputs`, the result's `outputs` on ranks of the last stage are what the last block gives for this
+        replica's samples: one tree, whole over tp and cp, None on other ranks. Targets may then be None on all ranks:
+        no loss is found, and that of the result is not a number.
+        """
+        batch = self._model.batches(self._evaluation_plan, inputs, targets, extras, needs_loss=not outputs)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
-            return self._runner.run(self._evaluation_plan, batch)
+            return self._runner.run(self._evaluation_plan, batch, wants_outputs=outputs)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

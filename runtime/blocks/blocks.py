@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quintsched.errors import MisfitError, QuintschedError
+
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
@@ -125,7 +127,7 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
     if isinstance(block, nn.Module):
         return block.to(dtype) if dtype else block
     with seeded(seed, number):
-        built = block()
+        built = _built(block)
     return built.to(dtype) if dtype else built
 
 
@@ -232,7 +234,27 @@ def on_meta(block: Block) -> nn.Module:
     if isinstance(block, nn.Module):
         return block
     with seeded(0, 0), torch.device("meta"), _Undrawn():
-        return block()
+        return _built(block)
+
+
+def _built(builder: Callable[[], nn.Module]) -> nn.Module:
+    """Return the block that a function builds; raises `MisfitError` where it builds none."""
+    try:
+        built: object = builder()
+    except QuintschedError:
+        raise
+    except Exception as error:
+        raise MisfitError(
+            f"{_name(builder)} is to build a block, without arguments, and raised {type(error).__name__}: {error}; "
+            "give a module, or a function without arguments: lambda: MyBlock(…)"
+        ) from error
+    if not isinstance(built, nn.Module):
+        raise MisfitError(f"{_name(builder)} is to build a block, and returned a {type(built).__name__}")
+    return built
+
+
+def _name(builder: object) -> str:
+    return str(getattr(builder, "__qualname__", builder))
 
 
 class _Undrawn(TorchFunctionMode):

@@ -28,7 +28,7 @@ from ..autograd.kv_store import Past, Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TARGETS, Parcel
-from ..blocks.trees import DIFFERENTIABLE, TreeSpec
+from ..blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
 from ..parallel.dropout import Unit
 from ..stage.cargo import TakenSkips
 from ..stage.forward import UNIT, Extras, Outputs, apart
@@ -135,6 +135,12 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
 
+    def conclude(output: Any, given: Outputs) -> None:
+        if current.outputs is not None:
+            current.outputs[unit] = map_tensors(lambda tensor: apart(tensor.detach(), given), output)
+        if current.batch.targets[unit] is not None:
+            finish((output,))
+
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
         clock.start()
@@ -143,7 +149,10 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
         skips.require_unchanged(given, versions)
         if auxiliary is not None:
             losses.append((place, auxiliary))
-        finish(tuple([apart(output.detach(), given) for output in outputs]) if hands_on else outputs)
+        if hands_on:
+            finish(tuple([apart(output.detach(), given) for output in outputs]))
+        else:
+            conclude(outputs[0], given)
         clock.stop()
 
     return run

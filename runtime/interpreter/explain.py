@@ -1,7 +1,7 @@
 """Errors of a user's own code, in words that say where they arose: rank, stage, block and module.
 
-    ValueError: no such token      ──▶      MisfitError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a
-                                            Attention: ValueError: no such token            (raised from the ValueError)
+ValueError: no such token      ──▶      MisfitError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a
+                                        Attention: ValueError: no such token            (raised from the ValueError)
 """
 
 from __future__ import annotations

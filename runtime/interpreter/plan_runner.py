@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -38,6 +39,7 @@ from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter
+from .outputs import OutputJoiner
 from .rank_state import (
     ComputeState,
     CurrentStep,
@@ -120,8 +122,12 @@ class PlanRunner:
             self.interpreters[plan.mode] = self._bind(plan, batch)
         return self.interpreters[plan.mode]
 
-    def run(self, plan: Plan, batch: Batch, calls: list[Call] | None = None) -> StepResult:
+    def run(
+        self, plan: Plan, batch: Batch, calls: list[Call] | None = None, *, wants_outputs: bool = False
+    ) -> StepResult:
         """Run a plan on a batch; `calls` take the place of its bound calls.
+
+        Where somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -136,14 +142,20 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
         self._latest, self._is_broken = interpreter, True
-        state.current.number = self.steps.total
+        state.current.number, state.current.outputs = self.steps.total, {} if wants_outputs else None
         interpreter.run(batch, self.steps.in_run, calls)
         self._settle(state.compute.overlaps)
         self._is_broken = False
         if state.flows.trains:
             self.steps.in_run += 1
         tally, outcome = state.compute.tally, state.step_end.outcome
-        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped)
+        outputs = self._join_outputs(state, batch) if wants_outputs else None
+        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped, outputs)
+
+    def _join_outputs(self, state: RankState, batch: Batch) -> Any:
+        outputs, state.current.outputs = state.current.outputs, None
+        join = OutputJoiner(self._model, self._groups)
+        return join(outputs or {}, state.compute.place.inputs, batch.extras[0])
 
     def _settle(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""

@@ -73,10 +73,14 @@ class Saved(NamedTuple):
 
 @dataclass
 class CurrentStep:
-    """The batch that is run; `number` says how many steps the training has made, over all its runs."""
+    """The batch that is run; `number` says how many steps the training has made, over all its runs.
+
+    `outputs` collects what the last block gives for each unit, where somebody wants to know.
+    """
 
     batch: Batch = NOTHING
     number: int = 0
+    outputs: dict[int, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,13 +125,15 @@ class StepResult:
     """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
 
     `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
-    says that it was not finite, so that no rank stepped its optimizer.
+    says that it was not finite, so that no rank stepped its optimizer. `outputs` are those of an evaluation that was
+    asked for them, on the ranks of the last stage.
     """
 
     _figures: Figures
     _metrics: Sequence[str]
     grad_norm: Tensor | None = None
     skipped: bool = False
+    outputs: Any = None
 
     @property
     def weight(self) -> Tensor:

@@ -76,8 +76,10 @@ class BatchCutter:
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
 
-    def __call__(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Batch:
-        """Return the units of a batch as the plan's schedule has them.
+    def __call__(
+        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], *, needs_loss: bool = True
+    ) -> Batch:
+        """Return the units of a batch as the plan's schedule has them; unless it `needs_loss`, targets may be None.
 
         Raises:
             UsageError: something that the rank needs is not given.
@@ -90,14 +92,16 @@ class BatchCutter:
         units = range(spec.num_units)
         return Batch(
             inputs=rows,
-            targets=self._targets(spec, targets) if self._needs_targets else (),
+            targets=self._targets(spec, targets, needs_loss) if self._needs_targets else (),
             extras=[{name: cut[unit] for name, cut in of_extras.items()} for unit in units]
             if of_extras
             else [{}] * len(units),
             input_tree=tree,
         )
 
-    def _targets(self, spec: ScheduleSpec, targets: Any) -> Sequence[Any]:
+    def _targets(self, spec: ScheduleSpec, targets: Any, are_needed: bool) -> Sequence[Any]:
+        if targets is None and not are_needed:
+            return [None] * spec.num_units
         if isinstance(targets, Tensor):
             return self._units(spec, "targets", targets)
         tree, rows = self._rows(spec, "targets", targets)
