@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.compiler import compiled_again, evaluation_of
+from quintsched.compiler import evaluation_of
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -26,8 +26,7 @@ from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
-from .interchange.exchange import Exchange
-from .interchange.load_pretrained import LoadedWeights
+from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
@@ -46,20 +45,22 @@ from .requirements import (
     require_blocks_to_recompute,
     require_keyed_dropout,
     require_long_sight,
+    require_loss_of_slices,
     require_movable_activations,
     require_runnable,
     require_usable,
 )
 from .splitting.split import Split
-from .stage.build import Stage, cuts_of
+from .stage.build import Stage
+from .stage.losses import for_slices
 from .stage.rank_model import ModelOptions, RankModel
-from .stage.tied_weights import homes_across
+from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
 
 
-class Engine:
+class Engine(CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -127,11 +128,13 @@ class Engine:
         require_usable(blocks, {"loss_fn": loss_fn, **(metrics or {})})
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
-            plan = _with_ties(plan, blocks, tied, block_costs)
+            plan = with_ties(plan, blocks, tied, block_costs)
         self.plan, self._evaluation_plan = plan, evaluation_of(plan)
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
+        require_loss_of_slices(plan, loss_fn)
+        self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
         options = ModelOptions(
@@ -158,8 +161,6 @@ class Engine:
             OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
-        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
-        self._exchange = Exchange(self._model, self._state, self._groups, names)
         self.clock = Clock(self.transport.device)
         self._recorder = self._make_recorder(trace_steps)
         bind_logits = self._model.tensor.bind
@@ -172,6 +173,8 @@ class Engine:
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
         )
+        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
+        self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
 
     def _connect(self, context: ContextMethod) -> MeshGroups:
         """Make the groups and the channels of the plan; all ranks must have the same plan."""
@@ -268,11 +271,11 @@ class Engine:
         Raises:
             MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
         """
-        return self._runner.run(self.plan, self._model.batches(self.plan, inputs, targets, extras))
+        return self._runner.run(self.plan, self._model.batch(self.plan, inputs, self._prepare(targets), extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batches(self.plan, inputs, targets, extras)
+        batch = self._model.batch(self.plan, inputs, self._prepare(targets), extras)
         interpreter = self._runner.interpreter_of(self.plan, batch)
         with SavedBytes(interpreter.state, self.stages, batch) as counted:
             result = self._runner.run(self.plan, batch, interpreter.watched(counted))
@@ -294,7 +297,8 @@ class Engine:
         replica's samples: one tree, whole over tp and cp, None on other ranks. Targets may then be None on all ranks:
         no loss is found, and that of the result is not a number.
         """
-        batch = self._model.batches(self._evaluation_plan, inputs, targets, extras, needs_loss=not outputs)
+        prepared = None if targets is None else self._prepare(targets)
+        batch = self._model.batch(self._evaluation_plan, inputs, prepared, extras, needs_loss=not outputs)
         self._runner.interpreter_of(self._evaluation_plan, batch)
         with self._model.evaluating(), torch.no_grad():
             return self._runner.run(self._evaluation_plan, batch, wants_outputs=outputs)
@@ -328,51 +332,6 @@ class Engine:
         steps = self._runner.steps
         steps.before = int(state.get("engine.step", 0)) - steps.in_run
 
-    def load_pretrained(
-        self,
-        path: str | Path,
-        *,
-        names: Mapping[str, str] | None = None,
-        fresh: Sequence[str] = (),
-        strict: bool = True,
-    ) -> LoadedWeights:
-        """Let weights and buffers be those of a safetensors folder; each rank reads its own slices (collective).
-
-        It is meant for an engine that has not stepped yet: the optimizer's state stays.
-
-        Args:
-            path: a file, an index, or the folder of either.
-            names: our names ("3.attn.weight") to those in the checkpoint. None: the model's own where blocks come from
-                `split`, GPT-2's for a built-in GPT of that shape, else ours; with or without a first part ("model.").
-            fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
-            strict: whether a tensor that no weight takes is an error.
-
-        Returns what stayed fresh, and what was not used.
-
-        Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for a file that is damaged
-        or lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
-        """
-        return self._exchange.load_pretrained(path, names, fresh, strict=strict)
-
-    def save_pretrained(
-        self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
-    ) -> None:
-        """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
-
-        Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
-        them; weights that are tied are saved once. What was in the folder before stays until the new files are whole;
-        files of other names stay after it.
-
-        Args:
-            path: the folder.
-            dtype: the type of floating-point weights; None: the one that blocks compute with. With bf16, float32 gives
-                the masters that the optimizer works on.
-            max_file_bytes: weights are cut into several files beyond this size, and between pipeline coordinates.
-
-        Raises `UsageError` on all ranks where it cannot be written.
-        """
-        self._exchange.save_pretrained(path, dtype, max_file_bytes)
-
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).
 
@@ -387,13 +346,3 @@ class Engine:
     def close(self) -> None:
         """Hang up; no step can follow."""
         self.transport.close()
-
-
-def _with_ties(
-    plan: Plan, blocks: Split, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
-) -> Plan:
-    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
-    if plan.tied or not tied or plan.stage_to_part is not None:
-        return plan
-    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
-    return (compiled_again(plan, tied=across) or plan) if across else plan

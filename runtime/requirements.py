@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instructions import OffloadAct
@@ -15,9 +16,11 @@ from quintsched.verify.soundness import Verdict
 from .blocks.blocks import Blocks, some_take
 from .blocks.dtensor import is_sharded
 from .comm import Transport
+from .comm.device import is_accelerator
 from .parallel.dropout import KeyedDropout
 from .parallel.expert.moe import mixtures
 from .stage.build import Stage
+from .stage.losses import cuts_sequences
 
 
 def require_runnable(plan: Plan, transport: Transport) -> Verdict:
@@ -69,18 +72,44 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             )
 
 
+def require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:
+    """Raise `MisfitError` for a loss that compares tokens with the next ones' targets, where sequences are cut.
+
+    Such a loss has no use for what the last token gives; it is tried on a few numbers.
+    """
+    if not cuts_sequences(plan) or hasattr(loss_fn, "prepare"):
+        return
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, 8, generator=random, dtype=torch.float64).requires_grad_()
+    try:
+        given = loss_fn(logits, torch.randint(0, 8, (2, 6), generator=random))
+        loss = given[0] if isinstance(given, tuple) else given
+        (gradient,) = torch.autograd.grad(loss, logits)
+    except Exception:  # a loss of something else than logits of tokens
+        return
+    if bool(gradient[:, :-1].any()) and not bool(gradient[:, -1].any()):
+        raise MisfitError(
+            "the loss shifts its targets by a token, but sequences are cut into slices (cp, slices), whose last tokens "
+            "would be left out; shift targets before the step, targets[:, i] = ids[:, i + 1], and not in the loss"
+        )
+
+
 def require_keyed_dropout(plan: Plan, stages: Mapping[int, Stage]) -> None:
-    """Raise `MisfitError` where several ranks would each draw different masks (see `dropout`), and in experts."""
+    """Raise `MisfitError` for draws that cannot be keyed: in experts, and in recurrent networks of an accelerator.
+
+    Its library draws these masks by a generator that it keeps for itself.
+    """
     for stage in stages.values():
         for number, block in stage.blocks.items():
             _refuse_dropouts_of_experts(number, block)
             if plan.mesh.size == 1:
                 continue
             for name, module in block.named_modules():
-                if _draws(module):
+                if isinstance(module, nn.RNNBase) and module.dropout > 0 and is_accelerator(_device_of(module)):
                     raise MisfitError(
                         f"block {number} drops out by a {type(module).__name__} ({name or 'itself'}), whose masks "
-                        f"would not agree over mesh {plan.mesh}; use nn.Dropout, or set its probability to 0"
+                        f"would not agree over mesh {plan.mesh}; put nn.Dropout between recurrent networks of one "
+                        "layer each, or set its probability to 0"
                     )
 
 
@@ -115,8 +144,5 @@ def require_movable_activations(plan: Plan, stages: Mapping[int, Stage]) -> None
             )
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether a module takes masks from torch's global generator."""
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return module.dropout > 0
-    return isinstance(module, _DropoutNd) and module.p > 0 and not isinstance(module, KeyedDropout)
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError, QuintschedError
 
+from ..comm.device import GENERATORS
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
@@ -31,9 +32,6 @@ TOKENS = 1
 
 TARGETS = "targets"
 """The name by which a block takes the targets of its unit."""
-
-_GLOBAL_GENERATOR = threading.Lock()
-"""Ranks that are threads of one process have one global generator of torch's; one block is built at a time."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterat
     others: dict[str, Any] = {"devices": []}
     if device is not None and device.type != "cpu":
         others = {"devices": [device], "device_type": device.type}
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(**others):
+    with GENERATORS, torch.random.fork_rng(**others):
         torch.manual_seed((seed * 1_000_003 + number) % 2**63)
         yield
 
@@ -125,10 +123,35 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
     A module is returned as it is; a builder runs with torch's global generator seeded by (seed, number).
     """
     if isinstance(block, nn.Module):
-        return block.to(dtype) if dtype else block
+        return cast(block, dtype)
     with seeded(seed, number):
         built = _built(block)
-    return built.to(dtype) if dtype else built
+    return cast(built, dtype)
+
+
+def cast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Let a module compute in a type, in place, and return it; None leaves it as it is.
+
+    What loses its meaning in a short type stays as it is: all of a norm that keeps running statistics, the frequencies
+    of rotary embeddings (`inv_freq`), and complex numbers.
+    """
+    if dtype is None:
+        return module
+    types = {id(tensor): kind for _, tensor, kind in typed(module, dtype)}
+    return module._apply(lambda tensor: tensor.to(types.get(id(tensor)) or tensor.dtype))
+
+
+def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
+    """Yield each parameter and buffer by its name, and the type that it has where the module computes in `dtype`.
+
+    None: it keeps the one it has.
+    """
+    for prefix, child in module.named_modules():
+        keeps = isinstance(child, _NormBase) and child.running_mean is not None
+        parameters = child.named_parameters(prefix, recurse=False)
+        for name, tensor in (*parameters, *child.named_buffers(prefix, recurse=False)):
+            stays = keeps or name.endswith("inv_freq") or not tensor.is_floating_point()
+            yield name, tensor, None if stays else dtype
 
 
 def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:

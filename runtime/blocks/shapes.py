@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError
 from ..comm import Group, ReduceOp
 from ..comm.control import first_said
 from .blame import place_of
-from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result
+from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .tree_words import from_words, to_words
@@ -102,11 +102,11 @@ def trace_shapes(
         taken = _taken(number, module, beside, riders)
         watch.arrive(given, {**beside, **{name: ride.tensor for name, ride in riders.items()}})
         bare = before_fully_shard(module)
-        weights = _on_meta(bare, dtype)
+        weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
         try:
             with torch.no_grad():
-                result = torch.func.functional_call(bare, weights, (given,), taken)
+                result = torch.func.functional_call(bare, weights, (given,), taken, tie_weights=False)
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
         watch.note(number)
@@ -199,11 +199,3 @@ class _Left:
     output: TreeSpec
     has_loss: bool
     is_resident: bool = False
-
-
-def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return weights and buffers without data, of the type that they are to have."""
-    return {
-        name: t.to("meta", dtype if t.is_floating_point() else None)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    }

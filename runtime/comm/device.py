@@ -12,8 +12,9 @@ No other file of the runtime names a kind of accelerator or calls its module. A 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 
 import torch
@@ -156,24 +157,33 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else stream
 
 
+GENERATORS = threading.Lock()
+"""Held while torch's global generators are read, set, or seeded for a while: ranks that are threads share them."""
+
+
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     """Return the state of torch's global random generators: that of the CPU, and a device's."""
-    host = torch.get_rng_state()
-    return (host, torch.get_device_module(device).get_rng_state(device)) if is_accelerator(device) else (host,)
+    with GENERATORS:
+        host = torch.get_rng_state()
+        return (host, torch.get_device_module(device).get_rng_state(device)) if is_accelerator(device) else (host,)
 
 
 def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
     """Put the global random generators back to what `generator_states` returned."""
-    torch.set_rng_state(states[0])
-    if is_accelerator(device):
-        torch.get_device_module(device).set_rng_state(states[1], device)
+    with GENERATORS:
+        torch.set_rng_state(states[0])
+        if is_accelerator(device):
+            torch.get_device_module(device).set_rng_state(states[1], device)
 
 
-def fork_generators(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def fork_generators(device: torch.device) -> Iterator[None]:
     """Leave the global random generators after a `with` as they were before."""
-    if is_accelerator(device):
-        return torch.random.fork_rng(devices=[device], device_type=device.type)
-    return torch.random.fork_rng(devices=[])
+    before = generator_states(device)
+    try:
+        yield
+    finally:
+        restore_generators(device, before)
 
 
 def _may_share() -> bool:

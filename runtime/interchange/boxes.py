@@ -77,7 +77,11 @@ class Placement:
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all of it."""
-        return self.local == self.shape and self.span is None
+        return self.local == self.shape and self.span in (None, (0, prod(self.local)))
+
+    def gathered(self) -> Placement:
+        """Return how it is held where the ranks that cut it gather it."""
+        return Placement(self.shape, self.shape, (0,) * len(self.shape))
 
     def boxes(self, numbers: Tensor) -> Iterator[Box]:
         """Yield the boxes of what this rank holds: `numbers` of the local shape, or flat with a span."""
@@ -91,10 +95,10 @@ class Placement:
         if self.span is None:
             yield (0,) * len(self.local), numbers
             return
-        at = 0
+        at, flat = 0, numbers.reshape(-1)
         for offsets, sizes in flat_boxes(self.local, *self.span):
             count = prod(sizes)
-            yield offsets, numbers[at : at + count].view(sizes)
+            yield offsets, flat[at : at + count].view(sizes)
             at += count
 
     def _apart(self, shard: Shard, box: Box) -> Iterator[Box]:

@@ -3,9 +3,8 @@
     experts.0.w1.weight   experts.0.w3.weight ─┐  stacked, and joined, where they are read:
     experts.1.w1.weight   experts.1.w3.weight ─┴▶ experts.gate_up_proj (experts, 2 × width, hidden)
 
-The rules are transformers' own (`conversion_mapping`), looked up by the class and the type that the configuration
-names; of what they do, renaming, stacking, joining and chunking are known here. A folder that has the model's names
-already is left as it is.
+The rules are transformers' own for the model (its `conversion_mapping`); renaming, stacking, joining and
+chunking are known here. A folder that has the model's names already is left as it is.
 """
 
 from __future__ import annotations
@@ -59,25 +58,13 @@ def in_model_names(folder: Folder, names: ModelNames) -> Folder:
 
     Raises `MisfitError` for a conversion that is not known.
     """
-    if names.own is None or not hasattr(names.config, "model_type"):
+    if names.own is None or not names.conversions:
         return folder
     wanted = list(names.own.values())
     prefix = find_prefix(wanted, folder.tensors)
     if all(prefix.in_file(name) in folder.tensors for name in wanted):
         return folder
-    transforms = _transforms(names.config)
-    return replace(folder, tensors=_converted(folder, transforms)) if transforms else folder
-
-
-def _transforms(config: Any) -> list[Any]:
-    """Return transformers' rules for a model; none where this version has none."""
-    try:
-        rules_for = import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
-    except (ImportError, AttributeError):
-        return []
-    kinds = [*(config.architectures or ()), config.model_type]
-    own: list[Any] = next((rules for kind in kinds if (rules := rules_for(kind)) is not None), [])
-    return [*own, *(rules_for("legacy") or ())]
+    return replace(folder, tensors=_converted(folder, names.conversions))
 
 
 def _converted(folder: Folder, transforms: Sequence[Any]) -> dict[str, Lying]:

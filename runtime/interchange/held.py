@@ -62,7 +62,6 @@ def held_tensors(stages: Mapping[int, Stage], masters: Masters, groups: MeshGrou
             numbers: Tensor | None = local_of(tensor)
             if isinstance(tensor, nn.Parameter):
                 numbers, span = masters.of(tensor), masters.span_of(tensor)
-                numbers = numbers if numbers is None or span is None else numbers.detach().view(-1)
             replicas = groups.expert_replicas if tensor in experts else groups.replicas
             speaks = (
                 numbers is not None and (span is not None or replicas.index == 0) and _first_over_tp(tensor, groups)

@@ -64,11 +64,11 @@ def load_pretrained(
     fresh: Sequence[str],
     strict: bool,
 ) -> LoadedWeights:
-    """Let what this rank holds be what a checkpoint has; see `Engine.load_pretrained`. All ranks call this."""
+    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_pretrained`. All ranks call this."""
     with ExitStack() as stack:
         folder = everyone.together(lambda: in_model_names(stack.enter_context(open_folder(path)), names))
         origins, prefix = everyone.together(lambda: _origins(folder, names, given))
-        wanted, lacking = _find(folder, held, join_tied(origins, _ties(names, held)), prefix)
+        wanted, lacking = _find(folder, held, join_tied(origins, names.same()), prefix)
         loaded = _compare(folder, wanted, lacking, everyone, fresh, strict=strict)
         everyone.together(lambda: _read_all(folder, wanted))
         return loaded
@@ -84,14 +84,6 @@ def _origins(folder: Folder, names: ModelNames, given: Mapping[str, str] | None)
     except MisfitError as error:
         raise MisfitError(f"{folder.path}: {error}") from None
     return origins, find_prefix((origin.name for origin in origins.values()), found)
-
-
-def _ties(names: ModelNames, held: Sequence[HeldTensor]) -> list[Sequence[str]]:
-    """Return the names of tensors that are one: by ties of the model, and within a block of this rank."""
-    same: dict[int, list[str]] = {}
-    for one in held:
-        same.setdefault(id(one.tensor), []).append(one.name)
-    return [*names.tied.values(), *same.values()]
 
 
 def _find(
@@ -130,7 +122,7 @@ def _compare(
         raise _missing(folder, missing, unused)
     if unused and strict:
         raise MisfitError(
-            f"{folder.path}: the model has no weight for {_listed(unused)} of the checkpoint"
+            f"{folder.path}: the model has no weight for {listed(unused)} of the checkpoint"
             f"{nearest(unused[0], all_used)}; leave that out with strict=False (in a job, model.strict: false)"
         )
     for _, _, faults in shared:
@@ -141,7 +133,7 @@ def _compare(
 
 def _missing(folder: Folder, missing: Mapping[str, str], unused: Sequence[str]) -> QuintschedError:
     first, ours = next(iter(missing.items()))
-    more = f", nor {_listed(list(missing)[1:])}" if len(missing) > 1 else ""
+    more = f", nor {listed(list(missing)[1:])}" if len(missing) > 1 else ""
     near = nearest(first, unused or folder.tensors)
     return InputError(
         f"{folder.path}: the checkpoint has no tensor {first!r} (for {ours}){more}{near}; where these weights are to "
@@ -149,7 +141,8 @@ def _missing(folder: Folder, missing: Mapping[str, str], unused: Sequence[str]) 
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(map(repr, names[:MOST_NAMED])) + more
 

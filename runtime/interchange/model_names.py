@@ -24,6 +24,7 @@ class ModelNames:
         own: our names to the model's own, where the blocks say (`split`).
         tied: names of ours that are one, by the name of each tie.
         config: the configuration of the library that the model is from, or None.
+        conversions: that library's rules for names of checkpoints (`conversions`).
         generation_config: that library's settings of generation, or None.
     """
 
@@ -31,14 +32,15 @@ class ModelNames:
     own: Mapping[str, str] | None
     tied: Mapping[str, Sequence[str]]
     config: Any = None
+    conversions: Sequence[Any] = ()
     generation_config: Any = None
 
     @classmethod
     def of(cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]) -> ModelNames:
         """Return what blocks say of their names."""
-        said = (getattr(blocks, name, None) for name in ("own_names", "config", "generation_config"))
-        own, config, generation_config = said
-        return cls(outlines, own, tied, config, generation_config)
+        said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
+        own, config, conversions, generation_config = said
+        return cls(outlines, own, tied, config, conversions or (), generation_config)
 
     @property
     def ours(self) -> list[str]:
@@ -60,6 +62,30 @@ class ModelNames:
             return gpt2_origins(self.outlines)
         names = given if given is not None else self.own or {}
         return {name: Origin(names.get(name, name)) for name in self.ours}
+
+    def same(self) -> list[Sequence[str]]:
+        """Return the names of tensors that are one: tied, or under several names in a block."""
+        return [*self.tied.values(), *_same_within(self.outlines)]
+
+    def dcp_names(self) -> dict[str, tuple[str, ...]]:
+        """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
+        names = {name: (self.own or {}).get(name, name) for name in self.ours}
+        same: dict[str, list[str]] = {name: [name] for name in names}
+        for group in self.same():
+            joined = list(dict.fromkeys(name for one in group for name in same[one]))
+            same.update(dict.fromkeys(joined, joined))
+        return {name: tuple(dict.fromkeys(names[other] for other in group)) for name, group in same.items()}
+
+
+def _same_within(blocks: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of tensors that a block has under several."""
+    found: list[list[str]] = []
+    for number, block in enumerate(blocks):
+        groups: dict[int, list[str]] = {}
+        for name, tensor in block.state_dict(keep_vars=True).items():
+            groups.setdefault(id(tensor), []).append(f"{number}.{name}")
+        found += [group for group in groups.values() if len(group) > 1]
+    return found
 
 
 def _require_known(given: Iterable[str], known: Collection[str]) -> None:

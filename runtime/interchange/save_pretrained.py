@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.files.atomic import write_whole
@@ -91,7 +91,7 @@ def save_pretrained(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Write the folder; see `Engine.save_pretrained`. All ranks call this."""
+    """Write the folder; see `CheckpointFiles.save_pretrained`. All ranks call this."""
     everyone, is_first, is_writer = ControlGroup(groups.world), groups.world.index == 0, groups.holders.index == 0
     origins = everyone.together(lambda: _saved_origins(names))
     mine = {one.name: one for one in held if one.name in origins and _is_first_twin(one, model)}
@@ -136,25 +136,12 @@ def _saved_origins(names: ModelNames) -> dict[str, Origin]:
         origins = names.origins()
     except MisfitError:
         origins = {name: Origin(name) for name in names.ours}
-    tied = {name for group in names.tied.values() for name in group[1:]}
-    tied |= _same_within_blocks(names.outlines)
+    further = {name for group in names.same() for name in group[1:]}
     found: dict[str, str] = {}
     for name, origin in origins.items():
-        if name not in tied:
+        if name not in further:
             found.setdefault(origin.name, name)
     return {name: origins[name] for name in found.values()}
-
-
-def _same_within_blocks(blocks: Sequence[nn.Module]) -> set[str]:
-    """Return the further names of tensors that a block has under several."""
-    further = set()
-    for number, block in enumerate(blocks):
-        seen: set[int] = set()
-        for name, tensor in block.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
-                further.add(f"{number}.{name}")
-            seen.add(id(tensor))
-    return further
 
 
 def _is_first_twin(one: HeldTensor, model: RankModel) -> bool:

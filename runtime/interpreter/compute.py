@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError, QuintschedError
+from quintsched.errors import MisfitError
 from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind, Value
 
@@ -29,9 +29,9 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import edge_of, run_backward
 from ..blocks.blocks import TARGETS, Parcel
 from ..blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
-from ..parallel.dropout import Unit
 from ..stage.cargo import TakenSkips
-from ..stage.forward import UNIT, Extras, Outputs, apart
+from ..stage.explain import called
+from ..stage.forward import UNIT, Extras, Outputs, apart, gradient_of
 from .cells import Cell, Parts
 from .clock import NoClock
 from .rank_state import ComputeState, Saved, Start
@@ -56,9 +56,7 @@ def _bind_training(
 ) -> Call:
     """Run a forward whose graph is kept, with inputs that get a gradient where a stage before made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
-    if forward.drops:
-        extras_of = _with_unit(state, instruction, extras_of)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, saved, losses, whole = state.clock, state.saved, state.tally.auxiliary, forward.whole
     host, stores, store = state.host, state.stores, _store_of(state, instruction)
     moves, leaf = host.moves(kept), _leaf_maker(state, instruction, kept)
@@ -84,7 +82,7 @@ def _bind_training(
         if auxiliary is not None:
             start = start.with_loss(auxiliary)
             losses.append((place, auxiliary.detach()))
-        saved[kept] = Saved(given, start, reruns)
+        saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
         if activations is not None:
             host.leave(kept, activations, given if take is not None else ())
@@ -130,7 +128,7 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
 def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
     """Run a forward of which nothing is kept."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of = _taker(state, index, instruction), _extras(state, instruction)
+    take, extras_of = _taker(state, index, instruction), _with_unit(state, instruction, _extras(state, instruction))
     clock, losses, place = state.clock, state.tally.auxiliary, _place_of_loss(state, instruction)
 
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
@@ -212,17 +210,16 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 def _with_unit(
     state: ComputeState, instruction: ins.Fwd, extras_of: Callable[[Outputs], Extras]
 ) -> Callable[[Outputs], Extras]:
-    """Return what adds to the extras which samples of the batch a unit has, and the positions of its tokens."""
-    schedule, place, current = state.flows.plan.schedule, state.place, state.current
-    shape = place.inputs.samples.shape
-    microbatch, number = divmod(instruction.microbatch, schedule.slices)
-    first = (place.replica * schedule.microbatches + microbatch) * shape[0]
-    samples, positions = range(first, first + shape[0]), None
-    if place.context is not None:
-        positions = place.context.positions
-    elif schedule.slices > 1:
-        positions = torch.arange(number * shape[1], (number + 1) * shape[1], device=place.device)
-    return lambda given: {**extras_of(given), UNIT: Unit(current.number, samples, positions)}
+    """Return what adds to the extras which unit it is, where blocks draw; an evaluation has numbers of its own."""
+    draws, current, trains = state.forwards[instruction.stage].draws, state.current, state.flows.trains
+    schedule, unit_of, number = state.flows.plan.schedule, state.place.unit_of, instruction.microbatch
+
+    def extras(given: Outputs) -> Extras:
+        if not draws.want_unit:
+            return extras_of(given)
+        return {**extras_of(given), UNIT: unit_of(schedule, number, current.number if trains else -1 - current.number)}
+
+    return extras
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
@@ -255,25 +252,12 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
 def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    loss = tally.add_loss(unit, _called("the loss function", state.loss_fn, output, targets))
+    loss = tally.add_loss(unit, called("the loss function", state.loss_fn, output, targets))
     if state.metrics:
         with torch.no_grad():
             for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
-                column.append((unit, _called(f"metric {name!r}", metric, output, targets)))
+                column.append((unit, called(f"metric {name!r}", metric, output, targets)))
     return Start().with_loss(loss)
-
-
-def _called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
-    """Return what a function of the user's gives; raises `MisfitError` in place of its errors."""
-    try:
-        return function(output, targets)
-    except QuintschedError:
-        raise
-    except Exception as error:
-        raise MisfitError(
-            f"{name} raised {type(error).__name__}: {error}; it was given {TreeSpec.of(output)}, and targets "
-            f"{TreeSpec.of(targets)}"
-        ) from error
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
@@ -388,18 +372,18 @@ def _backward(
     back = _parts(state, made, forward.arriving)
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
-    clock, saved = state.clock, state.saved
+    clock, saved, again = state.clock, state.saved, forward.draws.again
 
     def run(around: AbstractContextManager[object]) -> None:
         gradients = () if take is None else take()
         if arrive is not None:
             arrive()
         clock.start()
-        given, start, _ = saved.pop(kept_as)
-        with around:
+        given, start, _, unit = saved.pop(kept_as)
+        with around, again(unit):
             run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
         if give is not None:
-            give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
+            give(tuple([gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:
             forget()
         clock.stop()
@@ -414,9 +398,3 @@ def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
     if slices == 1 or number:
         return None
     return partial(state.stores.__delitem__, (instruction.stage, microbatch))
-
-
-def _gradient_of(given: Tensor, taken: Outputs) -> Tensor:
-    """Return the gradient of a stage's input: zeros where the outputs do not depend on it."""
-    gradient = given.grad
-    return torch.zeros_like(given) if gradient is None else apart(gradient, taken)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
+from ..stage.explain import explained
 from ..stage.microbatches import Batch
 from .compute import (
     bind_bwd,
@@ -26,7 +27,6 @@ from .compute import (
     bind_overlap,
     bind_recompute,
 )
-from .explain import explained
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
@@ -158,8 +158,8 @@ class Interpreter:
             for place, call in enumerate(calls):  # noqa: B007
                 call()
         except Exception as error:
-            state = self.state
-            found = explained(error, self._places[place], state.flows, state.compute.forwards)
+            index, flows = self._places[place], self.state.flows
+            found = explained(error, self._program[index], index, flows.place, self.state.compute.forwards)
             if found is error:
                 raise
             raise found from error

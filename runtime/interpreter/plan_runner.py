@@ -31,6 +31,7 @@ from ..stage.forward import StageForward
 from ..stage.in_place import require_own_memory
 from ..stage.losses import require_planned_losses
 from ..stage.microbatches import Batch
+from ..stage.outputs import OutputJoiner
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from .activation_memory import resident_tensors
@@ -39,7 +40,6 @@ from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter
-from .outputs import OutputJoiner
 from .rank_state import (
     ComputeState,
     CurrentStep,
@@ -143,7 +143,8 @@ class PlanRunner:
             self._latest.state.cells.settle()
         self._latest, self._is_broken = interpreter, True
         state.current.number, state.current.outputs = self.steps.total, {} if wants_outputs else None
-        interpreter.run(batch, self.steps.in_run, calls)
+        with self._model.masks.guarding(self._transport.device):
+            interpreter.run(batch, self.steps.in_run, calls)
         self._settle(state.compute.overlaps)
         self._is_broken = False
         if state.flows.trains:
@@ -254,6 +255,7 @@ class PlanRunner:
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
+                sliced=model.tensor.tokens.group_of,
             )
             for number, stage in model.stages.items()
         }

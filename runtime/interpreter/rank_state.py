@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
+from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.ir.values import Value
 
 from ..autograd.deferred_weight_grads import Products, WeightQueue
@@ -30,6 +31,7 @@ from ..comm import Group, Transport
 from ..comm.interleaving import Overlaps
 from ..optim.gathered import Stepper
 from ..parallel.context.context import Context
+from ..parallel.dropout import Unit
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
 from ..stage.microbatches import NOTHING, Batch
@@ -64,11 +66,12 @@ class Start(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward."""
+    """What a forward keeps for its backward; `unit` is there where blocks draw."""
 
     given: Outputs
     start: Start
     reruns: list[Rerun]
+    unit: Unit | None = None
 
 
 @dataclass
@@ -100,6 +103,18 @@ class UnitPlace:
     context: Context | None
     token_shards: Mapping[int, int]
     device: torch.device
+
+    def unit_of(self, schedule: ScheduleSpec, number: int, step: int) -> Unit:
+        """Return which samples of a step's batch a unit has, and the positions of its tokens."""
+        shape = self.inputs.samples.shape
+        microbatch, part = divmod(number, schedule.slices)
+        first = (self.replica * schedule.microbatches + microbatch) * shape[0]
+        positions = None
+        if self.context is not None:
+            positions = self.context.positions
+        elif schedule.slices > 1:
+            positions = torch.arange(part * shape[1], (part + 1) * shape[1], device=self.device)
+        return Unit(step, range(first, first + shape[0]), positions)
 
     def require_input(self, batch: Batch) -> None:
         """Raise `MisfitError` unless units of inputs have the shape that the ranks agreed on."""

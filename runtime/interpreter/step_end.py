@@ -9,6 +9,7 @@ from functools import partial
 from quintsched.ir import instructions as ins
 
 from ..state.grad_buckets import PlanBucket
+from ..state.grad_norm import CLIP_EPSILON
 from .rank_state import StepEndState
 
 Call = Callable[[], None]
@@ -46,15 +47,14 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
     def run() -> None:
         reducer.complete(wait)
         tally.take_along()
-        reducer.divide(tally.weight(wait))
-        figures, work = norm.square(absent.suspects())
+        figures, work = norm.divide(tally.weight(wait), absent.suspects())
         wait([work])
         found = outcome.norm = figures[0].sqrt_()
         length, suspects = figures.tolist()
         outcome.skipped = not math.isfinite(length)
         if suspects and not outcome.skipped:
             absent.find()
-        if clip is not None and not outcome.skipped:
+        if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:
             norm.clip(found, clip)
 
     return run

@@ -71,6 +71,15 @@ class Stepper:
         part = self._part_of.get(parameter)
         return {} if part is None else part.state[parameter]
 
+    def group_of(self, master: nn.Parameter) -> tuple[nn.Parameter, dict[str, Any]] | None:
+        """Return what is stepped for a parameter, itself or its whole matrix, and its group; None: nothing is."""
+        parameter = self._handles.get(master, master)
+        part = self._part_of.get(parameter)
+        if part is None:
+            return None
+        holds = (group for group in part.param_groups if any(parameter is other for other in group["params"]))
+        return parameter, next(holds)
+
     def step(self) -> None:
         """Make a step; collective over tp where matrices are gathered."""
         for matrix in self._gathered:

@@ -13,11 +13,14 @@ generator that would have to be kept, restored or shared between threads.
 
     masks = Masks(seed)
     key_dropouts(block, number, masks)                    every nn.Dropout of the block becomes a `KeyedDropout`
-    with masks.of(Unit(step, samples=range(8, 12))):      samples 8 … 11 of this step's batch
-        block(x)
+    unit = Unit(step, samples=range(8, 12))               samples 8 … 11 of this step's batch
+    with masks.of(unit):
+        y = block(x)
+    with masks.again(unit):                               what the block runs again within its backward
+        y.sum().backward()
 
 Inputs are (samples, …, features), or have samples and tokens in one first dimension. Called outside of a unit, as by
-a user between two steps, a keyed dropout is an ordinary one.
+a user between two steps, a keyed dropout is an ordinary one. All else that blocks draw is keyed by `draws`.
 
 Words are 32 bits in int64, mixed by xor-shifts and products that stay below 2⁶³: the same bits on every device. The
 two constants are those of the finaliser of least bias in Chris Wellons' "hash prospector" (2018).
@@ -27,9 +30,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -38,9 +42,11 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..comm import Group
+from ..comm.device import generator_states
 from .column_row import ColumnRowPair
 
 WORD = 0xFFFF_FFFF
+_MOST_ALARMS = 3
 FACTORS = (0x21F0_AAAD, 0x735A_2D97)
 
 
@@ -56,33 +62,94 @@ class Unit:
     positions: Tensor | None = None
 
 
+class _Drawing:
+    """What is drawn for one unit: how often each site was called, and the words of its samples."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.calls: Counter[str] = Counter()
+        self.samples: Tensor | None = None
+
+
 class Masks:
-    """What all dropouts of a rank draw by: the run's seed, and the unit whose forward runs now."""
+    """What a rank draws by: the run's seed, the unit whose forward runs now, and the one whose backward does."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.unit: Unit | None = None
-        self._calls: Counter[str] = Counter()
-        self._samples: Tensor | None = None
+        self._forward: _Drawing | None = None
+        self._backward: _Drawing | None = None
+        self._repeated: set[str] = set()
+        self.alarms = 0
+        """How often torch's generators moved in a step: something was drawn that is not keyed."""
+
+    @contextmanager
+    def guarding(self, device: torch.device) -> Iterator[None]:
+        """Raise an alarm if torch's generators move in a step; but not for ever, for an optimizer may draw too."""
+        before = generator_states(device) if self.alarms < _MOST_ALARMS else ()
+        yield
+        if before and any(not torch.equal(*states) for states in zip(before, generator_states(device), strict=True)):
+            self.alarms += 1
 
     @contextmanager
     def of(self, unit: Unit) -> Iterator[None]:
-        """Let dropouts draw for `unit`; a site's first call in here is its call 0."""
-        self.unit = unit
+        """Draw for `unit` in its forward; a site's first call in here is its call 0."""
+        self._forward = drawing = _Drawing(unit)
         try:
             yield
         finally:
-            self.unit = self._samples = None
-            self._calls.clear()
+            self._forward = None
+            self._repeated.update(site for site, count in drawing.calls.items() if count > 1)
 
-    def keys(self, unit: Unit, site: str, device: torch.device) -> Tensor:
-        """Return a word for each sample, (samples), for the call of `site` that comes next."""
-        call = self._calls[site]
-        self._calls[site] += 1
-        if self._samples is None:
+    @contextmanager
+    def again(self, unit: Unit) -> Iterator[None]:
+        """Draw for `unit` in its backward, which runs parts of the forward again (torch.utils.checkpoint)."""
+        self._backward = _Drawing(unit)
+        try:
+            yield
+        finally:
+            self._backward = None
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit for which something is drawn now; None: for none. A forward may run beside a backward."""
+        drawing = self._drawing
+        return None if drawing is None else drawing.unit
+
+    @property
+    def _drawing(self) -> _Drawing | None:
+        return self._forward if torch._C._current_graph_task_id() == -1 else self._backward
+
+    def keys(self, site: str, device: torch.device) -> Tensor:
+        """Return a word for each sample of the unit, (samples), for the call of `site` that comes next."""
+        drawing, call = self._next_call(site)
+        unit = drawing.unit
+        if drawing.samples is None:
             numbers = torch.arange(unit.samples.start, unit.samples.stop, device=device)
-            self._samples = _mix(numbers ^ _word(f"step {self.seed} {unit.step}"))
-        return _mix(self._samples ^ _word(f"site {site} {call}"))
+            drawing.samples = _mix(numbers ^ _word(f"step {self.seed} {unit.step}"))
+        return _mix(drawing.samples ^ _word(f"site {site} {call}"))
+
+    def key(self, site: str) -> int:
+        """Return a word for the whole unit, told from others by its first sample, for the call of `site` that comes."""
+        drawing, call = self._next_call(site)
+        unit = drawing.unit
+        return _word(f"unit {self.seed} {unit.step} {unit.samples.start} {site} {call}")
+
+    def _next_call(self, site: str) -> tuple[_Drawing, int]:
+        """Return what is drawn for, and the number of the call.
+
+        Raises `MisfitError` in a backward that runs a part of the forward again where nobody knows which call it is.
+        """
+        drawing = self._drawing
+        assert drawing is not None
+        if drawing is self._backward and site in self._repeated:
+            raise MisfitError(
+                f"{site!r} draws several times in a forward and is run again within a backward, as "
+                "torch.utils.checkpoint does it, where nobody knows which time it is; give each call a dropout or a "
+                "function for itself, or let the plan recompute (recompute=1)"
+            )
+        call = drawing.calls[site]
+        drawing.calls[site] += 1
+        return drawing, call
 
 
 def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:
@@ -114,6 +181,7 @@ class KeyedDropout(nn.Dropout):
     Attributes:
         masks, site: what it draws by, and its name in the model.
         pair: while a forward is between column and row, the last dimension is this rank's shard of the features.
+        was_between: whether it was there in its last forward; a part of this may run again in a backward.
         sequence: elsewhere the tokens here are this rank's slice of those of the unit: slice `index` of
             `size` equal ones, one behind the other.
     """
@@ -121,6 +189,7 @@ class KeyedDropout(nn.Dropout):
     masks: Masks
     site: str
     pair: ColumnRowPair | None = None
+    was_between: bool = False
     sequence: Group | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -133,7 +202,6 @@ class KeyedDropout(nn.Dropout):
         """Drop out of x by the masks of the unit."""
         unit = self.masks.unit
         if unit is None:
-            self._require_no_backward()
             return super().forward(x)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         dropped = (x * self._mask(unit, x)).mul_(scale)  # for its backward this saves the mask, and only that
@@ -142,29 +210,18 @@ class KeyedDropout(nn.Dropout):
     @torch.no_grad()
     def _mask(self, unit: Unit, x: Tensor) -> Tensor:
         """Return what stays, bool of the shape of x."""
-        samples, device = len(unit.samples), x.device
+        samples = len(unit.samples)
         if not x.dim() or x.shape[0] % samples:
             raise MisfitError(
                 f"the dropout {self.site!r} is given {tuple(x.shape)} for {samples} samples; the first dimension must "
                 "be that of the samples, or samples and tokens in one"
             )
-        features = x.shape[-1] if x.dim() > 1 else 1
-        rows = x.numel() // max(samples * features, 1)
-        inside = self.pair is not None and self.pair.is_between
-        first = self.pair.group.index * features if self.pair is not None and inside else 0
-        places = _places(rows, unit.positions, None if inside else self.sequence, device)
-        columns = _mix(torch.arange(first, first + features, device=device))
-        keys = self.masks.keys(unit, self.site, device)
-        words = _mix(_mix(keys[:, None] ^ places)[..., None] ^ columns)
-        return (words >= round(self.p * 2**32)).view(x.shape)
-
-    def _require_no_backward(self) -> None:
-        """Raise `MisfitError` if a backward calls this, where nobody knows for which unit it is."""
-        if torch._C._current_graph_task_id() != -1:
-            raise MisfitError(
-                f"the dropout {self.site!r} is run again within a backward, as torch.utils.checkpoint does it, and "
-                "would drop out something else; let the plan recompute (recompute=1)"
-            )
+        keys = self.masks.keys(self.site, x.device)
+        if torch._C._current_graph_task_id() == -1:
+            self.was_between = self.pair is not None and self.pair.is_between
+        cut = self.pair.group if self.pair is not None and self.was_between else None
+        sliced = None if cut is not None else self.sequence
+        return words(keys, x.shape, unit.positions, cut, sliced) >= round(self.p * 2**32)
 
     def _get_name(self) -> str:
         return "Dropout"
@@ -176,6 +233,29 @@ class KeyedDropout(nn.Dropout):
 
 _drop_aside: Callable[[KeyedDropout, Tensor], Tensor] = torch.compiler.disable(KeyedDropout.drop)
 """Outside of compiled code, which would be compiled anew for every unit."""
+
+
+def words(
+    keys: Tensor, shape: Sequence[int], positions: Tensor | None, cut: Group | None, sliced: Group | None
+) -> Tensor:
+    """Return a word for every number of a tensor of this shape, whose first dimension is that of the keys, or of
+    these and tokens in one.
+
+    Args:
+        keys: a word for each sample.
+        shape: of the tensor.
+        positions: those of the tokens in the whole sequence, if these are not all.
+        cut: ranks over which it is cut: along heads, dimension 1, where it has four dimensions, else along the last.
+        sliced: ranks over which tokens are sliced.
+    """
+    device, features = keys.device, shape[-1] if len(shape) > 1 else 1
+    rows = prod(shape) // max(len(keys) * features, 1)
+    first = cut.index * features if cut is not None and len(shape) < 4 else 0
+    if cut is not None and len(shape) > 3:
+        positions, sliced = None, cut
+    columns = _mix(torch.arange(first, first + features, device=device))
+    found = _mix(_mix(keys[:, None] ^ _places(rows, positions, sliced, device))[..., None] ^ columns)
+    return found.view(tuple(shape))
 
 
 def _places(rows: int, positions: Tensor | None, sliced: Group | None, device: torch.device) -> Tensor:

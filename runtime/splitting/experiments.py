@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quintsched.errors import MisfitError
 
-from .flow import HIDDEN, Flow, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
-from .frame import Frame
+from .flow import Flow, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
+from .frame import Frame, Walk
 
 Place = tuple[int, str]
 """A call, and a place among its arguments."""
@@ -31,16 +31,15 @@ def find_riders(
     flow: Flow,
     spans: Sequence[Span],
     inputs: Mapping[str, Any],
-    hidden: Sequence[Tensor],
     select: Callable[[Any], Any],
 ) -> list[Rider]:
     """Return what travels besides hidden states and inputs.
 
-    `hidden` are samples of what calls leave, `select` takes what counts of the model's output.
+    `select` takes what counts of the model's output.
 
     Raises `MisfitError` for what a block can neither find again nor be given.
     """
-    seen = [_Experiment(frame, flow, number, spans, hidden, inputs) for number in range(len(spans))]
+    seen = [_Experiment(frame, flow, number, spans, inputs) for number in range(len(spans))]
     riders: dict[int, Rider] = {}
     for number, span in enumerate(spans):
         for place in [place for place in seen[number].unknown if place[0] in span.calls]:
@@ -56,13 +55,45 @@ def find_riders(
             name = f"rider{len(riders)}" if old is None else old.name
             found = place if old is None else old.found
             riders[value] = Rider(name, source, found, (*(old.takers if old else ()), place))
-    last = _Experiment(frame, flow, len(spans) - 1, spans, hidden, inputs, [*riders.values()])
+    last = _Experiment(frame, flow, len(spans) - 1, spans, inputs, [*riders.values()])
     if any(is_unknown(leaf) for leaf in tree_flatten(select(last.output))[0]):
         raise MisfitError(
             f"what follows the last layer, {flow.calls[-1]!r}, uses more than what that gives: a value that an "
             "earlier block has made; name blocks that keep them together"
         )
     return [*riders.values()]
+
+
+def find_unneeded(
+    frame: Frame, flow: Flow, spans: Sequence[Span], inputs: Mapping[str, Any], select: Callable[[Any], Any]
+) -> dict[str, Tensor]:
+    """Return the inputs of floating point (images, sounds) of which no block but the first needs any number or size.
+
+    They are tried with NaN in their place, and with twice their sizes, where the model takes such.
+    """
+    unneeded: dict[str, Tensor] = {}
+    if None in flow.arguments[1:]:
+        return unneeded
+    for name, tensor in inputs.items():
+        if not is_number(tensor):
+            continue
+        shapes: list[list[torch.Size]] = []
+        for factor in (1, 2):
+            shape = (tensor.shape[0], *(size * factor if size > 3 else size for size in tensor.shape[1:]))
+            blank = {**inputs, name: tensor.new_full(shape, torch.nan)}
+            try:
+                output = tree_flatten(
+                    select(_Experiment(frame, flow, len(spans) - 1, spans, blank, flow.riders).output)
+                )[0]
+            except Exception:
+                break
+            if any(map(is_unknown, output)):
+                shapes = []
+                break
+            shapes.append([leaf.shape for leaf in output if isinstance(leaf, Tensor)])
+        if shapes and all(shape == shapes[0] for shape in shapes):
+            unneeded[name] = tensor.detach().to("meta")
+    return unneeded
 
 
 class _Experiment(SpanWalk):
@@ -79,13 +110,12 @@ class _Experiment(SpanWalk):
         flow: Flow,
         number: int,
         spans: Sequence[Span],
-        hidden: Sequence[Tensor],
         inputs: Mapping[str, Any],
         riders: Sequence[Rider] = (),
     ) -> None:
         span = spans[number]
-        start = None if span.is_first else hidden[max(span.calls.start - (not span.enters_call), 0)]
-        super().__init__(frame, torch.device("cpu"), flow, number, spans, None if start is None else _finite(start), {})
+        start = None if span.is_first else _finite(flow.results[max(span.phases.start - 1, 0)].sample)
+        super().__init__(frame, torch.device("cpu"), flow, number, spans, start, {})
         self.known: dict[Place, Tensor] = {}
         self.unknown: list[Place] = []
         self._alive: list[Any] = []
@@ -107,23 +137,23 @@ class _Experiment(SpanWalk):
             self._has_unknown = False
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = self.flow.results[number]
-        if number == 0 and self.span.enters_call:
-            args, kwargs = replaced((args, kwargs), {self.flow.entry: self.hidden})
-        for place, leaf in by_place((args, kwargs)).items():
+        """Note what a call is given; its own results are finite, all others unknown."""
+        result, span = self.flow.results[number], self.span
+        if number == 0 and span.enters_call:
+            args, kwargs = replaced((args, kwargs), {self.flow.entries[0]: self.hidden})
+        given = by_place((args, kwargs))
+        for place, leaf in given.items():
             if is_number(leaf):
                 self._note((number, place), leaf)
-        self._alive.append((args, kwargs))
-        if number < self.span.calls.start:
+        self._alive.append(given)
+        if number == span.calls.start - 1:
             assert self.hidden is not None
             return result.rebuilt(self.hidden, (args, kwargs))
-        sample = next(c for leaf, c in zip(result.leaves, result.constants, strict=True) if leaf is HIDDEN)
-        if number not in self.span.calls:
-            return result.rebuilt(torch.full(sample.shape, torch.nan, dtype=sample.dtype), (args, kwargs))
-        filled = tree_map(lambda c: _finite(c) if is_number(c) else c, list(result.constants))
-        given = by_place((args, kwargs))
+        if number not in span.calls:
+            return result.rebuilt(Walk.fill(self, result.sample), (args, kwargs))
         leaves = [
-            given[leaf] if isinstance(leaf, str) else value for leaf, value in zip(result.leaves, filled, strict=True)
+            given[leaf] if isinstance(leaf, str) else _finite(constant) if is_number(constant) else constant
+            for leaf, constant in zip(result.leaves, result.constants, strict=True)
         ]
         return tree_unflatten(leaves, result.spec)
 

@@ -87,6 +87,13 @@ class Result:
     leaves: tuple[str | Mark | None, ...]
     constants: tuple[Any, ...]
 
+    @property
+    def sample(self) -> Tensor:
+        """A hidden state as the call gave it when it was captured, on the meta device."""
+        found = self.constants[self.leaves.index(HIDDEN)]
+        assert isinstance(found, Tensor)
+        return found
+
     def rebuilt(self, hidden: Tensor, call: Call) -> Any:
         """Return a result with a hidden state, what its call was given, and NaN where others stood."""
         given = by_place(call)
@@ -106,7 +113,8 @@ class Flow:
         results: what each call gives.
         beside: the names of the modules that each phase calls.
         weights: the names of the weights that each phase uses without calling their modules.
-        entry: where call 0 is given its hidden state; empty where it is given none.
+        entries: where each call is given its hidden state; empty where it is given none.
+        keeps: for each call, whether it leaves a hidden state of the shape that it is given.
         arguments: for each call, what its layer is called with, where that is a hidden state and no other tensor.
         repeats: for each call, whether what it is called with depends on no hidden state but for that itself.
         riders: what travels besides the hidden state and the model's inputs.
@@ -116,7 +124,8 @@ class Flow:
     results: list[Result] = field(default_factory=list)
     beside: list[list[str]] = field(default_factory=lambda: [[]])
     weights: list[list[str]] = field(default_factory=lambda: [[]])
-    entry: str = ""
+    entries: list[str] = field(default_factory=list)
+    keeps: list[bool] = field(default_factory=list)
     arguments: list[Call | None] = field(default_factory=list)
     repeats: list[bool] = field(default_factory=list)
     riders: list[Rider] = field(default_factory=list)
@@ -162,22 +171,22 @@ class _Capture(Walk):
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, given = self.flow, by_place((args, kwargs))
-        numbers = {place: leaf for place, leaf in given.items() if is_number(leaf)}
-        flow.calls.append(self.frame.name_of(layer))
-        if number == 0:
-            flow.entry = next(iter(numbers), "")
-        hidden = numbers.get(flow.entry) if number == 0 else self._hidden
-        others = {place: leaf for place, leaf in given.items() if leaf is not hidden}
-        is_plain = len(others) + 1 == len(given) and all(map(_is_setting, others.values()))
+        hidden = next((leaf for leaf in given.values() if leaf is self._hidden), None)
+        is_same = hidden is not None
+        hidden = hidden if is_same else next(filter(is_number, given.values()), None)
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
+        places = [place for place, leaf in marks.items() if leaf is HIDDEN]
+        is_plain = bool(places) and all(leaf is HIDDEN or _is_setting(leaf) for leaf in marks.values())
+        made = self._made(layer, args, kwargs, given)
+        flow.calls.append(self.frame.name_of(layer))
+        flow.entries.append(places[0] if places else "")
         flow.arguments.append(replaced((args, kwargs), marks) if is_plain else None)
-        flow.repeats.append(hidden is not None and any(leaf is hidden for leaf in given.values()))
+        flow.repeats.append(len(places) == 1 and (is_same or not number))
+        flow.keeps.append(hidden is not None and made.sample.shape == hidden.shape)
+        flow.results.append(made)
         flow.beside.append([])
         flow.weights.append([])
-        made = self._made(layer, args, kwargs, given)
-        flow.results.append(made)
-        sample = next(c for leaf, c in zip(made.leaves, made.constants, strict=True) if leaf is HIDDEN)
-        self._hidden = self.fill(sample)
+        self._hidden = self.fill(made.sample)
         return made.rebuilt(self._hidden, (args, kwargs))
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
@@ -286,6 +295,18 @@ class SpanWalk(Walk):
             self._wanted.remove(rider)
         self.is_done = not self._wanted or number == len(self.flow.calls) - 1
 
+    def skipped(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return a hidden state of the shape that a call outside of the block leaves; its numbers mean nothing."""
+        if self.flow.keeps[number]:
+            hidden = by_place((args, kwargs))[self.flow.entries[number]]
+            assert isinstance(hidden, Tensor)
+            return hidden
+        self.inside = True
+        try:
+            return self.fill(hidden_of(self.flow.results[number], self.on_meta(layer, args, kwargs)))
+        finally:
+            self.inside = False
+
     def is_training(self) -> bool:
         """Whether the code between layers trains, where it is the block's."""
         return False
@@ -298,10 +319,12 @@ class SpanWalk(Walk):
         span, result = self.span, self._known(layer, number)
         self._tell_training()
         if number < span.calls.start:
-            assert self.hidden is not None
-            return result.rebuilt(self.hidden, (args, kwargs))
+            is_given = number == span.calls.start - 1
+            hidden = self.hidden if is_given else self.skipped(layer, number, args, kwargs)
+            assert hidden is not None
+            return result.rebuilt(hidden, (args, kwargs))
         if number == 0 and span.enters_call:
-            args, kwargs = replaced((args, kwargs), {self.flow.entry: self.hidden})
+            args, kwargs = replaced((args, kwargs), {self.flow.entries[0]: self.hidden})
         mine = {place: tensor for (call, place), tensor in self._taken if call == number}
         if mine:
             args, kwargs = replaced((args, kwargs), mine)
@@ -311,10 +334,9 @@ class SpanWalk(Walk):
             self.is_done = number == span.calls[-1] and not self._wanted
         else:
             if not span.calls and number == 0:
-                self.left = by_place((args, kwargs))[self.flow.entry]
+                self.left = by_place((args, kwargs))[self.flow.entries[0]]
             self.passed(number, args, kwargs)
-            assert self.left is not None
-            made = result.rebuilt(self.left, (args, kwargs))
+            made = None if self.is_done else result.rebuilt(self.skipped(layer, number, args, kwargs), (args, kwargs))
         if self.is_done and not span.is_last:
             raise Stop
         return made

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from quintsched.errors import MisfitError
+
+from .adapters.attention import Sight
 from .flow import HIDDEN, Call, Flow, Span, SpanWalk, Stop, replaced
 from .frame import Frame
 
@@ -23,9 +27,10 @@ class Origin:
         inputs: the names of the inputs that its forward takes, the first one first.
         settings: what else its forward is called with.
         select: what of the model's output the last block returns.
+        sees: whether its attentions can be given what lies beyond a slice of a sequence.
 
     Attributes:
-        uncarried: inputs that no later block needs, with shapes of one sample that stand for them.
+        uncarried: inputs that no later block needs, as samples on the meta device.
     """
 
     def __init__(
@@ -36,11 +41,13 @@ class Origin:
         inputs: Sequence[str],
         settings: Mapping[str, Any],
         select: Callable[[Any], Any],
+        sees: bool = False,
     ) -> None:
         self.frame, self.flow, self.spans = frame, flow, tuple(spans)
         self.inputs, self.settings, self.select = tuple(inputs), dict(settings), select
+        self.sees = sees
         self.uncarried: dict[str, Tensor] = {}
-        self._last: tuple[Mapping[str, Any], torch.dtype, dict[int, Call]] = ({}, torch.float32, {})
+        self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
@@ -49,51 +56,73 @@ class Origin:
         """Return by which names block `number` takes more than what the block before leaves."""
         calls = self.spans[number].calls
         riders = (r.name for r in self.flow.riders if any(call in calls for call, _ in r.takers))
-        return (*self.inputs, *riders)
+        return (*self.inputs, *riders, *(("context", "past") if self.sees else ()))
 
     def inputs_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what of that which a block is given by name are inputs of the model."""
         return {name: value for name, value in given.items() if name in self.inputs and value is not None}
 
-    def arguments(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> Call:
+    def sight_of(self, given: Mapping[str, Any]) -> Sight | None:
+        """Return how far attentions see beyond a slice, where a block is given one."""
+        context, past = given.get("context"), given.get("past")
+        return None if context is None and past is None else Sight(context, past)
+
+    def arguments(self, number: int, hidden: Tensor, given: Mapping[str, Any], sight: Sight | None) -> Call:
         """Return what the layer is called with that is all of block `number`."""
         call, inputs = self.spans[number].calls.start, self.inputs_of(given)
         plain = self.flow.arguments[call]
-        if plain is not None and inputs.keys() <= {self.inputs[0]}:
+        if plain is not None and sight is None and inputs.keys() <= {self.inputs[0]}:
             return _with_hidden(plain, hidden)
         riders = {place: given[r.name] for r in self.flow.riders for at, place in r.takers if at == call}
         if hidden.is_meta or not self.flow.repeats[call]:
-            found = self._walk(number, hidden, inputs, on=False)[call]
+            found = self._walk(number, hidden, inputs, sight, on=False)[call]
         else:
-            found = self._remembered(number, hidden, inputs)[call]
+            found = self._remembered(number, hidden, inputs, sight)[call]
         args, kwargs = replaced(_with_hidden(found, hidden), riders)
         return args, kwargs
 
-    def _remembered(self, number: int, hidden: Tensor, inputs: dict[str, Any]) -> dict[int, Call]:
+    def _remembered(self, number: int, hidden: Tensor, inputs: dict[str, Any], sight: Sight | None) -> dict[int, Call]:
         """Return what this call and later ones get: if possible from the last walk, where it had the same inputs."""
         old, dtype, calls = self._last
-        is_same = old.keys() == inputs.keys() and all(old[name] is value for name, value in inputs.items())
+        key = (*inputs.keys(), *inputs.values(), *(() if sight is None else (sight.context, sight.past)))
+        is_same = len(old) == len(key) and all(map(is_, old, key))
         if not is_same or dtype != hidden.dtype or self.spans[number].calls.start not in calls:
             with torch.no_grad():
-                calls = self._walk(number, hidden, inputs, on=True)
-            self._last = (inputs, hidden.dtype, calls)
+                calls = self._walk(number, hidden, inputs, sight, on=True)
+            self._last = (key, hidden.dtype, calls)
         return calls
 
-    def _walk(self, number: int, hidden: Tensor, inputs: Mapping[str, Any], *, on: bool) -> dict[int, Call]:
+    def _walk(
+        self, number: int, hidden: Tensor, inputs: Mapping[str, Any], sight: Sight | None, *, on: bool
+    ) -> dict[int, Call]:
         self.frame.cast(hidden.dtype)
         walk = _ArgumentsWalk(self, number, computable(hidden), on)
-        walk.go(self.called_with(inputs, hidden))
-        found = {at: tree_map(lambda leaf: HIDDEN if leaf is walk.hidden else leaf, c) for at, c in walk.found.items()}
+        walk.go(self.called_with(inputs, hidden, sight))
+        places = {at: {self.flow.entries[at]: HIDDEN} for at in walk.found if self.flow.repeats[at]}
+        found = {at: replaced(call, places.get(at, {})) for at, call in walk.found.items()}
         return as_meta(found) if hidden.is_meta else found
 
-    def called_with(self, inputs: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    def called_with(self, inputs: Mapping[str, Any], like: Tensor, sight: Sight | None) -> dict[str, Any]:
         """Return what the forward is called with for a batch of as many samples as `like` has."""
+        device = computable(like).device
         stand_ins = {
-            name: sample.new_full((like.shape[0], *sample.shape[1:]), torch.nan, device=computable(like).device)
+            name: torch.full((like.shape[0], *sample.shape[1:]), torch.nan, dtype=sample.dtype, device=device)
             for name, sample in self.uncarried.items()
             if name not in inputs
         }
-        return {**self.settings, **tree_map(computable, dict(inputs)), **stand_ins}
+        called = {**self.settings, **tree_map(computable, dict(inputs)), **stand_ins}
+        return called if sight is None else {**called, **self._of_slice(called, sight)}
+
+    def _of_slice(self, called: Mapping[str, Any], sight: Sight) -> dict[str, Any]:
+        """Return what tells a forward where the tokens of a slice are in their sequences."""
+        ids = called[self.inputs[0]]
+        samples, length = ids.shape[:2]
+        if called.get("position_ids") is not None:
+            raise MisfitError("position_ids are given where sequences are cut into slices (cp, slices); leave them out")
+        told = {"position_ids": sight.positions(length, ids.device).expand(samples, -1)}
+        if called.get("attention_mask") is None:
+            sight.all_seen = told["attention_mask"] = ids.new_ones((samples, length), dtype=torch.bool)
+        return {name: value for name, value in told.items() if name in self.inputs}
 
 
 class _ArgumentsWalk(SpanWalk):

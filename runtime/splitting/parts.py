@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -20,11 +21,10 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..blocks.blocks import Carry
+from .adapters.attention import Sight, look_here, seeing
 from .flow import SpanWalk, hidden_of
 from .frame import Frame
 from .origin import Origin, as_meta, computable
-
-SELF = "self"
 
 
 class _LayerBlock:
@@ -33,47 +33,62 @@ class _LayerBlock:
     _origin: Origin
     _number: int
 
-    def _run(self, hidden: Tensor, /, **given: Any) -> Tensor:
-        args, kwargs = self._origin.arguments(self._number, hidden, given)
-        made = super().forward(*args, **kwargs)  # type: ignore[misc]
-        call = self._origin.spans[self._number].calls.start
-        return hidden_of(self._origin.flow.results[call], made)
+    def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+        origin = self._origin
+        call = origin.spans[self._number].calls.start
+        with _seeing(self, origin.frame, sight := origin.sight_of(given)):
+            args, kwargs = origin.arguments(self._number, hidden, given, sight)
+            try:
+                made = super().forward(*args, **kwargs)  # type: ignore[misc]
+            except Exception:
+                if hidden.is_meta and origin.flow.keeps[call]:  # a layer that looks at its numbers
+                    return torch.empty_like(hidden)
+                raise
+        return hidden_of(origin.flow.results[call], made)
 
 
 def layer_block(layer: nn.Module, origin: Origin, number: int) -> nn.Module:
     """Return block `number`: the layer, with the same modules and weights, to be called as a block."""
     block = copy.copy(layer)
-    own = block.__dict__.pop("forward", None)
-    if own is not None:
+    if block.__dict__.pop("forward", None) is not None:
+        name = origin.flow.calls[origin.spans[number].calls.start]
         raise MisfitError(
-            f"the forward of {type(layer).__name__} {origin.flow.calls[origin.spans[number].calls.start]!r} was put in "
-            "place of its class's; take such hooks off before the model is split"
+            f"the forward of {type(layer).__name__} {name!r} was put in place of its class's; take such hooks off "
+            "before the model is split"
         )
-    block.__class__ = _block_class(type(layer), origin.takes(number))  # type: ignore[arg-type]
     block.__dict__.update(_origin=origin, _number=number)
+    block.__class__ = _block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
     return block
 
 
 @cache
-def _block_class(kind: type, takes: tuple[str, ...]) -> type:
-    def forward(self: Any, hidden: Tensor, /, **given: Any) -> Tensor:
-        return self._run(hidden, **given)  # type: ignore[no-any-return]
+def _block_class(kind: type, role: type, takes: tuple[str, ...]) -> type:
+    """Return a class of blocks whose forward says by its signature what a stage is to give it."""
 
-    forward.__signature__ = _signature("hidden", takes)  # type: ignore[attr-defined]
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
-    return type(kind.__name__, (_LayerBlock, kind), body)
+    def forward(self: Any, given: Any, /, **extras: Any) -> Any:
+        return self._run(given, extras)
 
-
-def _signature(first: str, names: Iterable[str]) -> inspect.Signature:
-    """Return the signature of a block's forward, by which a stage knows what to give it."""
     kinds = inspect.Parameter
-    return inspect.Signature(
-        [
-            kinds(SELF, kinds.POSITIONAL_ONLY),
-            kinds(f"_{first}", kinds.POSITIONAL_ONLY),
-            *(kinds(name, kinds.KEYWORD_ONLY, default=None) for name in names),
-        ]
+    named = [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in takes]
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [kinds("self", kinds.POSITIONAL_ONLY), kinds("given", kinds.POSITIONAL_ONLY), *named]
     )
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
+    return type(kind.__name__, (kind,) if role is object else (role, kind), body)
+
+
+def _seeing(block: Any, frame: Frame, sight: Sight | None) -> AbstractContextManager[None]:
+    """Return a context in which the attentions of a block, and the forward that leads to it, see so far."""
+    if sight is not None:
+        look_here((*block.modules(), *frame.root.modules()))
+    return seeing(sight)
+
+
+def segment(model: nn.Module, origin: Origin, number: int) -> nn.Module:
+    """Return block `number`, which is more than one layer."""
+    block = Segment(model, origin, number)
+    block.__class__ = _block_class(Segment, object, origin.takes(number))
+    return block
 
 
 class Segment(nn.Module):
@@ -88,31 +103,33 @@ class Segment(nn.Module):
     def __init__(self, model: nn.Module, origin: Origin, number: int) -> None:
         super().__init__()
         self._origin, self._number = origin, number
-        self._frame = _Own(origin.frame.copy())
         span, flow = origin.spans[number], origin.flow
         layers = [flow.calls[call] for call in span.calls]
         names = outermost([*layers, *(name for phase in span.phases for name in flow.beside[phase])])
         for name in names:
             _hang(self, name, model.get_submodule(name))
-        self._slots = [(name, *place) for name in names if name not in layers for place in self._frame.it.places(name)]
-        self._stand_ins = [parent._modules[key] for _, parent, key in self._slots]
+        self._place = _Place(origin.frame.copy(), [name for name in names if name not in layers])
         weights = {name for phase in span.phases for name in flow.weights[phase]}
         self._weights = sorted(name for name in weights if not name.startswith(tuple(f"{n}." for n in names)))
         for name in self._weights:
             _hang(self, name, model.get_parameter(name))
         self.training = model.training
 
-    def forward(self, given: Any, /, **extras: Any) -> Any:
+    def _run(self, given: Any, extras: dict[str, Any]) -> Any:
         """Run the block's part of the model's forward."""
+        with _seeing(self, self._place.frame, sight := self._origin.sight_of(extras)):
+            return self._run_seeing(given, extras, sight)
+
+    def _run_seeing(self, given: Any, extras: dict[str, Any], sight: Sight | None) -> Any:
         origin, span = self._origin, self._origin.spans[self._number]
         inputs = origin.inputs_of(extras)
         if span.is_first:
             inputs = {**inputs, **self._named(given, inputs)}
         like = next(value for value in (inputs.values() if span.is_first else [given]) if isinstance(value, Tensor))
         self._settle(is_meta=like.is_meta)
-        riders = {name: value for name, value in extras.items() if name not in origin.inputs and value is not None}
+        riders = {rider.name: extras[rider.name] for rider in origin.flow.riders if extras.get(rider.name) is not None}
         walk = _SegmentWalk(self, computable(like).device, None if span.is_first else computable(given), riders)
-        output = walk.go(origin.called_with(inputs, like))
+        output = walk.go(origin.called_with(inputs, like, sight))
         if span.is_last:
             selected = origin.select(output)
             return as_meta(selected) if like.is_meta else selected
@@ -142,24 +159,26 @@ class Segment(nn.Module):
 
     def _settle(self, *, is_meta: bool) -> None:
         """Let the frame have the block's modules as they are now; where only shapes matter, its own."""
-        frame = self._frame.it
+        frame = self._place.frame
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
         if dtype is not None:
             frame.cast(dtype)
-        for (name, parent, key), stand_in in zip(self._slots, self._stand_ins, strict=True):
+        for name, parent, key, stand_in in self._place.slots:
             parent._modules[key] = stand_in if is_meta else self.get_submodule(name)
         for name in self._weights:
             owner, _, key = name.rpartition(".")
             frame.root.get_submodule(owner)._parameters[key] = self.get_submodule(owner)._parameters[key]
 
 
-class _Own:
-    """Holds a frame, so that it is not among the block's modules; copies of a block share it."""
+class _Place:
+    """A frame with places for a block's own modules, which are not the block's by that; copies of a block share it."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.it = frame
+    def __init__(self, frame: Frame, names: Sequence[str]) -> None:
+        self.frame = frame
+        places = [(name, *place) for name in names for place in frame.places(name)]
+        self.slots = [(name, parent, key, parent._modules[key]) for name, parent, key in places]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Own:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
         return self
 
 
@@ -171,7 +190,7 @@ class _SegmentWalk(SpanWalk):
     def __init__(self, block: Segment, device: torch.device, hidden: Tensor | None, riders: dict[str, Any]) -> None:
         origin = block._origin
         taken = {name: computable(rider) for name, rider in riders.items()}
-        super().__init__(block._frame.it, device, origin.flow, block._number, origin.spans, hidden, taken)
+        super().__init__(block._place.frame, device, origin.flow, block._number, origin.spans, hidden, taken)
         self._block = block
 
     def is_training(self) -> bool:

@@ -23,7 +23,7 @@ def require_equal(
 ) -> None:
     """Raise `MisfitError` unless the blocks, one after the other, give what the model gives."""
     with _evaluating([model, *blocks]), torch.no_grad():
-        whole = select(model(**inputs))
+        whole = select(_run(model, inputs))
         chained = chain(blocks, dict(inputs))
     expected, found = tree_flatten(whole)[0], tree_flatten(chained)[0]
     if len(expected) != len(found):
@@ -38,6 +38,13 @@ def require_equal(
                 "largest number; its forward does more between its layers than can be found by running it: name other "
                 "blocks, split(model, blocks=[…]), or write them by hand"
             )
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    try:
+        return model(**inputs)
+    except Exception as error:
+        raise MisfitError(f"{type(model).__name__} does not run by itself, before it is split: {error}") from error
 
 
 def chain(blocks: Sequence[nn.Module], given: Any) -> Any:

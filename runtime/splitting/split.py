@@ -18,11 +18,11 @@ from quintsched.errors import UsageError
 from ..blocks.blocks import Block
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
-from .experiments import find_riders
-from .flow import HIDDEN, Flow, Span, capture
+from .experiments import find_riders, find_unneeded
+from .flow import Flow, Span, capture
 from .frame import Frame
 from .origin import Origin
-from .parts import TARGET_NAMES, Segment, layer_block
+from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal
 from .structure import find_layers, named_layers
 from .ties import untie
@@ -40,8 +40,10 @@ class Split(Sequence[Block]):
     Attributes:
         tied: name → the weights that are one, "<block>.<name in the block>".
         rules: which layers tensor parallelism cuts, as for `Engine`.
-        own_names: names of weights, "<block>.<name in the block>", to those in the model.
+        own_names: names of weights and of buffers that are saved, "<block>.<name in the block>", to those in the model.
         config: that of the model, where its library has one.
+        conversions: the rules by which the model's library changes names of checkpoints as it loads them.
+        generation_config: the settings of generation that the library saves beside the weights, or None.
         loss_fn: the loss that goes with the model's head: (output, targets) → (sum, weight); None: not known.
         cuts: the names of the modules of the model that are in each block.
     """
@@ -54,6 +56,8 @@ class Split(Sequence[Block]):
         rules: Rules | None = None,
         own_names: Mapping[str, str] | None = None,
         config: Any = None,
+        conversions: Sequence[Any] = (),
+        generation_config: Any = None,
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self._blocks = list(blocks)
@@ -61,6 +65,7 @@ class Split(Sequence[Block]):
         self.rules = dict(rules or {})
         self.own_names = dict(own_names or {})
         self.config, self.loss_fn = config, loss_fn
+        self.conversions, self.generation_config = tuple(conversions), generation_config
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -107,7 +112,7 @@ def split(
     own_names = {
         f"{number}.{name}": f"{prefix}{name}"
         for number, (block, prefix) in enumerate(zip(made, names, strict=True))
-        for name, _ in block.named_parameters(remove_duplicate=False)
+        for name in block.state_dict()
     }
     tied = untie(made)
     if prove:
@@ -118,6 +123,8 @@ def split(
         tied=tied,
         own_names=own_names,
         config=getattr(model, "config", None),
+        conversions=transformers.conversions(model) if is_known else (),
+        generation_config=getattr(model, "generation_config", None),
         loss_fn=transformers.loss_of(model) if is_known else None,
     )
 
@@ -125,9 +132,7 @@ def split(
 def _sequential(model: nn.Sequential) -> Split:
     made = list(model.children())
     own_names = {
-        f"{n}.{name}": f"{key}.{name}"
-        for n, (key, b) in enumerate(model.named_children())
-        for name, _ in b.named_parameters()
+        f"{n}.{name}": f"{key}.{name}" for n, (key, b) in enumerate(model.named_children()) for name in b.state_dict()
     }
     return Split(made, tied=untie(made), own_names=own_names)
 
@@ -166,10 +171,10 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     device = torch.device("cpu")
     flow, _ = capture(frame, {**inputs, **settings}, device)
     spans = _spans(flow)
-    hidden = [next(c for m, c in zip(r.leaves, r.constants, strict=True) if m is HIDDEN) for r in flow.results]
-    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, hidden, select)
+    flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)
-    origin = Origin(frame, flow, spans, names, settings, select)
+    origin = Origin(frame, flow, spans, names, settings, select, sees=transformers.is_one(model))
+    origin.uncarried = find_unneeded(frame, flow, spans, {**inputs, **settings}, select)
     return origin, ["" if not _is_layer(origin, n) else f"{flow.calls[s.calls[0]]}." for n, s in enumerate(spans)]
 
 
@@ -177,7 +182,7 @@ def _spans(flow: Flow) -> list[Span]:
     """Return what the blocks are: the first and the last phase are blocks of their own where they have weights."""
     count = len(flow.calls)
     before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
-    before = before and bool(flow.entry)
+    before = before and bool(flow.entries[0])
     spans = [Span(range(0, 0), is_first=True)] if before else []
     for call in range(count):
         is_first, is_last = call == 0 and not before, call == count - 1 and not behind
@@ -197,7 +202,7 @@ def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     if _is_layer(origin, number):
         name = origin.flow.calls[origin.spans[number].calls.start]
         return layer_block(model.get_submodule(name), origin, number)
-    return Segment(model, origin, number)
+    return segment(model, origin, number)
 
 
 def _first(output: Any) -> Any:

@@ -20,21 +20,12 @@ from quintsched.errors import MisfitError
 from ..autograd.recompute import Rerun, run_dropped
 from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
-from ..parallel.dropout import KeyedDropout, Masks
+from ..comm import Group
+from ..parallel.dropout import Masks
 from .in_place import NOTHING_COPIED, Copied, copied_in
+from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
 
-Extras = Mapping[str, Any]
-Outputs = tuple[Any, ...]
-"""A row of tensors: those of the output, then what rides along, in the order of the parcel's specs.
-
-That of the last stage has nothing but its output, as the last block gave it.
-"""
-
-
-Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
-
-UNIT = "the unit"
-"""Under this key a unit's extras say which one it is (a `dropout.Unit`), where masks are drawn; blocks never see it."""
+__all__ = ["UNIT", "Chain", "Extras", "Outputs", "Run", "StageForward", "apart"]
 
 
 class Chain:
@@ -139,7 +130,8 @@ class StageForward:
         recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
         around: number, block → the block with what runs before and behind it.
-        masks: what the blocks' dropouts draw by.
+        masks: what the blocks draw by.
+        sliced: number → the ranks over which the tokens are sliced that a block is given, if they are.
     """
 
     def __init__(
@@ -155,6 +147,7 @@ class StageForward:
         recompute: int = 0,
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
+        sliced: Callable[[int], Group | None] = lambda _: None,
     ) -> None:
         numbers = list(blocks)
         self.arriving = parcels[start - 1] if start else Parcel(inputs)
@@ -164,8 +157,8 @@ class StageForward:
         self.blocks = dict(blocks)
         """Its blocks, by their numbers."""
         self.takes_targets = any(map(takes_targets, blocks.values()))
-        self.drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
-        """Whether the stage has dropouts; those of a training want to know their unit (see `UNIT`)."""
+        self.draws = StageDraws(masks, blocks, sliced)
+        """What the blocks draw; where they do, they are given their unit (see `UNIT`)."""
         self._final: Whole | None = None
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
@@ -173,19 +166,19 @@ class StageForward:
             arriving = parcels[first - 1] if first else Parcel(inputs)
             tree = partial(_tree_of, arriving) if first else input_tree
             modules = [module for number in some for module in around(number, blocks[number])]
-            made: Run = Chain(
+            chain_of = partial(
+                Chain,
                 modules,
                 None if arriving.output.tree.is_tensor else tree,
                 arriving.width,
                 arriving.names,
                 None if end == len(parcels) else parcels[end - 1],
                 copied=copied_in(range(first, end), parcels, arriving, skips),
-                compiled=compiled,
             )
+            made = self.draws.keyed(chain_of(compiled=False), chain_of(compiled=True) if compiled else None)
             if dropped and end == len(parcels):
                 made = self._final = Whole(made)
-            keyed = partial(_run_keyed, masks, made) if self.drops else made
-            return keyed, partial(_buffers, modules) if dropped else None
+            return made, partial(_buffers, modules) if dropped else None
 
         self._chains = [chain(some, dropped) for some, dropped in _cut(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
@@ -208,15 +201,6 @@ class StageForward:
         tensors = (t for module in self.blocks.values() for t in (*module.parameters(), *module.buffers()))
         held = {tensor.untyped_storage()._cdata for tensor in tensors}
         return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
-
-
-def _run_keyed(masks: Masks, run: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
-    """Run with the masks of the unit, also when it is run again."""
-    unit = extras.get(UNIT)
-    if unit is None:
-        return run(given, extras)
-    with masks.of(unit):
-        return run(given, {name: extra for name, extra in extras.items() if name != UNIT})
 
 
 def _tree_of(parcel: Parcel) -> Tree:
@@ -249,3 +233,9 @@ def apart(made: Tensor, taken: Outputs) -> Tensor:
         if tensor is not None and begin <= place < begin + tensor.nbytes:
             return made.clone()
     return made
+
+
+def gradient_of(given: Tensor, taken: Outputs) -> Tensor:
+    """Return the gradient of a stage's input: zeros where the outputs do not depend on it; in no memory of `taken`."""
+    gradient = given.grad
+    return torch.zeros_like(given) if gradient is None else apart(gradient, taken)

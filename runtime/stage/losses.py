@@ -5,16 +5,21 @@
 
 The plan names the stages that have such blocks (`compile --losses 1,3`), so that its proof knows of their losses, and
 their ranks are given targets (`engine.needs_targets`).
+
+A loss that looks at the tokens next to one has no use for slices of sequences. With `prepare` it says how whole targets
+are made such that each token has all it needs, and with `prepared` what the loss of these is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from quintsched.errors import MisfitError
 from quintsched.ir.layout import Layout
+from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, takes_targets
 from ..parallel.tensor.sequence import SequenceParallel
@@ -53,3 +58,16 @@ def require_planned_losses(layout: Layout, cuts: Sequence[range], parcels: Seque
             raise MisfitError(
                 f"the plan has a loss on stage {stage}, but none of its {len(cuts[stage])} blocks returns one"
             )
+
+
+def for_slices(plan: Plan, loss_fn: Callable[..., Any]) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
+    """Return what is done with targets before they are cut, and the loss, which may look beyond a slice."""
+    prepare = getattr(loss_fn, "prepare", None)
+    if prepare is None or not cuts_sequences(plan):
+        return lambda targets: targets, loss_fn
+    return lambda targets: None if targets is None else prepare(targets), loss_fn.prepared  # type: ignore[attr-defined]
+
+
+def cuts_sequences(plan: Plan) -> bool:
+    """Whether a unit has but a part of its sequences."""
+    return plan.schedule.slices > 1 or plan.mesh.axis_size("cp") > 1

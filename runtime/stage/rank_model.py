@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,7 +31,8 @@ from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
-from .microbatches import BatchCutter
+from .microbatches import Batch, BatchCutter
+from .same_data import SameData
 from .tied_weights import TiedWeights
 
 
@@ -69,6 +71,7 @@ class RankModel:
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
         batches: cuts a batch into units.
+        same_data: compares what ranks of one replica are given.
         queues: where the weight gradients of split backwards wait, per stage that has such.
         deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
     """
@@ -131,6 +134,7 @@ class RankModel:
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
+        self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
         self.batches = BatchCutter(
             device,
             options.dtype,
@@ -147,6 +151,18 @@ class RankModel:
         waiting = sum(defer_weights(self.stages[stage], queue) for stage, queue in queues.items())
         total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
         return queues, waiting / total if total else None
+
+    def batch(
+        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], *, needs_loss: bool = True
+    ) -> Batch:
+        """Return what this rank is given, cut into units; in the first steps ranks of a replica compare it.
+
+        Unless it `needs_loss`, targets may be None.
+        """
+        batch = self.batches(plan, inputs, targets, extras, needs_loss=needs_loss)
+        needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
+        self.same_data.require(plan.mode, needed, extras)
+        return batch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

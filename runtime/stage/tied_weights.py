@@ -17,11 +17,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from quintsched.compiler import compiled_again
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
+from ..blocks.blocks import Blocks
 from ..parallel.mesh_groups import MeshGroups
-from .build import Stage
+from .build import Stage, cuts_of
 
 
 class TiedWeights:
@@ -134,6 +136,16 @@ def homes_across(names: Mapping[str, Sequence[str]], cuts: Sequence[range]) -> d
     """Return for each name whose weights lie on several stages which these are: what a plan has to tie."""
     homes = {name: stages_of(weights, cuts) for name, weights in names.items()}
     return {name: held for name, held in homes.items() if len(held) > 1}
+
+
+def with_ties(
+    plan: Plan, blocks: Blocks, tied: Mapping[str, Sequence[str]], block_costs: Sequence[float] | None
+) -> Plan:
+    """Return a plan that ties what the model ties; as it is where it ties something, or cannot be compiled again."""
+    if plan.tied or not tied or plan.stage_to_part is not None:
+        return plan
+    across = homes_across(tied, cuts_of(plan, blocks, block_costs))
+    return (compiled_again(plan, tied=across) or plan) if across else plan
 
 
 def stages_of(weights: Sequence[str], cuts: Sequence[range]) -> tuple[int, ...]:

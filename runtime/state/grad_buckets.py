@@ -118,7 +118,7 @@ class GradBucket:
             return
         self.blank.discard(parameter)
         if gradient.layout is torch.strided:
-            view.copy_(gradient)
+            torch.add(gradient, 0.0, out=view)  # a zero of a gradient is +0.0, see `NO_GRADIENT`
         else:
             view.zero_().add_(gradient)
 

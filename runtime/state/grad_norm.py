@@ -14,7 +14,7 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,12 @@ from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import GradBucket, GradBuckets, is_untouched
 from .master_weights import Masters
+
+CLIP_EPSILON = 1e-6
+"""What is added to the norm where it is divided by, as torch does."""
+
+IN_CACHE = 2**16
+"""How many numbers a core's cache surely holds."""
 
 
 class GradNorm:
@@ -48,37 +54,37 @@ class GradNorm:
     ) -> None:
         self._buckets, self._groups, self._tied, self._sharded = buckets, groups, tied, sharded
         self._device = groups.world.device
-        counting = [bucket for bucket in buckets if bucket.stage not in twin_stages]
-        self._counted = list(self._find_counted(bucket for bucket in counting if not bucket.comes_summed))
-        self._counted_summed = list(self._find_counted(bucket for bucket in counting if bucket.comes_summed))
-        self._has_summed = any(bucket.comes_summed for bucket in buckets)
+        counted = [(bucket, [] if bucket.stage in twin_stages else self._counted(bucket)) for bucket in buckets]
+        self._reduced = [one for one in counted if not one[0].comes_summed]
+        self._summed = [one for one in counted if one[0].comes_summed]
 
-    def _find_counted(self, buckets: Iterable[GradBucket]) -> Iterator[Tensor]:
-        """Yield what of these buckets this rank counts: whole flat buffers where it can."""
-        for bucket in buckets:
-            yield from bucket.counted([self._counts(parameter) for parameter in bucket.parameters])
+    def _counted(self, bucket: GradBucket) -> list[Tensor]:
+        """Return what of a bucket this rank counts: the whole shard where it can."""
+        return bucket.counted([self._counts(parameter) for parameter in bucket.parameters])
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts a parameter: of copies along tp or ep, and of tied ones, one does."""
         differs_along_ep = self._sharded or self._buckets.is_of_experts(self._buckets.home[parameter][0])
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
-    def square(self, beside: Tensor) -> tuple[Tensor, Work]:
-        """Return the square of the 2-norm of the whole model's gradient, to be waited for, and the sum of `beside`.
+    def divide(self, weight: Tensor, beside: Tensor) -> tuple[Tensor, Work]:
+        """Divide the sums of gradients, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
 
-        Both are numbers of a tensor (2,), float64; `beside` is 0-dimensional.
+        Return the square of the 2-norm of the whole model's gradient, and the sum of `beside`, to be waited for: both
+        numbers of a tensor (2,), float64; `beside` is 0-dimensional.
         """
-        square = self._square(self._counted)
-        if not self._sharded and self._has_summed:
-            summed = self._square(self._counted_summed)
-            self._groups.replicas.all_reduce(summed).wait()
-            square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
+        square = self._divide(self._reduced, weight)
+        if self._summed:
+            summed = self._divide(self._summed, weight)
+            if not self._sharded:
+                self._groups.replicas.all_reduce(summed).wait()
+                square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
         figures = torch.stack([square, beside.to(square.device)])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
 
-    def _square(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all squares: 0-dimensional, float64."""
-        norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    def _divide(self, buckets: Sequence[tuple[GradBucket, list[Tensor]]], weight: Tensor) -> Tensor:
+        """Divide buckets, and return the sum of the squares of what is counted of them: 0-dimensional, float64."""
+        norms = [norm for bucket, counted in buckets for norm in _divide(bucket.shard, weight, counted)]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if len(norms) == 1:
             square = norms[0].to(torch.float64).square()
@@ -88,9 +94,20 @@ class GradNorm:
 
     def clip(self, norm: Tensor, threshold: float) -> None:
         """Scale every gradient so that the global norm, which is `norm`, comes under the threshold."""
-        factor = torch.clamp(threshold / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(threshold / (norm + CLIP_EPSILON), max=1.0)
         for bucket in self._buckets:
             bucket.shard.mul_(factor)
+
+
+def _divide(sums: Tensor, weight: Tensor, counted: Sequence[Tensor]) -> list[Tensor]:
+    """Divide sums (n), and return 2-norms that make up that of what is counted of them.
+
+    A CPU reads memory once for both: it divides as much as its cache holds, and takes the norm of that.
+    """
+    if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
+        return [torch.linalg.vector_norm(some.div_(weight)) for some in sums.split(IN_CACHE)]
+    sums.div_(weight)
+    return [torch.linalg.vector_norm(tensor) for tensor in counted]
 
 
 class AbsentGradients:

@@ -112,14 +112,9 @@ class GradReducer:
         self._sums.end()
         self.finish_reductions(wait)
         self._sums.complete(wait)
-        for bucket in self._buckets:
-            bucket.hand_over()
-
-    def divide(self, weight: Tensor) -> None:
-        """Divide the sums, which are complete, by the batch's total loss weight (a 0-dimensional tensor)."""
         self._num_launched = 0
         for bucket in self._buckets:
-            bucket.shard.div_(weight)
+            bucket.hand_over()
 
     def clear(self, stages: Sequence[int], *, afresh: bool) -> None:
         """Forget the gradients of these stages, ready for the next step; see `GradBucket.clear`."""

@@ -17,7 +17,6 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.interpreter.rank_state import LossFn
 from quintsched.verify import soundness
@@ -168,41 +167,6 @@ def test_a_loss_function_that_gives_something_else_is_refused(loss: LossFn, word
 
 
 # ---------------------------------------------------------------- recomputation, slices, ties
-
-
-def layer_norm_of(noise: nn.Module) -> Blocks:
-    return [lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(nn.Identity(), noise))] * 2
-
-
-class Quiet(nn.Dropout):
-    """Somebody's own kind, which may do anything."""
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        nn.Dropout1d(0.1),
-        nn.AlphaDropout(0.1),
-        nn.FeatureAlphaDropout(0.1),
-        Quiet(0.1),
-        nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
-        nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.1),
-    ],
-    ids=lambda noise: type(noise).__name__,
-)
-def test_several_ranks_draw_no_masks_but_those_that_are_keyed(noise: nn.Module) -> None:
-    with pytest.raises(
-        qs.MisfitError,
-        match=rf"block [01] drops out by a {type(noise).__name__} \(1\.1\), .* over mesh pp=2; use nn.Dropout",
-    ):
-        train(TWO_RANKS, layer_norm_of(noise), batch(4))
-
-
-def test_one_rank_may_draw_as_it_likes() -> None:
-    (noisy,) = train(alone(), layer_norm_of(nn.AlphaDropout(0.5)), batch(4))
-    (plain,) = train(alone(), layer_norm_of(nn.AlphaDropout(0.0)), batch(4))
-    assert noisy.losses != plain.losses
-    assert len(train(TWO_RANKS, layer_norm_of(nn.AlphaDropout(0.0)), batch(4))) == 2
 
 
 def test_a_stage_has_blocks_enough_to_recompute_every_kth() -> None:

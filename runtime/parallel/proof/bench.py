@@ -90,6 +90,18 @@ class Bench:
             return None
         return figures
 
+    def changed_buffer(self, kind: Kind, arrival: Arrival) -> str | None:
+        """Return the name of a buffer that a forward in training changes, if there is one."""
+        try:
+            twin = kind.blueprint.draw(self.group.device).train()
+            before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+            with undisturbed(self.group.device):
+                run_whole(twin, arrival)
+        except Exception:  # it is run whole again, and its error is told
+            return None
+        after = dict(twin.named_buffers())
+        return next((n for n, b in before.items() if n in after and not torch.equal(b, after[n])), None)
+
     def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
         """Run a kind's twin cut; return what is off, if anything, on any rank."""
         setting = replace(setting, partial=choice.partial)

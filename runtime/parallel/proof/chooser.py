@@ -80,8 +80,10 @@ class Chooser:
         is_asked = self._tensor.are_ruled(kind.cuts)
         if not is_asked and self._settled(kind, choice, self._setting, arrival, whole) is None:
             places, choice = self._together(kind, pairs, arrival, whole)
-        if slices:
+        if slices and self._tensor.has_pairs(kind.number, choice):
             choice = self._sliced(kind, choice, arrival, whole)
+        else:
+            choice = replace(choice, slices=False)
         return self._note(kind, pairs, places, choice)
 
     def _way_of(
@@ -107,7 +109,7 @@ class Chooser:
 
     def _say(self, kind: Kind, pair: Sequence[Cut], way: Mapping[str, RuleData], first: Finding | None) -> None:
         what = {str(way == alone(pair)): "cut one by one", str(way == replicated(pair)): "kept whole"}.get("True")
-        if what is None or first is None:
+        if what is None or first is None or self._bench.group.index:
             return
         names = " and ".join(repr(cut.path) for cut in pair)
         _logger.warning("%s: %s are %s over tp, for as a pair, %s", kind.name, names, what, first)
@@ -142,7 +144,8 @@ class Chooser:
             finding = self._bench.find(kind, arrival, setting, whole, sliced)
             if finding is None:
                 return sliced
-        _logger.warning("%s is given whole tokens under sequence_parallel, for with slices, %s", kind.name, finding)
+        if not self._bench.group.index:
+            _logger.warning("%s is given whole tokens under sequence_parallel, for with slices, %s", kind.name, finding)
         return replace(choice, slices=False)
 
     def _note(self, kind: Kind, pairs: Sequence[Sequence[Cut]], places: list[int], choice: Choice) -> Choice:

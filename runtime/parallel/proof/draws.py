@@ -14,13 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...blocks.blocks import seeded
+from ..draws.names import DRAWS
 from .twins import SEED
-
-_FACTORIES = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"}
-_SAMPLERS = {"normal", "bernoulli", "multinomial", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax"}
-_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
-_DRAWS = frozenset(_FACTORIES | _SAMPLERS | _IN_PLACE)
-"""The names of what draws, besides those that end in "dropout"."""
 
 
 @contextmanager
@@ -42,8 +37,7 @@ class _OwnDraws(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name not in _DRAWS and not name.endswith(("dropout", "dropout_")):
+        if getattr(func, "__name__", "") not in DRAWS or (kwargs or {}).get("generator") is not None:
             return func(*args, **(kwargs or {}))
         self._count += 1
         with seeded(SEED, self._count, self._device):

@@ -41,7 +41,7 @@ def _tensors(block: nn.Module) -> Iterator[str]:
 
 def _counts(key: str, value: object) -> bool:
     is_plain = value is None or isinstance(value, bool | int | str)
-    return is_plain and key not in _COUNTERS and not key.endswith(("_idx", "_index", "layer_id"))
+    return is_plain and key.strip("_") not in _COUNTERS and not key.endswith(("_idx", "_index", "layer_id"))
 
 
 def _name_of(thing: object) -> str:

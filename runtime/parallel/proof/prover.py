@@ -154,6 +154,12 @@ class Prover:
         """Return why a kind of block cannot be run as it is, in words; empty: it can."""
         slices_tokens = self._tensor.tokens.inside(kind.number)
         setting = replace(self._setting, slices_tokens=slices_tokens)
+        changed = self._bench.changed_buffer(kind, arrival) if setting.slices > 1 else None
+        if changed is not None:
+            return (
+                f"{kind.name} changes its buffer {changed!r} in each forward, of which slices make "
+                f"{setting.slices} where there was one; run it with a schedule that does not slice"
+            )
         whole = self._bench.whole(kind, arrival, setting)
         if whole is None or self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
             return ""

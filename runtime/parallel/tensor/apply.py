@@ -104,7 +104,7 @@ def apply_tensor_parallel(
     for scope in (child for child in module.modules() if child in scopes):  # those within others after them
         inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
         join_pair(scope, [made[id(cut)] for cut in inside], group)
-        if sequence_parallel and gathers_before:
+        if sequence_parallel and gathers_before and inside[0].owners[0] is not module:
             gather_tokens_before(inside[0].owners[0], [made[id(cut)] for cut in inside], group)
     for layer in mixtures(module).values():
         layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))

@@ -61,8 +61,11 @@ def _column_product(
         return linear(pair.enter(x, partial(_enter, group, entry)), weight, bias)
     if group.size == 1 or entry == "none" or not _is_plain(x, weight):
         return linear(_enter(group, entry, x), weight, bias)
-    product: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
-    return product
+    rows: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if entry == "gather":
+        shape[TOKENS] *= group.size
+    return rows.view(shape)
 
 
 _aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = torch.compiler.disable(
@@ -96,7 +99,10 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.bias, ctx.group, ctx.gathers = bias, group, entry == "gather"
         ctx.save_for_backward(x, weight)
         whole = begin_all_gather(x, group, TOKENS).wait() if ctx.gathers else x
-        return functional.linear(whole, weight, bias)
+        ctx.shape = whole.shape
+        return functional.linear(
+            whole.reshape(-1, whole.shape[-1]), weight, bias
+        )  # a view could not be changed in place
 
     @staticmethod
     @once_differentiable
@@ -106,13 +112,12 @@ class _ColumnProduct(torch.autograd.Function):
         coming = begin_all_gather(x, ctx.group, TOKENS) if ctx.gathers and needs_weight else None
         going = None
         if needs_x:
-            of_x = gradient.matmul(weight)
+            of_x = gradient.mm(weight).view(ctx.shape)
             going = begin_reduce_scatter(of_x, ctx.group, TOKENS) if ctx.gathers else begin_all_reduce(of_x, ctx.group)
         of_weight = of_bias = None
-        rows = gradient.reshape(-1, gradient.shape[-1])
         if needs_weight:
             given = (x if coming is None else coming.wait()).reshape(-1, x.shape[-1])
-            of_weight = None if defer(weight, weight_gradient, (rows, given)) else weight_gradient(rows, given)
+            of_weight = None if defer(weight, weight_gradient, (gradient, given)) else weight_gradient(gradient, given)
         if needs_bias:
-            of_bias = None if defer(ctx.bias, bias_gradient, (rows,)) else bias_gradient(rows)
+            of_bias = None if defer(ctx.bias, bias_gradient, (gradient,)) else bias_gradient(gradient)
         return None if going is None else going.wait(), of_weight, of_bias, None, None

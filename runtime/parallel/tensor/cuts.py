@@ -75,16 +75,20 @@ def is_layer(module: nn.Module) -> bool:
     return is_linear(module) or isinstance(module, nn.Embedding)
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer does what its class says, and nothing besides."""
+def is_plain(layer: nn.Module, *, strict: bool = True) -> bool:
+    """Whether a layer does what its class says, and nothing besides; unless `strict`, subclasses will do."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return (type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)) and not any(hooks)
+    if any(hooks):
+        return False
+    if type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer):
+        return True
+    is_bare = not layer._modules and not layer._buffers and layer._parameters.keys() <= {"weight", "bias"}
+    return not strict and isinstance(layer, nn.Linear) and is_bare and "weight" in layer._parameters
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
     """Return how many features a linear layer takes and gives."""
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
+    weight = layer.get_parameter("weight")
     taken, given = weight.shape if is_conv1d(layer) else reversed(weight.shape)
     return int(taken), int(given)
 

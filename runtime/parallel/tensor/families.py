@@ -116,7 +116,7 @@ def pair_cuts(
     """
     found = _places(path, scope, family)
     places = {place: split for split, group in found.items() for of_name in group for place in of_name}
-    if not places or any(not is_plain(p.layer) or id(p.layer) in shared for p in places):
+    if not places or any(not is_plain(p.layer, strict=strict) or id(p.layer) in shared for p in places):
         return []
     told = {place: rule for place in places if (rule := rule_of(place.path)) is not None}
     if any(rule.split is not places[place] for place, rule in told.items()):

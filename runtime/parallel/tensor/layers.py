@@ -245,9 +245,11 @@ class RowParallelLinear(ShardedModule):
                 f"a row-parallel layer over {self.group.size} ranks takes {weight.shape[1]} of {self.in_features} "
                 f"features, but its input is {tuple(x.shape)}; is the layer before it column-parallel?"
             )
-        y = self._leave(linear(x, weight))
-        if self.pair is not None:
-            self.pair.leave()
+        try:
+            y = self._leave(linear(x, weight))
+        finally:  # torch.utils.checkpoint leaves a forward that it runs again where it has all it needs
+            if self.pair is not None:
+                self.pair.leave()
         return y if self.bias is None else y + self.bias
 
     def _leave(self, partial: Tensor) -> Tensor:

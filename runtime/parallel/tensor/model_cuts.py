@@ -82,13 +82,17 @@ class TensorCuts:
         is_free = not self._is_strict(block) and not self.are_ruled(cuts)
         return any(cut.is_paired for cut in cuts) and (not is_free or can_be_sliced(block, cuts, str(number)))
 
+    def has_pairs(self, number: int, choice: Choice) -> bool:
+        """Whether a block has layers that are cut in pairs where it is cut so."""
+        return any(cut.is_paired for cut in self._cuts_of(number, self._outlines[number], choice))
+
     def settle(self, choices: Mapping[int, Choice]) -> None:
         """Take over how blocks are cut that were chosen for, on whatever rank."""
         for number, choice in choices.items():
             self.cuts[number] = self._cuts_of(number, self._outlines[number], choice)
         if choices and self._group.size > 1:
             self.report = _report(self._outlines, self.cuts, self._group.size)
-            slices = [self._can_be_sliced(n) and (n not in choices or choices[n].slices) for n in range(len(self.cuts))]
+            slices = [choices[n].slices if n in choices else self._can_be_sliced(n) for n in range(len(self.cuts))]
             self.tokens = SequenceParallel(slices, self._slicing)
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:

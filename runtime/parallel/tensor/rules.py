@@ -73,7 +73,7 @@ def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "", *, stric
     for cut in cuts:
         if cut.path in declared and _match(cut.path, parsed) is None and cut_width(cut) % size:
             continue
-        _require_cuttable(cut, shared)
+        _require_cuttable(cut, shared, strict=strict)
         _require_divisible(cut, size)
         kept.append(cut)
     return kept
@@ -257,10 +257,10 @@ def _fused_parts(path: str, parent: nn.Module, output: int, widths: list[int]) -
     )
 
 
-def _require_cuttable(cut: Cut, shared: set[int]) -> None:
+def _require_cuttable(cut: Cut, shared: set[int], *, strict: bool) -> None:
     is_ids = cut.split is TensorSplit.VOCABULARY
     can = (is_linear(cut.layer) and not is_ids) or (is_ids and isinstance(cut.layer, nn.Linear | nn.Embedding))
-    if not can or not is_plain(cut.layer):
+    if not can or not is_plain(cut.layer, strict=strict):
         wanted = "Linear or Embedding" if cut.split is TensorSplit.VOCABULARY else "Linear"
         raise MisfitError(
             f"{cut.path!r} cannot be cut as {cut.split.value!r}: it must be a plain {wanted} without hooks, "

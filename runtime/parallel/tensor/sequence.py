@@ -46,6 +46,10 @@ class SequenceParallel:
         """Whether block `number` works on this rank's slice."""
         return self._inside[number]
 
+    def group_of(self, number: int) -> Group | None:
+        """Return the ranks over which the tokens are sliced that block `number` works on; None: they are whole."""
+        return self._group if self._inside[number] else None
+
     def leaves_slice(self, number: int) -> bool:
         """Whether what travels behind block `number` is a slice; before the first and after the last it is not."""
         neighbours = self._inside[number : number + 2]
@@ -69,8 +73,16 @@ class SequenceParallel:
     def travelling(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Return what a rank sends and keeps of what the blocks leave.
 
-        Raises `MisfitError` for tokens that do not divide, and for what rides along.
+        What rides along stays whole. Raises `MisfitError` for tokens that do not divide, and for riders of slices.
         """
+        for number, parcel in enumerate(parcels):
+            known = parcels[number - 1].names if number else ()
+            fresh = [name for name in parcel.names if name not in known]
+            if fresh and self.inside(number):
+                raise MisfitError(
+                    f"{fresh[0]!r} rides along behind block {number}, which sequence parallelism does not "
+                    "slice; run without sequence_parallel"
+                )
         return [
             self._slice_of(number, parcel) if self.leaves_slice(number) else parcel
             for number, parcel in enumerate(parcels)
@@ -78,11 +90,6 @@ class SequenceParallel:
 
     def _slice_of(self, number: int, parcel: Parcel) -> Parcel:
         assert self._group is not None
-        if parcel.riders:
-            raise MisfitError(
-                f"{parcel.names[0]!r} rides along behind block {number}, which sequence parallelism does not "
-                "slice; run without sequence_parallel"
-            )
         if not parcel.output.tree.is_tensor:
             raise MisfitError(
                 f"block {number} leaves {parcel.output.tree}, and sequence parallelism slices nothing but tensors; run "

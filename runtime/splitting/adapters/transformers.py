@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ def select(output: Any) -> Any:
 def loss_of(model: Any) -> Callable[..., Any] | None:
     """Return the loss that goes with a model's head, as (sum, weight); None where it has none that is known."""
     name = type(model).__name__
-    if name.endswith("ForCausalLM") or name.endswith("LMHeadModel"):
-        return causal_lm_loss
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return CausalLMLoss()
     if name.endswith(("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration", "ForPreTraining")):
         return token_loss
     if name.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
@@ -82,16 +83,30 @@ def loss_of(model: Any) -> Callable[..., Any] | None:
     return None
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each token's successor: labels are the ids, and those of -100 count for nothing."""
-    return token_loss(logits[:, :-1], labels[:, 1:])
-
-
 def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of labels (…) under logits (…, classes), those of -100 left out; summed, and how many there are."""
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()
+
+
+class CausalLMLoss:
+    """Cross-entropy of each token's successor: labels are the ids, and those of -100 count for nothing.
+
+    Where sequences are cut into slices, the engine shifts whole ones first (`prepare`), and `prepared` is the loss.
+    """
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of (samples, tokens, ids) logits, summed, and how many tokens it is of."""
+        return token_loss(logits[:, :-1], labels[:, 1:])
+
+    def prepare(self, labels: Tensor) -> Tensor:
+        """Return for each token its successor; the last one has none."""
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+    def prepared(self, logits: Tensor, successors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss where labels are successors."""
+        return token_loss(logits, successors)
 
 
 def regression_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
@@ -102,3 +117,12 @@ def regression_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 def multi_label_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Binary cross-entropy of each class, summed."""
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum"), labels.numel()
+
+
+def conversions(model: nn.Module) -> tuple[Any, ...]:
+    """Return the rules by which the library changes names of checkpoints as it loads them; none in older versions."""
+    try:
+        rules_of = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+    except (ImportError, AttributeError):
+        return ()
+    return tuple(rules_of(model))

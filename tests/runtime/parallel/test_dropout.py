@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.runtime import Engine
@@ -238,18 +237,3 @@ def test_a_dropout_that_drops_nothing_may_be_of_two_blocks() -> None:
 def test_an_input_without_samples_in_front_is_refused() -> None:
     with pytest.raises(qs.MisfitError, match=r"the dropout '3.drop' is given \(6, 2\) for 8 samples; the first"):
         drawn(keyed(), SOME, 6, 2)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def test_a_dropout_that_runs_again_in_a_backward_is_refused() -> None:
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Checkpointed] * 2, nn.functional.mse_loss, sgd)
-    with pytest.raises(qs.MisfitError, match=r"'1.inner.1' is run again within a backward.* let the plan recompute"):
-        engine.step(torch.randn(2, 4), torch.randn(2, 4))

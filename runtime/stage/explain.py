@@ -6,7 +6,8 @@ ValueError: no such token      ──▶      MisfitError: rank 1 (pp=1), stage 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from quintsched.errors import MisfitError, QuintschedError
 from quintsched.ir import instructions as ins
@@ -14,23 +15,36 @@ from quintsched.ir.instructions import Instruction
 
 from ..autograd.run_backward import run_backward
 from ..blocks.blame import block_of, frames, place_of
-from ..stage.forward import StageForward
-from .data_flow import ProgramFlow
+from ..blocks.trees import TreeSpec
+from .forward import StageForward
 
 
-def explained(error: Exception, index: int, flows: ProgramFlow, forwards: Mapping[int, StageForward]) -> Exception:
+def explained(
+    error: Exception, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
+) -> Exception:
     """Return the error to raise for one that an instruction of a program raised: with what is known of its place.
 
-    An error of ours is returned as it is, with a note.
+    An error of ours is returned as it is, with a note. `rank` is this rank's number, and where it is in the mesh.
     """
-    instruction = flows.program[index]
-    where = ", ".join(f"{axis}={coordinate}" for axis, coordinate in flows.plan.mesh.coordinates(flows.rank).items())
     place = _place(error, instruction, forwards)
     if place and not isinstance(error, QuintschedError):
-        said = f"rank {flows.rank} ({where}), {place}: {type(error).__name__}: {error}"
+        said = f"{rank}, {place}: {type(error).__name__}: {error}"
         error = MisfitError(f"{said}{_advice(str(error))}")
-    error.add_note(f"on rank {flows.rank} ({where}), instruction {index}: {instruction}")
+    error.add_note(f"on {rank}, instruction {index}: {instruction}")
     return error
+
+
+def called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
+    """Return what a function of the user's gives for outputs and targets; raises `MisfitError` for its errors."""
+    try:
+        return function(output, targets)
+    except QuintschedError:
+        raise
+    except Exception as error:
+        raise MisfitError(
+            f"{name} raised {type(error).__name__}: {error}; it was given {TreeSpec.of(output)}, and targets "
+            f"{TreeSpec.of(targets)}"
+        ) from error
 
 
 def _place(error: Exception, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:

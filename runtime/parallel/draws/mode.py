@@ -1,0 +1,135 @@
+"""What a block draws by torch's functions, each by a key of its own: seed, step, samples, and which call it is.
+
+    F.dropout(x) ─▶ the mode ─▶ where was it called? "3.mlp: forward 112" ─▶ words of its samples ─▶ a mask
+    torch.randperm(n) ────────▶ … ─────────────────────────────────────────▶ torch's generator, seeded by the unit
+
+A call is known by its place in the code: the module of the model whose forward runs, and the lines that lead from
+there to the draw. So a part of a block that runs again within a backward draws what it drew before. Where the first
+dimension of what is drawn is that of the samples, or of samples and tokens in one, each sample has words of its own,
+and no cut of the batch changes them; else, and for functions that have no words, all depends on the unit, by its
+first sample.
+
+Ranks of tp draw alike, but between a column and its row, where each draws for its shard of heads or features.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from quintsched.errors import MisfitError
+
+from ...comm import Group
+from ..column_row import ColumnRowPair
+from ..dropout import Masks, words
+from .functions import Call
+from .names import DRAWS
+
+
+class KeyedDraws(TorchFunctionMode):
+    """Within it, what the functions of torch draw is keyed; `has_drawn` says that they did.
+
+    Args:
+        masks: what the rank draws by.
+        blocks: what runs in it, by number.
+        sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
+        apart: modules whose rows are no samples, and which must not draw.
+    """
+
+    def __init__(
+        self,
+        masks: Masks,
+        blocks: Mapping[int, nn.Module],
+        sliced: Callable[[int], Group | None] = lambda number: None,
+        apart: Iterable[nn.Module] = (),
+    ) -> None:
+        super().__init__()
+        self.has_drawn = False
+        self._masks, self._sliced = masks, sliced
+        self._first = next(iter(blocks), 0)
+        self._names = {
+            id(module): (number, f"{number}.{name}" if name else f"{number}")
+            for number, block in blocks.items()
+            for name, module in block.named_modules()
+        }
+        self._pairs = {number: _pairs_of(block) for number, block in blocks.items()}
+        self._apart = {id(module) for root in apart for module in root.modules()}
+        self._cuts: dict[str, Group | None] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") not in DRAWS or self._masks.unit is None:
+            return func(*args, **given)
+        return Call(self, func, args, given).answer()
+
+    def words(self, shape: Sequence[int], device: torch.device, seed: str) -> Tensor:
+        """Return words for what is drawn now."""
+        unit = self._masks.unit
+        assert unit is not None
+        site, number = self._site()
+        samples, cut = len(unit.samples), self._cut(site, number)
+        if not shape or not shape[0] or shape[0] % samples:
+            key = torch.tensor([self._masks.key(f"{site}{_rank(cut)}{seed}")], dtype=torch.int64, device=device)
+            return words(key, (1, *shape), None, None, None).view(tuple(shape))
+        keys = self._masks.keys(f"{site}{seed}", device)
+        if torch.Size(shape[:-1]).numel() == samples:  # a row for each sample, none of tokens
+            return words(keys, shape, None, cut, None)
+        return words(keys, shape, unit.positions, cut, None if cut is not None else self._sliced(number))
+
+    def seed(self, seed: str) -> int:
+        """Return a seed for what is drawn now."""
+        site, number = self._site()
+        return self._masks.key(f"{site}{_rank(self._cut(site, number))}{seed}")
+
+    def _site(self) -> tuple[str, int]:
+        """Return which call of the model draws, and in which block it is.
+
+        Raises `MisfitError` within experts, whose rows are no samples.
+        """
+        self.has_drawn = True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not KeyedDraws.__torch_function__.__code__:
+            frame = frame.f_back
+        path: list[str] = []
+        while frame is not None:
+            frame = frame.f_back
+            if frame is None:
+                break
+            path.append(f"{frame.f_code.co_name} {frame.f_lasti}")
+            owner = id(frame.f_locals.get("self"))
+            if owner in self._apart:
+                raise MisfitError(
+                    f"{self._names[owner][1]!r} draws within experts, whose rows are no samples, so that no number "
+                    "belongs to them; draw before or behind the mixture"
+                )
+            if owner in self._names:
+                number, name = self._names[owner]
+                return f"{name}: {', '.join(path)}", number
+        return str(self._first), self._first
+
+    def _cut(self, site: str, number: int) -> Group | None:
+        """Return the ranks over which features are cut at a call; None: they are whole.
+
+        In a backward, which may run again what is between a column and its row without these, it is as it was.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            self._cuts[site] = next((pair.group for pair in self._pairs[number] if pair.is_between), None)
+        return self._cuts.get(site)
+
+
+def _pairs_of(block: nn.Module) -> list[ColumnRowPair]:
+    """Return the column/row pairs of a block."""
+    found = (getattr(module, "pair", None) for module in block.modules())
+    return list({id(pair): pair for pair in found if isinstance(pair, ColumnRowPair)}.values())
+
+
+def _rank(cut: Group | None) -> str:
+    return "" if cut is None else f" of shard {cut.index}"

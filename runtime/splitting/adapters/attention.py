@@ -1,0 +1,164 @@
+"""Attention of transformers' models over sequences that come in slices: registered where these models look it up.
+
+    config._attn_implementation   "sdpa" ──▶ "quintsched_sdpa", once a block is given a unit's `context` or `past`
+    mask    plain causal, or none: it is not made; what else there is: from the positions that the unit has
+    attend  `context.attend(…)`, or over the keys and values of the slices before (`past.extend`)
+
+Without a unit both are what they were. A model whose attention does not look there sees its slice only, which the proof
+of the engine finds out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.errors import MisfitError
+
+from ...autograd.kv_store import Past
+from ...parallel.context.context import Context
+
+_PREFIX = "quintsched_"
+_IMPLEMENTATION = "_attn_implementation_internal"
+
+_SIGHT: ContextVar[Sight | None] = ContextVar("sight", default=None)
+
+
+class Sight:
+    """How far the attentions of a block see beyond its slice: by a context, or into the past."""
+
+    def __init__(self, context: Context | None, past: Past | None) -> None:
+        self.context, self.past = context, past
+        self.all_seen: Tensor | None = None
+        """A mask that hides nothing: it keeps models from reading packed sequences out of positions."""
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of the tokens of the slice in their sequence."""
+        if self.context is not None:
+            return self.context.positions
+        assert self.past is not None
+        return torch.arange(self.past.seen, self.past.seen + length, device=device)
+
+
+@contextmanager
+def seeing(sight: Sight | None) -> Iterator[None]:
+    """A context in which attentions see so far."""
+    token = _SIGHT.set(sight)
+    try:
+        yield
+    finally:
+        _SIGHT.reset(token)
+
+
+def look_here(modules: Iterable[nn.Module]) -> None:
+    """Let the attentions of these modules look up what is registered here."""
+    for module in modules:
+        config = getattr(module, "config", None)
+        own = getattr(config, _IMPLEMENTATION, None)
+        if isinstance(own, str) and not own.startswith(_PREFIX):
+            _register(own)
+            setattr(config, _IMPLEMENTATION, _PREFIX + own)
+
+
+def _register(own: str) -> None:
+    library = import_module("transformers")
+    library.AttentionInterface.register(_PREFIX + own, partial(_attend, own))
+    library.AttentionMaskInterface.register(_PREFIX + own, partial(_mask, own))
+
+
+def _mask(own: str, **given: Any) -> Tensor | None:
+    """Return which keys the queries of a slice see; None: all up to themselves, or where nothing is causal, all."""
+    sight = _SIGHT.get()
+    if sight is None:
+        mask: Tensor | None = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS[own](**given)
+        return mask
+    padding, window = given.get("attention_mask"), given.get("local_size")
+    if padding is not None and padding is not sight.all_seen and not bool(padding.all()):
+        raise MisfitError(
+            "attention_mask hides tokens, but attention over slices of sequences (cp, slices) has no padding; leave "
+            "it out where all padding is behind the tokens: labels of -100 keep it out of the loss"
+        )
+    if sight.context is not None:
+        if window is not None and window < sight.context.length:
+            raise MisfitError(
+                f"a layer attends to a window of {window} tokens, which cp does not do for sequences of "
+                f"{sight.context.length}; train on sequences of at most {window} tokens, or without cp"
+            )
+        return None
+    queries = sight.positions(given["q_length"], given["device"])
+    keys = torch.arange(int(queries[-1]) + 1, device=given["device"])
+    rows = torch.arange(given["batch_size"], device=given["device"])
+    seen: Tensor = given["mask_function"](
+        rows[:, None, None, None],
+        rows.new_zeros(1, 1, 1, 1),
+        queries[:, None].expand(1, 1, -1, 1),
+        keys.expand(1, 1, 1, -1),
+    )
+    return seen.expand(given["batch_size"], -1, len(queries), len(keys))
+
+
+def _attend(
+    own: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as transformers' functions do: (samples, heads, tokens, size) to (samples, tokens, heads, size)."""
+    sight = _SIGHT.get()
+    if sight is None:
+        return _own_function(own, module)(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    _require_plain(module, dropout, others)
+    size, width = query.shape[-1], value.shape[-1]
+    if scaling is not None:
+        query = query * (scaling * size**0.5)
+    is_causal = others.get("is_causal")
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if sight.context is not None:
+        padded = F.pad(value, (0, size - width)) if width < size else value
+        mixed = sight.context.attend(query, key, padded, is_causal)[..., :width]
+    else:
+        assert sight.past is not None
+        if not is_causal:
+            raise MisfitError(f"{type(module).__name__} is not causal, so that its slices cannot come one by one")
+        key, value = sight.past.extend(module, key, value)
+        grouped = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, enable_gqa=grouped)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _require_plain(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
+    what = next(
+        (name for name in ("softcap", "s_aux", "position_bias", "head_mask") if others.get(name) is not None), ""
+    )
+    if dropout:
+        what = f"dropout of {dropout}"
+    if what:
+        raise MisfitError(
+            f"{type(module).__name__} attends with {what}, which attention over slices of sequences (cp, slices) does "
+            "not have; " + ("set the model's attention dropout to 0" if dropout else "run without them")
+        )
+
+
+def _own_function(own: str, module: nn.Module) -> Callable[..., Any]:
+    """Return the function that a module would have called."""
+    homes = [sys.modules.get(kind.__module__) for kind in type(module).__mro__]
+    eager = next((found for home in homes if (found := getattr(home, "eager_attention_forward", None))), None)
+    registered = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    function: Callable[..., Any] = registered.get_interface(own, eager)
+    return function

@@ -1,0 +1,103 @@
+"""The same data where it must be the same: what the ranks of one replica are given is compared in the first steps.
+
+    replica 0    rank 0 (tp=0): inputs a, targets b ─┐
+                 rank 1 (tp=1): inputs a, targets c ─┴▶ one minimum over all ranks ─▶ targets differ, on every rank
+
+Sequences are compared whole, before they are cut over cp. A rank brings what it needs of inputs and targets, and all
+extras; what it does not need it may be given or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+from ..blocks.trees import flatten
+from ..comm import Group, ReduceOp
+from ..comm.control import share_bytes
+
+CHECKED = 2
+"""So many steps of each kind are checked."""
+
+_COLUMNS = 16
+_NOTHING = 2**63 - 1
+
+
+class SameData:
+    """Compares what the ranks of one replica are given.
+
+    Args:
+        replica, num_replicas: which replica the rank belongs to, and of how many.
+        world: all ranks.
+    """
+
+    def __init__(self, replica: int, num_replicas: int, world: Group) -> None:
+        self._replica, self._num_replicas, self._world = replica, num_replicas, world
+        self._steps: dict[str, int] = {}
+
+    def require(self, mode: str, given: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        """Raise `MisfitError`, on every rank, where ranks of one replica were given something else (collective).
+
+        Args:
+            mode: of the plan that is to run.
+            given: inputs and targets, if this rank needs them, by these names.
+            extras: what every rank is given besides.
+        """
+        done = self._steps.get(mode, 0)
+        if self._world.size == self._num_replicas or done == CHECKED:
+            return
+        self._steps[mode] = done + 1
+        names = sorted(extras)
+        whole = [given.get("inputs"), given.get("targets"), ", ".join(names) or "nothing"]
+        beside: list[Any] = [extras[name] for name in names]
+        if len(beside) > _COLUMNS - len(whole):
+            beside = [*beside[: _COLUMNS - len(whole) - 1], beside[_COLUMNS - len(whole) - 1 :]]
+        mine = [_NOTHING if tree is None else fingerprint(tree) for tree in (*whole, *beside)]
+        mine += [_NOTHING] * (_COLUMNS - len(mine))
+        found = torch.full((2, self._num_replicas, _COLUMNS), _NOTHING)
+        found[0, self._replica] = torch.tensor(mine)
+        found[1, self._replica] = torch.tensor([_NOTHING if word == _NOTHING else -word for word in mine])
+        found = found.to(self._world.device)
+        self._world.all_reduce(found, ReduceOp.MIN).wait()
+        low, high = found.cpu()
+        differs = (low != -high) & (low != _NOTHING)
+        if differs.any():
+            replica, column = (int(place) for place in differs.nonzero()[0])
+            what = ["inputs", "targets", "names of extras", *(f"{name!r}" for name in names)]
+            self._refuse(replica, what[column] if column < len(what) else "extras", mine[column])
+
+    def _refuse(self, replica: int, what: str, mine: int) -> None:
+        """Name two ranks that differ; all ranks come here together, and the first of the two says what it is."""
+        sent = f"{self._replica} {mine} {what}".encode()
+        all_said = [said.decode().split(" ", 2) for said in share_bytes(self._world, sent)]
+        ranks = [(rank, s) for rank, s in enumerate(all_said) if s[0] == str(replica) and s[1] != str(_NOTHING)]
+        first, said = ranks[0]
+        other = next(rank for rank, s in ranks if s[1] != said[1])
+        raise MisfitError(
+            f"ranks {first} and {other} are given different {said[2]}, and belong to one replica ({replica} of "
+            f"{self._num_replicas}): give all ranks of a replica the same samples, sequences whole, chosen by "
+            "engine.replica and engine.num_replicas alone"
+        )
+
+
+def fingerprint(tree: Any) -> int:
+    """Return a number of 62 bits that says what a tree of tensors is, with all its numbers."""
+    digest = hashlib.blake2b(digest_size=8)
+    _, tensors = flatten(tree)
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(_bytes_of(tensor))
+    if not tensors:
+        digest.update(repr(tree).encode())
+    return int.from_bytes(digest.digest(), "big") >> 2
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -1,0 +1,112 @@
+"""What the blocks of a stage draw is keyed by the unit that they run on.
+
+    first step     a mode watches what blocks that are not built in draw   ─┬─▶ nothing: they run as they are
+                                                                            └─▶ something: the mode stays
+    a later step   torch's generators have moved all the same              ───▶ the mode watches again
+
+The masks of an nn.Dropout need no mode (`parallel.dropout`). Blocks that draw otherwise are left out of compiled code,
+which would draw by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..comm import Group
+from ..parallel.draws.mode import KeyedDraws
+from ..parallel.dropout import KeyedDropout, Masks, Unit
+from ..parallel.expert.moe import mixtures
+from ..parallel.tensor.rules import is_built_in
+
+Outputs = tuple[Any, ...]
+"""A row of tensors: those of the output, then what rides along, in the order of the parcel's specs.
+
+That of the last stage has nothing but its output, as the last block gave it.
+"""
+
+Extras = Mapping[str, Any]
+Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
+
+UNIT = "the unit"
+"""Under this key a unit's extras say which one it is (a `dropout.Unit`), where blocks draw; blocks never see it."""
+
+_logger = logging.getLogger("quintsched.runtime")
+
+
+class StageDraws:
+    """The draws of one stage.
+
+    Args:
+        masks: what the rank draws by.
+        blocks: by number.
+        sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
+    """
+
+    def __init__(self, masks: Masks, blocks: Mapping[int, nn.Module], sliced: Callable[[int], Group | None]) -> None:
+        self._masks, self._blocks, self._sliced = masks, blocks, sliced
+        self._drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
+        self._mode = None if all(map(is_built_in, blocks.values())) else self._watch()
+        self._since: int | None = None
+        self._alarms = masks.alarms
+
+    def _watch(self) -> KeyedDraws:
+        apart = [layer.experts for block in self._blocks.values() for layer in mixtures(block).values()]
+        return KeyedDraws(self._masks, self._blocks, self._sliced, apart)
+
+    @property
+    def want_unit(self) -> bool:
+        """Whether blocks draw, or may."""
+        return self._drops or self._mode is not None or self._alarms != self._masks.alarms
+
+    def keyed(self, run: Run, compiled: Run | None) -> Run:
+        """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""
+
+        def keyed(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+            unit: Unit | None = extras.get(UNIT)
+            if unit is None:
+                return (compiled or run)(given, extras)
+            self._settle(unit)
+            extras = {name: extra for name, extra in extras.items() if name != UNIT}
+            with self._masks.of(unit):
+                if self._mode is None:
+                    return (compiled or run)(given, extras)
+                with self._mode:
+                    return run(given, extras)
+
+        return keyed
+
+    @contextmanager
+    def again(self, unit: Unit | None) -> Iterator[None]:
+        """A context for the backward of a unit, which may run parts of the forward again."""
+        with ExitStack() as entered:
+            if unit is not None:
+                entered.enter_context(self._masks.again(unit))
+            if unit is not None and self._mode is not None:
+                entered.enter_context(self._mode)
+            yield
+
+    def _settle(self, unit: Unit) -> None:
+        """Stop watching where nothing was drawn in the first step; begin again where something was drawn since."""
+        if self._alarms != self._masks.alarms:
+            self._alarms, self._since = self._masks.alarms, None
+            self._mode = self._mode or self._watch()
+        if self._mode is None:
+            return
+        if self._since is None:
+            self._since = unit.step
+        elif self._since != unit.step and not self._mode.has_drawn:
+            self._mode = None
+        elif self._since == unit.step - 1 and self._alarms:
+            numbers = ", ".join(map(str, self._blocks))
+            _logger.warning(
+                "blocks %s draw random numbers since step %d, and did not in the first; those of that step had no key "
+                "of their own, and were not those of one process",
+                numbers,
+                self._since - 1,
+            )
+            self._since = -1

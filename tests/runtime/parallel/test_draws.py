@@ -1,0 +1,362 @@
+"""What blocks draw, besides the masks of an nn.Dropout, is what one process draws, on every mesh and schedule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import quintsched as qs
+from quintsched.runtime import Engine, MoE
+from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.parallel.draws.mode import KeyedDraws
+from quintsched.runtime.parallel.dropout import Masks, Unit
+
+WIDTH, LENGTH, SAMPLES = 8, 5, 8
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(len(output))
+
+
+def slow_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
+class PerSample(nn.Module):
+    """Draws what has samples in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.qkv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.slopes, self.channels = nn.RReLU(), nn.Dropout1d(0.3)
+        self.alpha, self.features = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + functional.dropout(self.mix(x), 0.2, self.training)
+        q, k, v = (part.view(*part.shape[:2], 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3 * self.training, is_causal=True)
+        keep = x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7).div_(0.7)
+        x = x + seen.transpose(1, 2).flatten(2) * keep
+        x = x + self.alpha(self.features(self.channels(self.slopes(x))))
+        noise = torch.randn_like(x) + torch.rand(x.shape[0], 1, WIDTH, dtype=x.dtype, device=x.device)
+        x = x + 0.1 * noise + functional.gumbel_softmax(x) + torch.empty_like(x).exponential_()
+        return functional.layer_norm(x, (WIDTH,))
+
+
+class PerUnit(PerSample):
+    """Draws what has no samples in front as well, and by functions that have no words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x = torch.where(torch.rand([], device=x.device) < 0.5, x, 1.1 * x)
+        x = x + self.attention(x, x, x)[0] + self.recurrent(x)[0]
+        return functional.layer_norm(x[:, torch.randperm(LENGTH, device=x.device)], (WIDTH,))
+
+
+def losses_of(plan: qs.Plan, blocks: Blocks, steps: int = 2, **options: Any) -> list[float]:
+    """The losses of some steps and of an evaluation, the same on all ranks."""
+
+    def run(transport: Transport) -> list[float]:
+        engine = Engine(plan, blocks, squares, slow_sgd, dtype=torch.float64, seed=3, transport=transport, **options)
+        found = []
+        for step in range(steps):
+            random = torch.Generator().manual_seed(step)
+            batch = torch.randn(2, SAMPLES, LENGTH, WIDTH, generator=random, dtype=torch.float64)
+            x, y = batch.chunk(engine.num_replicas, 1)[engine.replica]
+            found.append(engine.step(x, y).loss.item())
+        return [*found, engine.evaluate(x, y).loss.item()]
+
+    every = run_local(plan.mesh.size, run, timeout_s=60)
+    assert all(found == pytest.approx(every[0], rel=1e-12) for found in every)
+    return every[0]
+
+
+@functools.cache
+def one_process() -> list[float]:
+    return plain([PerUnit] * 2)
+
+
+def plain(blocks: Blocks, microbatches: int = 4) -> list[float]:
+    """The losses of one process."""
+    return losses_of(qs.compile("1f1b", mesh="dp=1", microbatches=microbatches), blocks)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"schedule": "zb-h1", "mesh": "pp=2"},
+        {"schedule": "1f1b", "mesh": "pp=2", "recompute": 1},
+        {"schedule": "1f1b", "mesh": "dp=2", "recompute": 2},
+        {"schedule": "dualpipe", "mesh": "pp=2"},
+        {"schedule": "1f1b", "mesh": "dp=2,pp=2"},
+        {"schedule": "1f1b", "mesh": "dp=2", "zero": 3},
+    ],
+    ids=str,
+)
+def test_a_mesh_and_a_schedule_draw_what_one_process_draws(request_of: dict[str, Any]) -> None:
+    microbatches = 2 if "dp" in request_of["mesh"] else 4
+    found = losses_of(qs.compile(**request_of, microbatches=microbatches), [PerUnit] * 2)
+    assert found == pytest.approx(one_process(), rel=1e-9)
+
+
+def test_no_cut_of_the_batch_changes_what_samples_draw() -> None:
+    expected = plain([PerSample] * 2, 8)
+    assert plain([PerSample] * 2, 1) == pytest.approx(expected, rel=1e-9)
+    assert losses_of(qs.compile("1f1b", mesh="dp=2", microbatches=2), [PerSample] * 2) == pytest.approx(expected)
+
+
+class Quiet(nn.Linear):
+    """Would draw, but for probabilities of zero."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.0, self.training)
+
+
+def test_blocks_that_draw_nothing_run_without_a_mode() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=2), [Quiet], squares, slow_sgd)
+    modes = []
+    engine.stages[0].register_forward_hook(lambda *_: None)
+    engine.stages[0].blocks["0"].register_forward_hook(
+        lambda *_: modes.append(bool(torch.overrides._get_current_function_mode_stack()))
+    )
+    for _ in range(2):
+        engine.step(torch.zeros(2, WIDTH), torch.zeros(2, WIDTH))
+    assert modes == [True, True, False, False]
+
+
+# ---------------------------------------------------------------- parts that run again within a backward
+
+
+def again(function: Callable[..., Tensor], x: Tensor, reentrant: bool) -> Tensor:
+    found: Tensor = checkpoint(function, x, use_reentrant=reentrant)
+    return found
+
+
+class Checkpointed(nn.Module):
+    """Two parts that draw, each of which a backward may run again by itself."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop, self.reentrant = nn.Dropout(0.4), reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        return x + functional.dropout(self.first(x), 0.3).tanh()
+
+    def other(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.sigmoid(self.second(x) * torch.randn_like(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.other(self.part(x))
+        return again(self.other, again(self.part, x, self.reentrant), self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # where shapes are found
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_checkpointed_parts_of_a_block_draw_again_what_they_drew(schedule: str, reentrant: bool) -> None:
+    blocks: Blocks = [nn.Identity, *[lambda: Checkpointed(reentrant)] * 3]
+    blocks = [lambda: nn.Linear(WIDTH, WIDTH), *blocks]
+    expected = plain([lambda: nn.Linear(WIDTH, WIDTH), nn.Identity, *[lambda: Checkpointed(None)] * 3])
+    found = losses_of(qs.compile(schedule, mesh="pp=2", microbatches=4), blocks)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return again(self.part, again(self.part, x, reentrant=False), reentrant=False)
+
+
+def test_a_dropout_of_two_checkpointed_parts_is_refused() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Repeated] * 2, squares, slow_sgd)
+    with pytest.raises(qs.MisfitError, match=r"'1.drop' draws several times in a forward and is run again within a b"):
+        engine.step(torch.randn(2, WIDTH), torch.randn(2, WIDTH))
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+
+class Layer(nn.Module):
+    """GPT-2's kind: dropout of attention, of the features between two products, and of what leaves."""
+
+    def __init__(self, core: bool = False) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(core), Features()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + functional.dropout(self.attn(x), 0.2, self.training)
+        x = x + functional.dropout(self.mlp(x), 0.2, self.training)
+        if self.training:
+            x = x + x.new_empty(len(x), 1, 1).bernoulli_(0.5)
+        return functional.layer_norm(x, (WIDTH,))
+
+
+class Attention(nn.Module):
+    def __init__(self, core: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.v_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.core = core
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3 * self.training, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        seen = checkpoint(self.attend, q, k, v, use_reentrant=False) if self.core else self.attend(q, k, v)
+        return self.o_proj(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(functional.dropout(functional.gelu(self.fc1(x)), 0.2, self.training))  # type: ignore[no-any-return]
+
+
+HEADS = {"*.attn.[qkv]_proj": "column", "*.attn.o_proj": "row"}
+
+
+@pytest.mark.parametrize("core", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_shards_of_heads_and_features_draw_their_shards(mesh: str, core: bool) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    found = losses_of(plan, [lambda: Layer(core)] * 2, rules=HEADS)
+    assert found == pytest.approx(plain([Layer] * 2), rel=1e-9)
+
+
+def test_slices_of_tokens_draw_their_slices() -> None:
+    def losses(tp: int, **options: Any) -> list[float]:
+        def run(transport: Transport) -> list[float]:
+            plan = qs.compile("1f1b", mesh=f"tp={tp}", microbatches=2)
+            engine = Engine(plan, blocks, squares, slow_sgd, dtype=torch.float64, transport=transport, **options)
+            random = torch.Generator().manual_seed(0)
+            x, y = torch.randn(2, SAMPLES, 6, WIDTH, generator=random, dtype=torch.float64)
+            return [engine.step(x, y).loss.item() for _ in range(3)]
+
+        return run_local(tp, run, timeout_s=60)[0]
+
+    blocks: Blocks = [lambda: nn.Linear(WIDTH, WIDTH), Layer, lambda: nn.Linear(WIDTH, WIDTH)]
+    assert losses(2, sequence_parallel=True, rules=HEADS) == pytest.approx(losses(1), rel=1e-9)
+
+
+class NoisyExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.layer(x), 0.1)
+
+
+def test_experts_do_not_draw() -> None:
+    block = MoE(WIDTH, 2, NoisyExpert, top_k=1)
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [block], squares, slow_sgd)
+    with pytest.raises(qs.MisfitError, match=r"'0.experts.* draws within experts, whose rows are no samples"):
+        engine.step(torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.fixture
+def draws() -> Any:
+    block, masks = nn.Identity(), Masks(0)
+    mode = KeyedDraws(masks, {0: block})
+
+    def run(function: Callable[[], Any], samples: range = range(4)) -> Any:
+        with masks.of(Unit(0, samples)), mode:
+            return function()
+
+    return run
+
+
+MOMENTS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+    "rand": (torch.rand_like, 1 / 2, 1 / 12),
+    "uniform_": (lambda x: x.uniform_(-1, 3), 1, 16 / 12),
+    "randn": (torch.randn_like, 0, 1),
+    "normal_": (lambda x: x.normal_(2, 3), 2, 9),
+    "normal": (lambda x: torch.normal(x, 2 * x), 1, 4),
+    "bernoulli": (lambda x: torch.bernoulli(x * 0.3), 0.3, 0.21),
+    "bernoulli_": (lambda x: x.bernoulli_(0.3), 0.3, 0.21),
+    "bernoulli_ by tensor": (lambda x: x.bernoulli_(torch.full_like(x, 0.3)), 0.3, 0.21),
+    "exponential_": (lambda x: x.exponential_(2.0), 0.5, 0.25),
+    "geometric_": (lambda x: x.geometric_(0.25), 4, 12),
+    "randint": (lambda x: torch.randint(2, 7, x.shape).double(), 4, 2),
+    "randint of one bound": (lambda x: torch.randint(5, x.shape, dtype=torch.int32).double(), 2, 2),
+    "dropout": (lambda x: functional.dropout(x, 0.3), 1, 3 / 7),
+    "rrelu": (lambda x: functional.rrelu(-x, 0.0, 1.0, training=True), -0.5, 1 / 12),
+    "poisson": (lambda x: torch.poisson(x * 3), 3, 3),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_are_those_of_torch(name: str, draws: Any) -> None:
+    draw, mean, variance = MOMENTS[name]
+    found = draws(lambda: draw(torch.ones(4, 50, 200, dtype=torch.float64)))
+    error = (variance / found.numel()) ** 0.5
+    assert abs(float(found.mean()) - mean) < 5 * error
+    assert float(found.var()) == pytest.approx(variance, rel=0.06)
+    assert torch.equal(found, draws(lambda: draw(torch.ones(4, 50, 200, dtype=torch.float64))))
+
+
+def test_alpha_dropout_keeps_mean_and_variance(draws: Any) -> None:
+    x = torch.randn(4, 100, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for function in (functional.alpha_dropout, functional.feature_alpha_dropout):
+        found = draws(lambda f=function: f(x, 0.2, training=True))
+        assert abs(float(found.mean())) < 0.1
+        assert float(found.var()) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_uniform_numbers_stay_below_one(dtype: torch.dtype, draws: Any) -> None:
+    found = draws(lambda: torch.rand(4, 1_000_000, dtype=dtype))
+    assert found.dtype == dtype
+    assert float(found.max()) < 1
+    assert float(found.min()) >= 0
+
+
+def test_attention_without_dropout_in_effect_is_that_of_torch(draws: Any) -> None:
+    q, k, v = torch.randn(3, 4, 2, 5, 8, dtype=torch.float64)
+    mask = torch.rand(5, 5) < 0.6
+    mask[1] = False
+    for options in ({"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask.double()}, {"scale": 0.3}, {}):
+        expected = functional.scaled_dot_product_attention(q, k, v, **options)
+        found = draws(lambda o=options: functional.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **o))
+        assert torch.allclose(found, expected, atol=1e-12)
+    expected = functional.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
+    found = draws(
+        lambda: functional.scaled_dot_product_attention(q, k[:, :1], v[:, :1], dropout_p=1e-12, enable_gqa=True)
+    )
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+def test_a_generator_of_the_users_counts_by_its_seed(draws: Any) -> None:
+    one, other = (draws(lambda s=seed: torch.rand(4, 3, generator=torch.Generator().manual_seed(s))) for seed in (1, 2))
+    assert not torch.equal(one, other)
