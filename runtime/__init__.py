@@ -2,6 +2,7 @@
 
     Engine, StepResult          a plan and a list of blocks; the user keeps the loop
     LoadedWeights               what a pretrained checkpoint and the model did not have in common
+    drained                     a loop over loaders of unequal length, which ends on all ranks together
     Trainer, load_job, plan_of  that loop written out, driven by a job file
     run_local, connect          all ranks in one process; gloo and NCCL
     MoE, apply_expert_parallel  a mixture of experts, shared out over ep
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         apply_tensor_parallel,
     )
     from .splitting.split import Split, split
+    from .train.drained import drained
     from .train.trainer import Trainer
 
 _HOMES = {
@@ -62,6 +64,7 @@ _HOMES = {
         "apply_tensor_parallel",
     ),
     "splitting.split": ("Split", "split"),
+    "train.drained": ("drained",),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
 }
@@ -87,6 +90,7 @@ __all__ = [
     "connect",
     "connect_for",
     "defer",
+    "drained",
     "load_job",
     "measure_costs",
     "plan_of",

@@ -8,21 +8,20 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.compiler import evaluation_of
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
 from .blocks.blocks import Blocks
-from .blocks.shapes import agree
 from .comm import Transport
 from .comm.connection import connect_for
 from .comm.control import ControlGroup
@@ -30,37 +29,40 @@ from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
 from .interpreter.clock import Clock
-from .interpreter.plan_runner import PlanRunner, RunOptions
+from .interpreter.plan_runner import PlanRunner, PreparedStep, RunOptions
 from .interpreter.rank_state import LossFn, MetricFn
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .job.choices import ContextMethod, Proofs, ZeroSplit
+from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
 from .optim.chained import LRSchedulers
 from .optim.given import OptimizerGiven, builder_of
-from .parallel.mesh_groups import MeshGroups, make_groups, open_channels
+from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import (
-    require_blocks_to_recompute,
-    require_keyed_dropout,
     require_long_sight,
     require_loss_of_slices,
-    require_movable_activations,
     require_runnable,
+    require_stages,
     require_usable,
 )
 from .splitting.split import Split
-from .stage.build import Stage
 from .stage.losses import for_slices
+from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
+from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
+from .steps.plans import StepPlans
+from .verification.comparison import Comparison, compare
+from .verification.recording import BEFORE, Recording, StepObserver
+from .verification.whole_model import WholeModel, share_of
 
 
-class Engine(CheckpointFiles):
+class Engine(RankView, CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -85,6 +87,8 @@ class Engine(CheckpointFiles):
             3} where outputs are fused blocks (see `parallel.tensor.rules`).
         prove: which blocks run once, cut beside whole, before the first step, where the mesh has tp or cp, or the plan
             slices: all that are not built in ("foreign"), "all", or "none" (see `parallel.proof`).
+        buffers: what becomes of those that a forward changes, where there are replicas: "merge" running statistics,
+            "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
         compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
@@ -114,6 +118,7 @@ class Engine(CheckpointFiles):
         context: ContextMethod = "ring",
         rules: Rules | None = None,
         prove: Proofs = "foreign",
+        buffers: BufferChoice = "merge",
         sequence_parallel: bool = False,
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
@@ -129,7 +134,7 @@ class Engine(CheckpointFiles):
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = with_ties(plan, blocks, tied, block_costs)
-        self.plan, self._evaluation_plan = plan, evaluation_of(plan)
+        self.plan = plan
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_long_sight(plan, blocks)
@@ -143,15 +148,20 @@ class Engine(CheckpointFiles):
             context=context,
             rules=rules or {},
             prove=prove,
+            buffers=buffers,
             sequence_parallel=sequence_parallel,
             cut_logits=all(map(takes_vocabulary, (loss_fn, *metrics.values()))),
             tied=tied or {},
             compiled=compiled,
             seed=seed,
         )
-        self._groups = self._connect(context)
+        self._groups = make_groups(plan, self.transport)
+        self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
+        self._plans.open()
+        self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
-        self._model = self._set_up(blocks, options)
+        self._model = RankModel(plan, blocks, self._groups, self.transport, options)
+        require_stages(plan, self.stages)
         self._state = TrainingState(
             plan,
             self._model.pp_rank,
@@ -162,11 +172,12 @@ class Engine(CheckpointFiles):
             bucket_bytes=int(bucket_mb * 1e6),
         )
         self.clock = Clock(self.transport.device)
-        self._recorder = self._make_recorder(trace_steps)
-        bind_logits = self._model.tensor.bind
+        self._recorder = Recorder.of(plan, self.transport, trace_steps)
+        self._loss_fn, self._clip = loss_fn, clip
+        bind = self._model.tensor.bind
         run_options = RunOptions(
-            loss_fn=bind_logits(loss_fn),
-            metrics={name: bind_logits(metric) for name, metric in metrics.items()},
+            loss_fn=bind(loss_fn),
+            metrics={name: bind(metric) for name, metric in metrics.items()},
             clip=clip,
             max_sends=MAX_SENDS if may_wait else None,
         )
@@ -175,31 +186,6 @@ class Engine(CheckpointFiles):
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
-
-    def _connect(self, context: ContextMethod) -> MeshGroups:
-        """Make the groups and the channels of the plan; all ranks must have the same plan."""
-        groups = make_groups(self.plan, self.transport)
-        open_channels([self.plan, self._evaluation_plan], self.transport, ring=context == "ring")
-        agree("the plan", self.plan.to_json(), groups.world, self.transport.device)
-        return groups
-
-    def _set_up(self, blocks: Blocks, options: ModelOptions) -> RankModel:
-        """Build this rank's stages."""
-        model = RankModel(self.plan, blocks, self._groups, self.transport, options)
-        require_keyed_dropout(self.plan, model.stages)
-        require_blocks_to_recompute(self.plan, model.stages)
-        require_movable_activations(self.plan, model.stages)
-        return model
-
-    def _make_recorder(self, trace_steps: Collection[int] | None) -> Recorder | None:
-        if trace_steps is None:
-            return None
-        return Recorder(self.plan, self.transport.rank, self.transport.device, trace_steps)
-
-    @property
-    def stages(self) -> dict[int, Stage]:
-        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model."""
-        return self._model.stages
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
@@ -230,56 +216,126 @@ class Engine(CheckpointFiles):
         """The weights that the optimizer works on, where they are not those that blocks compute with."""
         return self._state.masters
 
-    @property
-    def deferred_share(self) -> float | None:
-        """Which share of the weights of stages with split backwards has gradients that wait; None without such."""
-        return self._model.deferred_share
-
-    @property
-    def tensor_cuts(self) -> str | None:
-        """What tensor parallelism cuts of the model and what stays whole, in a line; None without tp."""
-        return self._model.tensor.report
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether this rank holds a first stage, and so has to be given inputs."""
-        return self._model.needs_inputs
-
-    @property
-    def needs_targets(self) -> bool:
-        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
-        return self._model.needs_targets
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas divide the batch (dp x ep)."""
-        return self._model.num_replicas
-
-    @property
-    def replica(self) -> int:
-        """Which of them this rank belongs to."""
-        return self._model.replica
-
-    def step(self, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+    def step(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
+
+        Lengths and numbers of samples may differ from step to step, and from replica to replica. Microbatches get as
+        even numbers of samples as can be; of fewer samples, the last ones have none.
 
         Args:
             inputs: this replica's samples (samples, …), sequences whole; needed where `needs_inputs`, else ignored.
             targets: this replica's samples (samples, …); needed where `needs_targets`, else ignored.
+            microbatches: how many there are in this step, on all ranks; None: as the plan says. For others the plan is
+                compiled and proved again, once; of one that cannot be, the last have no samples.
             extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
 
         Raises:
-            MisfitError: samples that do not divide by the microbatches, or shapes other than in the first step.
+            MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
         """
-        return self._runner.run(self.plan, self._model.batch(self.plan, inputs, self._prepare(targets), extras))
+        plan = self._plans.training(microbatches)
+        result = self._runner.run(self._settle(plan, inputs, targets, extras, microbatches))
+        if result.empty:
+            raise MisfitError("no replica has samples in this step; end the loop, as `drained(loader, engine)` does")
+        return result
+
+    def no_more_data(self, each: Callable[[StepResult], object] | None = None) -> int:
+        """Take part, without samples, in the steps of replicas that have more data; return how many these were.
+
+        All ranks call this behind their loops, and all return together. `each` is called with the result of every step,
+        for what the loop does after a step, such as stepping a schedule of learning rates.
+
+        Raises `UsageError` before the first step.
+        """
+        if self._no_samples is None:
+            raise UsageError("no_more_data follows a loop of steps, but this engine has not stepped yet")
+        if self.num_replicas == 1:
+            return 0
+        count = 0
+        while not (result := self._runner.run(self._settle(self.plan, *self._no_samples))).empty:
+            count += 1
+            if each is not None:
+                each(result)
+        return count
+
+    def _settle(
+        self,
+        plan: Plan,
+        inputs: Any,
+        targets: Any,
+        extras: Mapping[str, Any],
+        microbatches: int | None = None,
+        *,
+        needs_loss: bool = True,
+    ) -> PreparedStep:
+        """Cut a batch, and settle with the other ranks what its units are."""
+        try:
+            prepared = None if targets is None else self._prepare(targets)
+            batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
+        except (MisfitError, UsageError) as error:
+            self._runner.refuse(plan, error)
+            raise
+        if self._no_samples is None:
+            self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
+        return self._runner.prepare(plan, batch, partial(self._model.compare, plan, inputs, targets, extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
-        batch = self._model.batch(self.plan, inputs, self._prepare(targets), extras)
-        interpreter = self._runner.interpreter_of(self.plan, batch)
-        with SavedBytes(interpreter.state, self.stages, batch) as counted:
-            result = self._runner.run(self.plan, batch, interpreter.watched(counted))
+        step = self._settle(self.plan, inputs, targets, extras)
+        with SavedBytes(step.interpreter.state, self.stages, step.batch) as counted:
+            result = self._runner.run(step, step.interpreter.watched(counted))
         return result, counted
+
+    def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+        """Do a `step`, and write down all that it makes on this rank; see `verification`."""
+        observer = self._observer(recording)
+        result = self._run_observed(observer, inputs, targets, extras)
+        observer.note_weights()
+        return result
+
+    def verify(self, reference: nn.Module, inputs: Any, targets: Any, **extras: Any) -> Comparison:
+        """Do a `step`, and compare it with the same step of a whole model in one process (collective).
+
+        Compared are the weights before the step, outputs of blocks (where `reference` is an `nn.Sequential` of the
+        blocks), gradients, loss and norm, each within what rounding does, found by running the reference in float64.
+
+        Args:
+            reference: the model in one piece, with the weights that the engine has; without dropout.
+            inputs, targets, extras: as for `step`, but of the whole batch, and on every rank.
+
+        Returns:
+            What differs on this rank, the first cause first.
+
+        Raises:
+            MisfitError: weights that the reference does not have, a batch that does not divide.
+            UsageError: a reference that draws.
+        """
+        spec = self.plan.schedule
+        whole = WholeModel(
+            reference,
+            self._exchange.names.own_of(self.stages),
+            self._loss_fn,
+            self._clip,
+            self.num_replicas * spec.microbatches,
+        )
+        whole.require_comparable()
+        alone, precise = (whole.record(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
+        recording = Recording(self.transport.rank, self.plan.mesh.coordinates(self.transport.rank))
+        observer = self._observer(recording)
+        observer.note_weights(BEFORE)
+        mine = [share_of(tree, self.replica, self.num_replicas) for tree in (inputs, targets, extras)]
+        self._run_observed(observer, *mine)
+        return compare([recording], alone, precise, self.plan, [type(o).__name__ for o in self._model.outlines])
+
+    def _observer(self, recording: Recording) -> StepObserver:
+        program, first_unit = self.plan.programs[self._model.pp_rank], self.replica * self.plan.schedule.num_units
+        return StepObserver(program, first_unit, self.stages, self.masters, self._exchange.held, recording)
+
+    def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
+        step = self._settle(self.plan, inputs, targets, extras)
+        with observer.watching():
+            result = self._runner.run(step, step.interpreter.watched(observer))
+        observer.end(result)
+        return result
 
     def saved_costs(self, counted: SavedBytes) -> Costs:
         """Return what units of each stage hold, in bytes, as counted on all ranks (collective): for `simulate`."""
@@ -290,18 +346,19 @@ class Engine(CheckpointFiles):
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Any, targets: Any, *, outputs: bool = False, **extras: Any) -> StepResult:
+    def evaluate(
+        self, inputs: Any, targets: Any, *, outputs: bool = False, microbatches: int | None = None, **extras: Any
+    ) -> StepResult:
         """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`.
 
         With `outputs`, the result's `outputs` on ranks of the last stage are what the last block gives for this
         replica's samples: one tree, whole over tp and cp, None on other ranks. Targets may then be None on all ranks:
         no loss is found, and that of the result is not a number.
         """
-        prepared = None if targets is None else self._prepare(targets)
-        batch = self._model.batch(self._evaluation_plan, inputs, prepared, extras, needs_loss=not outputs)
-        self._runner.interpreter_of(self._evaluation_plan, batch)
+        plan = self._plans.evaluation(microbatches)
+        step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not outputs)
         with self._model.evaluating(), torch.no_grad():
-            return self._runner.run(self._evaluation_plan, batch, wants_outputs=outputs)
+            return self._runner.run(step, wants_outputs=outputs)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

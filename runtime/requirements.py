@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def require_usable(blocks: object, functions: Mapping[str, object]) -> None:
         )
     if not hasattr(blocks, "__len__") or not hasattr(blocks, "__getitem__") or isinstance(blocks, str | Mapping):
         raise UsageError(f"blocks is a {type(blocks).__name__}; give a list of modules, or of functions that build one")
-    for number, block in enumerate(blocks):  # type: ignore[arg-type]
+    every: Iterable[object] = blocks  # type: ignore[assignment]
+    for number, block in enumerate(every):
         if not isinstance(block, nn.Module) and not callable(block):
             raise UsageError(
                 f"block {number} is a {type(block).__name__}; it must be a module, or a function that builds one: "
@@ -70,6 +71,13 @@ def require_long_sight(plan: Plan, blocks: Blocks) -> None:
             raise MisfitError(
                 f"{what}, but no block takes `{name}` in its forward: an attention would see only its slice"
             )
+
+
+def require_stages(plan: Plan, stages: Mapping[int, Stage]) -> None:
+    """Raise `MisfitError` where a rank's stages cannot do what the plan has them do."""
+    require_keyed_dropout(plan, stages)
+    require_blocks_to_recompute(plan, stages)
+    require_movable_activations(plan, stages)
 
 
 def require_loss_of_slices(plan: Plan, loss_fn: Callable[..., Any]) -> None:

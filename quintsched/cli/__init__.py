@@ -18,7 +18,7 @@ from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.plans import compile, show
-from quintsched.cli.runs import run
+from quintsched.cli.runs import run, verify
 from quintsched.cli.strategies.predict import predict
 from quintsched.cli.strategies.tune import tune
 from quintsched.cli.timing import compare, simulate
@@ -35,6 +35,7 @@ COMMANDS = (
     export,
     import_,
     run,
+    verify,
     predict,
     tune,
     calibrate,

@@ -1,4 +1,4 @@
-"""`quintsched run`: fill in torchrun for one machine, and hand its signals and its exit code on."""
+"""`quintsched run`, `verify`: fill in torchrun for one machine, and hand its signals and its exit code on."""
 
 from __future__ import annotations
 
@@ -33,15 +33,45 @@ def run(
 ) -> None:
     """Run a job here, with one process per rank of its mesh."""
     plan, job = plan_and_job(files)
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("running needs torch; pip install 'quintsched[runtime]'")
-    arguments = ["--config", str(job), *([str(plan)] if plan else [])]
-    for override in overrides or ():
-        arguments += ["--set", override]
+    _require_torch()
+    arguments = _job_arguments(plan, job, overrides)
     arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else []
     arguments += ["--nproc", str(nproc)] if nproc else []
     raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.local", *arguments]))
+
+
+def verify(
+    files: Annotated[list[Path], typer.Argument(metavar="[PLAN] JOB", help="A plan file, if wanted, and a job file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps are compared.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that differs, machine-readable.")] = False,
+) -> None:
+    """Run a job on its mesh and in one process, and compare them.
+
+    Some steps are run from the same weights, and the first layer that differs is named.
+
+    Compared are outputs of blocks, gradients, weights, losses, each within what rounding does in one process, found by
+    running it in float64 as well. Exit code 1 where something differs.
+    """
+    plan, job = plan_and_job(files)
+    _require_torch()
+    arguments = ["--steps", str(steps), *(["--json"] if as_json else []), *_job_arguments(plan, job, overrides)]
+    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.verify", *arguments]))
+
+
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("running needs torch; pip install 'quintsched[runtime]'")
+
+
+def _job_arguments(plan: Path | None, job: Path, overrides: Sequence[str] | None) -> list[str]:
+    arguments = ["--config", str(job), *([str(plan)] if plan else [])]
+    for override in overrides or ():
+        arguments += ["--set", override]
+    return arguments
 
 
 def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:

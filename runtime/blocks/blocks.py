@@ -132,13 +132,14 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
 def cast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Let a module compute in a type, in place, and return it; None leaves it as it is.
 
-    What loses its meaning in a short type stays as it is: all of a norm that keeps running statistics, the frequencies
-    of rotary embeddings (`inv_freq`), and complex numbers.
+    What loses its meaning in a type shorter than float32 stays as it is: all of a norm that keeps running statistics,
+    and the frequencies of rotary embeddings (`inv_freq`). Complex numbers always do.
     """
     if dtype is None:
         return module
     types = {id(tensor): kind for _, tensor, kind in typed(module, dtype)}
-    return module._apply(lambda tensor: tensor.to(types.get(id(tensor)) or tensor.dtype))
+    module._apply(lambda tensor: tensor.to(types.get(id(tensor)) or tensor.dtype))
+    return module
 
 
 def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
@@ -147,10 +148,11 @@ def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, T
     None: it keeps the one it has.
     """
     for prefix, child in module.named_modules():
-        keeps = isinstance(child, _NormBase) and child.running_mean is not None
+        is_short = dtype is not None and dtype.itemsize < 4
+        keeps = is_short and isinstance(child, _NormBase) and child.running_mean is not None
         parameters = child.named_parameters(prefix, recurse=False)
         for name, tensor in (*parameters, *child.named_buffers(prefix, recurse=False)):
-            stays = keeps or name.endswith("inv_freq") or not tensor.is_floating_point()
+            stays = keeps or (is_short and name.endswith("inv_freq")) or not tensor.is_floating_point()
             yield name, tensor, None if stays else dtype
 
 

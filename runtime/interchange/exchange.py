@@ -48,14 +48,15 @@ class Exchange:
     def _everyone(self) -> ControlGroup:
         return ControlGroup(self.groups.world)
 
-    def _held(self) -> list[HeldTensor]:
+    def held(self) -> list[HeldTensor]:
+        """Return what this rank holds of the model, when all of it has arrived."""
         self.state.weights.settle()
         return list(held_tensors(self.model.stages, self.state.masters, self.groups))
 
     @contextmanager
     def _writing(self) -> Iterator[list[HeldTensor]]:
         """A context in which this rank's tensors are written; blocks have the same numbers after it."""
-        yield self._held()
+        yield self.held()
         self.state.masters.publish(list(self.model.stages))
         self.state.weights.gather_again()
 
@@ -70,7 +71,7 @@ class Exchange:
 
     def save_dcp(self, path: str | Path, beside: Mapping[str, object]) -> None:
         """See `CheckpointFiles.save_dcp`; `beside` are values of this rank's own, by name."""
-        weights = self._weights(self._held())
+        weights = self._weights(self.held())
         save_dcp(Path(path), weights, self.steps.total, beside, self._everyone, self.groups.world.index)
 
     def load_dcp(
@@ -118,7 +119,7 @@ class Exchange:
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
         """See `CheckpointFiles.save_pretrained`."""
-        save_pretrained(Path(path), self.names, self._held(), self.model, self.groups, dtype, max_file_bytes)
+        save_pretrained(Path(path), self.names, self.held(), self.model, self.groups, dtype, max_file_bytes)
 
 
 class CheckpointFiles:

@@ -11,6 +11,7 @@ from torch import nn
 from quintsched.errors import UsageError, nearest
 
 from ..blocks.blocks import Blocks
+from ..stage.build import Stage
 from .gpt2 import gpt2_origins, is_gpt
 from .names import Origin
 
@@ -46,6 +47,11 @@ class ModelNames:
     def ours(self) -> list[str]:
         """The names of all tensors that are saved, in the order of the blocks."""
         return [f"{number}.{name}" for number, block in enumerate(self.outlines) for name in block.state_dict()]
+
+    def own_of(self, stages: Mapping[int, Stage]) -> dict[str, str]:
+        """Return what the model itself calls the weights of some stages that are trained, by our names."""
+        own = self.own or {}
+        return {name: own.get(name, name) for stage in stages.values() for name in stage.named_weights()}
 
     def is_gpt2(self, found: Collection[str] = ()) -> bool:
         """Whether names are GPT-2's: those of a built-in GPT, unless a checkpoint has ours."""

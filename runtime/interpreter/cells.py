@@ -7,7 +7,6 @@ RecvAct ──works──▶ ┌──────┐                    Fwd ─
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -20,6 +19,9 @@ from ..comm import Work
 from ..stage.forward import Outputs
 from .data_flow import activation_of
 from .recorder import Recorder
+
+_MOST_VIEWS = 64
+"""So many shapes of a buffer are remembered."""
 
 Parts = Sequence[tuple[Value, Sequence[int]]]
 """Values that together are one row of tensors, and at which places of it the tensors of each are."""
@@ -41,22 +43,40 @@ class Cell:
 
 
 class ReceiveBuffers:
-    """The receive buffers of one rank: numbered among those of a shape and type, made when they are first named."""
+    """The receive buffers of one rank: numbered within a kind, as long as the largest tensor that came into them.
+
+    A kind is what tensors of one shape and type are that share buffers; where shapes change from step to step, all
+    tensors of a kind change with them. Whatever is in a buffer is a view of its bytes, so that there are as many
+    buffers as for constant shapes.
+
+    Attributes:
+        generation: counts how often a buffer was made or has grown: who remembers a view looks at it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[TensorSpec, list[Tensor]] = defaultdict(list)
+        self._memory: dict[tuple[int, int], Tensor] = {}
+        self._views: dict[tuple[int, int], dict[TensorSpec, Tensor]] = {}
+        self.generation = 0
 
-    def of(self, spec: TensorSpec, number: int) -> Tensor:
-        """Return a buffer."""
-        buffers = self._buffers[spec]
-        while len(buffers) <= number:
-            buffers.append(spec.empty(self._device))
-        return buffers[number]
+    def of(self, kind: int, number: int, spec: TensorSpec) -> Tensor:
+        """Return a buffer as a tensor of a spec."""
+        place = kind, number
+        views = self._views.setdefault(place, {})
+        if spec not in views:
+            memory = self._memory.get(place)
+            if memory is None or memory.nbytes < spec.nbytes:
+                memory = self._memory[place] = torch.empty(spec.nbytes, dtype=torch.uint8, device=self._device)
+                views.clear()
+                self.generation += 1
+            if len(views) >= _MOST_VIEWS:
+                views.clear()
+            views[spec] = memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        return views[spec]
 
     def all(self) -> list[Tensor]:
-        """Return all buffers that there are."""
-        return [buffer for buffers in self._buffers.values() for buffer in buffers]
+        """Return all buffers that there are, each as it was asked for last."""
+        return [next(reversed(views.values())) for views in self._views.values()]
 
 
 class Waits:

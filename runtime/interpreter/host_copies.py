@@ -104,6 +104,8 @@ class HostCopies:
 
     def free(self, index: int, saved: Value, offloaded: Value) -> None:
         """Let what `leave` copies be on the host alone; the next computation waits for that."""
+        if saved not in self._kept:  # a unit without samples
+            return
         self._kept[offloaded] = self._kept.pop(saved)
         unit = self._leaving.pop(saved)
         self._link.release(unit.copy)
@@ -115,6 +117,8 @@ class HostCopies:
 
     def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
         """Begin to copy back what is still wanted."""
+        if offloaded not in self._kept:
+            return
         self._kept[fetched] = self._kept.pop(offloaded)
         memories = [memory for memory in self._away.pop(offloaded) if memory.handles]
         on_device, copy = self._link.to_device([memory.bytes for memory in memories])

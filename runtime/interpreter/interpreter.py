@@ -19,14 +19,8 @@ from quintsched.ir.instructions import Instruction
 
 from ..stage.explain import explained
 from ..stage.microbatches import Batch
-from .compute import (
-    bind_bwd,
-    bind_bwd_input,
-    bind_bwd_weight,
-    bind_fwd,
-    bind_overlap,
-    bind_recompute,
-)
+from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
+from .compute.forward import bind_fwd
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
 from .p2p import bind_receives, bind_sends
 from .rank_state import RankState
@@ -115,6 +109,8 @@ class Interpreter:
         places = sorted(self._bind(), key=lambda placed: placed[:2])
         self._places = [index for _, _, index, _ in places]
         self._calls = [call for _, _, _, call in places]
+        if recorder is not None:
+            recorder.forget_calls()
         self._recorded = self.watched(recorder) if recorder else []
 
     def _bind(self) -> list[tuple[int, int, int, Call]]:

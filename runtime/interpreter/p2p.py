@@ -9,7 +9,8 @@ often. On any other transport all keep their places in the program, in the order
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
 
 How long a buffer is needed, and a send in flight, is found in `quintsched.simulation.message_slots`: what is made and
-awaited here is what a plan's report counts. Tensors of the same shape and type share buffers, whatever they carry.
+awaited here is what a plan's report counts. Tensors of the same shape and type share buffers, whatever they carry; of
+which shape they are in a step, its units say. Units without samples are passed over on both ends.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from quintsched.ir.instructions import Message
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
+from ..stage.cargo import Cargo
+from ..steps.units import UnitShape
 from .data_flow import ProgramFlow, activation_of
-from .rank_state import MessageState
+from .rank_state import BoundReceive, MessageState
 
 AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight where the buffers of a stage stay below this together."""
@@ -86,35 +87,55 @@ def message_rule(state: MessageState) -> MessageRule:
     return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
 
 
+def outgrows(cargo: Cargo, bound: Cargo) -> bool:
+    """Whether messages are so much larger than those that receives were bound for that too many would be in flight."""
+    largest = max(bound.nbytes(), 1)
+    return largest * AHEAD < AHEAD_BYTES and cargo.nbytes() > 2 * largest
+
+
+def unit_of(value: Value) -> int:
+    """Return the unit that a value belongs to which travels."""
+    return value.number // MAX_SKIPS if value.kind in SKIPS else value.number
+
+
 def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
-    """Return the calls that post the receives, in the order in which they are issued; their buffers are made now."""
+    """Return the calls that post the receives, in the order in which they are issued."""
+    specs_of = state.cargo.specs
+    postings = plan_receives(state.flows, message_rule(state), specs_of)
+    specs = {spec for posting in postings for spec in specs_of(posting.value)}
+    kinds = {spec: number for number, spec in enumerate(sorted(specs, key=lambda spec: (-spec.nbytes, str(spec))))}
+    return [
+        (posting, _bind_receive(state, posting, [kinds[spec] for spec in specs_of(posting.value)]))
+        for posting in postings
+    ]
 
-    specs_of, bound = state.cargo.specs, []
-    for posting in plan_receives(state.flows, message_rule(state), specs_of):
-        buffers = map(state.buffers.of, specs_of(posting.value), posting.slots)
-        bound.append((posting, _bind_receive(state, posting, tuple(buffers))))
-    return bound
 
-
-def _bind_receive(state: MessageState, posting: Posting, buffers: tuple[Tensor, ...]) -> Call:
-    cell, tags = state.cells.of(posting.value), _tags(state, posting.value)
-    posts = [state.transport.receiver(b, posting.peer, tag) for b, tag in zip(buffers, tags, strict=True)]
-
+def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> Call:
+    """Return what posts a receive into its buffers, as the unit's shape has them in this step."""
+    cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
+    tags, buffers, transport = _tags(state, value), state.buffers, state.transport
     cell.receive = posting.index
-    if len(posts) > 1:
+    places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
-        def run() -> None:
-            cell.value = buffers
-            cell.works = [post() for post in posts]
+    def bind(shape: UnitShape) -> BoundReceive:
+        specs = shape.cargo.specs(value)
+        tensors = tuple([buffers.of(*place, spec) for place, spec in zip(places, specs, strict=True)])
+        posts = [transport.receiver(b, posting.peer, tag) for b, tag in zip(tensors, tags, strict=True)]
+        found = state.bound[index] = BoundReceive(shape, buffers.generation, tensors, posts)
+        return found
 
-        return run
-    (post,) = posts
+    def run() -> None:
+        shape = current.units.shapes[unit]
+        if shape is None:
+            return
+        bound = state.bound.get(index)
+        if bound is None or bound.shape is not shape or bound.generation != buffers.generation:
+            bound = bind(shape)
+        cell.value = bound.tensors
+        cell.works = [post() for post in bound.posts]
 
-    def run_one() -> None:
-        cell.value = buffers
-        cell.works = (post(),)
-
-    return run_one
+    bind(state.shape)
+    return run
 
 
 def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
@@ -149,12 +170,14 @@ def _bind_release(state: MessageState, value: Value, index: int) -> Call:
 
 
 def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
-    cell = state.cells.of(value)
+    cell, unit, current = state.cells.of(value), unit_of(value), state.current
     sends = [state.transport.sender(peer, tag) for tag in _tags(state, value)]
     state.cells.sending.append(cell)
     if len(sends) > 1:
 
         def run() -> None:
+            if unit in current.units.empty:
+                return
             tensors = tuple([tensor.contiguous() for tensor in cell.value])
             cell.value = ()
             cell.sent = [send(tensor) for send, tensor in zip(sends, tensors, strict=True)], tensors
@@ -163,6 +186,8 @@ def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
     (send,) = sends
 
     def run_one() -> None:
+        if unit in current.units.empty:
+            return
         tensor = cell.value[0].contiguous()
         cell.value = ()
         cell.sent = (send(tensor),), (tensor,)
@@ -172,9 +197,8 @@ def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
 
 def _tags(state: MessageState, value: Value) -> list[int]:
     """Return the tags of the tensors that carry a value: no other value has them."""
-    plan, lane, unit = state.flows.plan, int(value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), value.number
+    plan, lane, unit = state.flows.plan, int(value.kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), unit_of(value)
     if value.kind in SKIPS:
-        unit, skip = divmod(value.number, MAX_SKIPS)
-        lane += 2 * (1 + skip)
+        lane += 2 * (1 + value.number % MAX_SKIPS)
     number = (unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane
     return [(number * state.cargo.width + k) % MOST_TAGS for k in range(len(state.cargo.specs(value)))]

@@ -1,45 +1,50 @@
 """Binds plans to one rank when they are first run, and runs them one after the other.
 
-    plan, first batch ──▶ ranks agree on shapes ──▶ RankState ──▶ Interpreter       once per plan
-    batch             ──▶ Interpreter.run ──▶ StepResult                            every step
+    plan, batch ──▶ ranks agree on the units' shapes ──▶ RankState ──▶ Interpreter       once per plan
+                    units of this step               ──▶ Interpreter.run ──▶ StepResult   every step
 
-A training and its evaluation are two plans over the same stages, gradients and optimizers.
+A training and its evaluation are two plans over the same stages, gradients and optimizers, and so are plans for other
+numbers of microbatches. A bound program knows nothing of shapes: each step says of which its units are.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from quintsched.errors import UsageError, nearest
+from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..blocks.blocks import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
-from ..blocks.shapes import agree, announce_spec, find_shapes
-from ..blocks.trees import TreeSpec
-from ..comm import Transport
+from ..blocks.blocks import Parcel, accepted_extras
+from ..blocks.shapes import agree, trace_shapes
+from ..comm import Group, ReduceOp, Transport
+from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
-from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.forward import StageForward
-from ..stage.in_place import require_own_memory
 from ..stage.losses import require_planned_losses
+from ..stage.mean_losses import WeighedLoss
 from ..stage.microbatches import Batch
 from ..stage.outputs import OutputJoiner
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
+from ..steps.settle import StepSettler, UnitSpec
+from ..steps.units import Latest, Units, UnitShape
 from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter
+from .p2p import outgrows
 from .rank_state import (
     ComputeState,
     CurrentStep,
@@ -49,11 +54,13 @@ from .rank_state import (
     RankState,
     Saved,
     StepEndState,
-    UnitPlace,
     ZeroState,
 )
 from .recorder import Recorder
 from .tally import StepResult, Tally
+
+MOST_BOUND = 8
+"""So many bound programs are remembered: of plans, and of models that are built otherwise from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,15 @@ class StepCount:
         return self.before + self.in_run
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A batch with all that is settled before it is run."""
+
+    batch: Batch
+    units: Units
+    interpreter: Interpreter
+
+
 class PlanRunner:
     """Runs plans on one rank.
 
@@ -94,7 +110,7 @@ class PlanRunner:
         recorder: writes down when the instructions of training steps ran.
 
     Attributes:
-        interpreters: those that were bound, by the mode of their plan.
+        interpreters: those that ran last, by the mode of their plan.
         steps: how many steps the training has made.
     """
 
@@ -111,94 +127,163 @@ class PlanRunner:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder = clock, options, recorder
         self._buffers = ReceiveBuffers(transport.device)
+        self._settler = StepSettler(model, groups, transport.device, self._find_shapes)
+        self._bound = Latest[Interpreter](MOST_BOUND)
+        self._overlaps: dict[int, Overlaps] = {}
         self.interpreters: dict[str, Interpreter] = {}
         self.steps = StepCount()
         self._latest: Interpreter | None = None
         self._is_broken = False
+        self._usual_samples = 0
+        self._loss: LossFn = options.loss_fn
 
-    def interpreter_of(self, plan: Plan, batch: Batch) -> Interpreter:
-        """Return what runs a plan on batches like this one; the first time, ranks agree on shapes (collective)."""
+    def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
+        """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
+        self._settler.refuse(error)
         if plan.mode not in self.interpreters:
-            self.interpreters[plan.mode] = self._bind(plan, batch)
-        return self.interpreters[plan.mode]
+            first_said(str(error), self._groups.world)
 
-    def run(
-        self, plan: Plan, batch: Batch, calls: list[Call] | None = None, *, wants_outputs: bool = False
-    ) -> StepResult:
-        """Run a plan on a batch; `calls` take the place of its bound calls.
+    def prepare(self, plan: Plan, batch: Batch, compare: Callable[[], None] = lambda: None) -> PreparedStep:
+        """Settle a step with the other ranks; the first one of a mode, and of a plan, is collective over all of them.
+
+        `compare` raises `MisfitError` where ranks are not given the same.
+
+        Raises:
+            UsageError: an extra that no block takes.
+            MisfitError: blocks that cannot take the batch, or ranks that disagree.
+        """
+        is_first = plan.mode not in self.interpreters
+        if is_first:
+            units = self._settle_first(plan, batch, compare)
+        else:
+            units = self._settler.settle(plan, batch)
+            compare()
+        return PreparedStep(batch, units, self._interpreter_of(plan, units))
+
+    def _settle_first(self, plan: Plan, batch: Batch, compare: Callable[[], None]) -> Units:
+        """Settle the first step of a mode; what one rank cannot do, all refuse in the same words."""
+        model, world, problem = self._model, self._groups.world, None
+        try:
+            units = self._settler.settle(plan, batch)
+            _require_takers(batch.extras[0], model.outlines)
+        except (MisfitError, UsageError) as error:
+            problem = error
+        said = first_said("" if problem is None else str(problem), world)
+        if said:
+            raise problem or MisfitError(said)
+        compare()
+        shape = self._settler.any_shape()
+        spec, shapes = shape.spec, shape.parcels
+        given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
+        agree("the inputs and extras of a step", given, self._alike, self._transport.device)
+        agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike, self._transport.device)
+        if not self._usual_samples:
+            self._usual_samples = self._most(max(map(len, units.samples), default=0))
+            self._loss = WeighedLoss(self._loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
+        if plan.mode == "train":
+            require_planned_losses(plan.layout, model.cuts, shapes)
+        count, extras = plan.schedule.slices, dict(spec.extras)
+        first = FirstUnits(spec.inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
+        model.prover.prove(first, model.outlines, shapes, world)
+        return units
+
+    def _most(self, number: int) -> int:
+        """Return the largest number of any rank."""
+        largest = torch.tensor([number], device=self._transport.device)
+        self._groups.world.all_reduce(largest, ReduceOp.MAX).wait()
+        return int(largest.item())
+
+    @property
+    def _alike(self) -> Group:
+        """The ranks that are given the same batch, or what they hold of one."""
+        return self._groups.model if self._groups.experts.size == 1 else self._groups.pipeline
+
+    def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
+        """Return what every block leaves for the next, of a unit; raises `MisfitError`."""
+        return trace_shapes(self._model.outlines, spec.inputs, dict(spec.extras), self._model.options.dtype)
+
+    def run(self, step: PreparedStep, calls: list[Call] | None = None, *, wants_outputs: bool = False) -> StepResult:
+        """Run what was prepared; `calls` take the place of the bound calls.
 
         Where somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
 
         Raises:
             UsageError: an earlier step failed half-way.
-            MisfitError: inputs of another shape than those that the plan was bound for.
+            MisfitError: no replica has samples.
         """
-        interpreter = self.interpreter_of(plan, batch)
+        interpreter, state = step.interpreter, step.interpreter.state
         if self._is_broken:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
-        state = interpreter.state
-        if batch.inputs:
-            state.compute.place.require_input(batch)
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
-        self._latest, self._is_broken = interpreter, True
-        state.current.number, state.current.outputs = self.steps.total, {} if wants_outputs else None
-        with self._model.masks.guarding(self._transport.device):
-            interpreter.run(batch, self.steps.in_run, calls)
-        self._settle(state.compute.overlaps)
-        self._is_broken = False
+            self._latest.state.messages.bound.clear()
         if state.flows.trains:
-            self.steps.in_run += 1
+            for stage in self._model.stages.values():
+                stage.require_known_weights()
+        self._latest, self._is_broken = interpreter, True
+        state.current.number, state.current.units = self.steps.total, step.units
+        state.current.outputs = {} if wants_outputs else None
+        self._state.gradients.reducer.follow(state.flows.program)
+        shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
+        with self._model.masks.guarding(self._transport.device), shared:
+            interpreter.run(step.batch, self.steps.in_run, calls)
+        self._settle_overlaps(state.compute.overlaps)
+        self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
-        outputs = self._join_outputs(state, batch) if wants_outputs else None
-        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped, outputs)
+        if state.flows.trains and not outcome.empty:
+            self.steps.in_run += 1
+            if self.steps.in_run == 1:
+                drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
+                self._settler.draws = self._most(drawn) > 0
+        outputs = self._join_outputs(step) if wants_outputs else None
+        names = tuple(self._options.metrics)
+        return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
 
-    def _join_outputs(self, state: RankState, batch: Batch) -> Any:
-        outputs, state.current.outputs = state.current.outputs, None
-        join = OutputJoiner(self._model, self._groups)
-        return join(outputs or {}, state.compute.place.inputs, batch.extras[0])
+    def _join_outputs(self, step: PreparedStep) -> Any:
+        current = step.interpreter.state.current
+        outputs, current.outputs = current.outputs or {}, None
+        shape = next((step.units.shapes[unit] for unit in outputs), None)
+        if shape is None:
+            return None
+        return OutputJoiner(self._model, self._groups)(outputs, shape.spec.inputs, dict(shape.spec.extras))
 
-    def _settle(self, overlaps: Overlaps) -> None:
+    def _settle_overlaps(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
         noted = overlaps.end_step()
         if noted is not None:
             agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
             overlaps.settle(self._groups.holders)
 
-    def _bind(self, plan: Plan, batch: Batch) -> Interpreter:
+    def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:
+        """Return what runs a plan on such units, bound anew where their messages are much larger than ever before."""
+        shapes = list(dict.fromkeys(shape for shape in units.shapes if shape is not None))
+        shape = max(shapes, key=lambda shape: shape.cargo.nbytes(), default=None)
+        if shape is None:
+            shape = self._settler.any_shape()
+        if any(other.structure != shape.structure for other in shapes):
+            raise MisfitError(
+                f"what blocks give is built otherwise for one microbatch than for another: {shapes[0].structure} and "
+                f"{shapes[-1].structure}; give as many samples as the microbatches divide"
+            )
+        key = id(plan), shape.structure
+        found = self._bound.get(key, lambda: self._bind(plan, shape))
+        if outgrows(shape.cargo, found.state.messages.cargo):
+            self._bound.forget(key)
+            found = self._bound.get(key, lambda: self._bind(plan, shape))
+        self.interpreters[plan.mode] = found
+        return found
+
+    def _bind(self, plan: Plan, shape: UnitShape) -> Interpreter:
         flows = ProgramFlow(plan, self._transport.rank)
-        inputs, parcels = self._agree_on_shapes(plan, batch)
-        recorder = self._recorder if flows.trains else None
-        return Interpreter(self._rank_state(flows, inputs, parcels), recorder)
+        recorder = self._recorder if plan is self._model.plan else None
+        return Interpreter(self._rank_state(flows, shape), recorder)
 
-    def _agree_on_shapes(self, plan: Plan, batch: Batch) -> tuple[TreeSpec, list[Parcel]]:
-        """Return a unit of inputs, and what every block leaves for the next; the same on all ranks."""
-        device, source = self._transport.device, plan.layout.rank_of(plan.routes[0].stages[0])
-        mine = batch.input_spec() if self._model.pp_rank == source else None
-        inputs = announce_spec(mine, source, self._groups.pipeline, device)
-        model = self._model
-        extras = {name: TreeSpec.of(extra) for name, extra in batch.extras[0].items()}
-        _require_takers(extras, model.outlines)
-        if any(map(takes_targets, model.outlines)):
-            last = plan.layout.rank_of(plan.routes[0].stages[-1])
-            mine = TreeSpec.of(batch.targets[0]) if model.pp_rank == last else None
-            extras[TARGETS] = announce_spec(mine, last, self._groups.pipeline, device)
-        shapes = find_shapes(model.outlines, inputs, extras, model.options.dtype, self._groups.world, device)
-        if plan.mode == "train":
-            require_planned_losses(plan.layout, model.cuts, shapes)
-        blocks = list(map(on_meta, model.outlines))
-        require_planned_skips(plan, model.cuts, shapes, blocks)
-        require_own_memory(model.cuts, shapes, blocks)
-        travelling, count = model.tensor.travelling(shapes), plan.schedule.slices
-        units = FirstUnits(inputs, extras, batch.inputs[:count], batch.targets[:count], batch.extras[:count])
-        model.prover.prove(units, model.outlines, shapes, self._groups.world)
-        return inputs, travelling
-
-    def _rank_state(self, flows: ProgramFlow, inputs: TreeSpec, of_blocks: list[Parcel]) -> RankState:
+    def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
-        cargo = Cargo(flows.plan, model.cuts, of_blocks)
+        tokens = model.tensor.tokens
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
+        gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
         tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device, room)
         cells, saved = Cells(waits), dict[Value, Saved]()
@@ -208,10 +293,12 @@ class PlanRunner:
             cells=cells,
             clock=self._clock,
             tally=tally,
-            forwards=self._forwards(flows, cargo, inputs, current),
-            cargo=cargo,
-            place=self._place(inputs),
-            loss_fn=options.loss_fn,
+            forwards=self._forwards(flows, shape, current),
+            shape=shape,
+            token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
+            usual_samples=self._usual_samples,
+            device=self._transport.device,
+            loss_fn=self._loss,
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
@@ -224,7 +311,7 @@ class PlanRunner:
                 saved,
             ),
             saved=saved,
-            overlaps=Overlaps(self._groups.sides, self._transport.device),
+            overlaps=self._overlaps_of(flows.plan),
         )
         step_end = StepEndState(
             waits=waits,
@@ -235,40 +322,35 @@ class PlanRunner:
             steppers=self._state.steppers,
             clip=options.clip,
         )
-        messages = MessageState(flows, cells, cargo, self._transport, options.max_sends, self._buffers)
+        messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
-    def _forwards(
-        self, flows: ProgramFlow, cargo: Cargo, inputs: TreeSpec, current: CurrentStep
-    ) -> dict[int, StageForward]:
+    def _overlaps_of(self, plan: Plan) -> Overlaps:
+        """Return how computations of a plan overlap, which is settled once however often it is bound."""
+        if id(plan) not in self._overlaps:
+            self._overlaps[id(plan)] = Overlaps(self._groups.sides, self._transport.device)
+        return self._overlaps[id(plan)]
+
+    def _forwards(self, flows: ProgramFlow, shape: UnitShape, current: CurrentStep) -> dict[int, StageForward]:
         model, layout = self._model, flows.plan.layout
         return {
             number: StageForward(
                 {int(block): module for block, module in stage.blocks.items()},
                 model.cuts[number].start,
-                cargo.of_stage(number),
+                shape.cargo.of_stage(number),
                 masks=model.masks,
-                inputs=inputs,
+                inputs=shape.spec.inputs,
                 input_tree=lambda: current.batch.input_tree,
                 skips=flows.plan.skips,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,
                 sliced=model.tensor.tokens.group_of,
+                beside=model.synced,
             )
             for number, stage in model.stages.items()
         }
-
-    def _place(self, inputs: TreeSpec) -> UnitPlace:
-        model, tokens = self._model, self._model.tensor.tokens
-        return UnitPlace(
-            inputs=inputs,
-            replica=model.replica,
-            context=model.sequences.context_of(inputs.samples),
-            token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
-            device=self._transport.device,
-        )
 
 
 def _require_takers(extras: Collection[str], blocks: Sequence[nn.Module]) -> None:

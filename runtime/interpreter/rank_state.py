@@ -11,26 +11,22 @@ Values go from one instruction to another through `Cells`; `CurrentStep` is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
-from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.ir.values import Value
 
 from ..autograd.deferred_weight_grads import Products, WeightQueue
 from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
-from ..blocks.trees import TreeSpec
-from ..comm import Group, Transport
+from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
 from ..optim.gathered import Stepper
-from ..parallel.context.context import Context
 from ..parallel.dropout import Unit
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
@@ -38,6 +34,7 @@ from ..stage.microbatches import NOTHING, Batch
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
+from ..steps.units import NO_UNITS, Units, UnitShape
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
 from .data_flow import ProgramFlow
@@ -76,62 +73,25 @@ class Saved(NamedTuple):
 
 @dataclass
 class CurrentStep:
-    """The batch that is run; `number` says how many steps the training has made, over all its runs.
+    """The batch that is run and its units; `number` says how many steps the training has made, over all its runs.
 
     `outputs` collects what the last block gives for each unit, where somebody wants to know.
     """
 
     batch: Batch = NOTHING
+    units: Units = NO_UNITS
     number: int = 0
     outputs: dict[int, Any] | None = None
-
-
-@dataclass(frozen=True)
-class UnitPlace:
-    """Where units are in the batch, and what of a sequence a stage is given.
-
-    Attributes:
-        inputs: one unit of inputs, as the ranks agreed on it.
-        replica: which of the replicas that divide the batch this rank belongs to.
-        context: what blocks are given where sequences are cut over cp; None where they are not.
-        token_shards: per stage, over how many ranks of tp the tokens that it is given are sharded.
-        device: where the rank computes.
-    """
-
-    inputs: TreeSpec
-    replica: int
-    context: Context | None
-    token_shards: Mapping[int, int]
-    device: torch.device
-
-    def unit_of(self, schedule: ScheduleSpec, number: int, step: int) -> Unit:
-        """Return which samples of a step's batch a unit has, and the positions of its tokens."""
-        shape = self.inputs.samples.shape
-        microbatch, part = divmod(number, schedule.slices)
-        first = (self.replica * schedule.microbatches + microbatch) * shape[0]
-        positions = None
-        if self.context is not None:
-            positions = self.context.positions
-        elif schedule.slices > 1:
-            positions = torch.arange(part * shape[1], (part + 1) * shape[1], device=self.device)
-        return Unit(step, range(first, first + shape[0]), positions)
-
-    def require_input(self, batch: Batch) -> None:
-        """Raise `MisfitError` unless units of inputs have the shape that the ranks agreed on."""
-        found = batch.input_spec()
-        if found.tensors != self.inputs.tensors or not found.tree.is_built_as(self.inputs.tree):
-            raise MisfitError(
-                f"a microbatch of inputs is {found}; the first step's was {self.inputs}, and "
-                "buffers are made once: pad the batch, and give padded samples no loss weight"
-            )
 
 
 @dataclass(frozen=True)
 class ComputeState:
     """What forwards and backwards touch.
 
-    `cargo` says what travels between stages, for one unit; `queues` collect the weight gradients that wait,
-    per stage whose backwards are split. `saved`, `pending` and `stores` are what lasts from one computation to another.
+    `shape` is that of the units that the program was bound for; `token_shards` says per stage over how many ranks of tp
+    the tokens that it is given are sharded; `queues` collect the weight gradients that wait, per stage whose backwards
+    are split; a microbatch of `usual_samples` weighs 1 where its loss comes without a weight. `saved`, `pending` and
+    `stores` are what lasts from one computation to another.
     """
 
     flows: ProgramFlow
@@ -140,8 +100,10 @@ class ComputeState:
     clock: Clock
     tally: Tally
     forwards: Mapping[int, StageForward]
-    cargo: Cargo
-    place: UnitPlace
+    shape: UnitShape
+    token_shards: Mapping[int, int]
+    usual_samples: int
+    device: torch.device
     loss_fn: LossFn
     metrics: Mapping[str, MetricFn]
     gradients: Gradients
@@ -152,28 +114,55 @@ class ComputeState:
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
 
+    @property
+    def cargo(self) -> Cargo:
+        """What travels, of the units that the program was bound for."""
+        return self.shape.cargo
+
+
+class BoundReceive(NamedTuple):
+    """What posts a receive into its buffers, for units of a shape, as long as no buffer grows."""
+
+    shape: UnitShape
+    generation: int
+    tensors: Outputs
+    posts: Sequence[Callable[[], Work]]
+
 
 @dataclass(frozen=True)
 class MessageState:
     """What sends and receives touch; `max_sends` is how many of a channel may be in flight, None: any number.
 
-    All plans that the rank runs have the same `buffers`: they run one after the other.
+    `shape` is that of the units that it was bound for. All plans that the rank runs have the same `buffers`: they run
+    one after the other.
     """
 
     flows: ProgramFlow
+    current: CurrentStep
     cells: Cells
-    cargo: Cargo
+    shape: UnitShape
     transport: Transport
     max_sends: int | None
     buffers: ReceiveBuffers
+    bound: dict[int, BoundReceive] = field(default_factory=dict)
+    """The receives that are bound, by their places in the program."""
+
+    @property
+    def cargo(self) -> Cargo:
+        """What travels, of the units that the program was bound for."""
+        return self.shape.cargo
 
 
 @dataclass
 class GradOutcome:
-    """What became of a step's gradient: its global norm, and whether the step is skipped since it is not finite."""
+    """What became of a step's gradient: its global norm, and whether the step is skipped since it is not finite.
+
+    `empty` says that it is skipped since there were no samples.
+    """
 
     norm: Tensor | None = None
     skipped: bool = False
+    empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +207,8 @@ class RankState:
         self.current.batch = batch
         self.compute.tally.begin()
         self.compute.host.begin()
-        self.step_end.outcome.norm, self.step_end.outcome.skipped = None, False
+        outcome = self.step_end.outcome
+        outcome.norm, outcome.skipped, outcome.empty = None, False, False
         if self.flows.trains:
             self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 

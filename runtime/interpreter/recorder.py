@@ -24,6 +24,7 @@ from quintsched.ir.instructions import Recv
 from quintsched.plan import Plan
 from quintsched.trace.trace_json import RankTrace, digest_of
 
+from ..comm import Transport
 from ..comm.device import is_accelerator
 from .clock import EventClock, HostClock, Stamp, TraceClock
 
@@ -59,6 +60,15 @@ class Recorder:
         self._waits: list[tuple[int, Stamp, Stamp]] = []
         self._wrapped: set[int] = set()
         self._recorded: list[_Step] = []
+
+    @classmethod
+    def of(cls, plan: Plan, transport: Transport, steps: Collection[int] | None) -> Recorder | None:
+        """Return the recorder of a rank; None where no steps are asked for."""
+        return None if steps is None else cls(plan, transport.rank, transport.device, steps)
+
+    def forget_calls(self) -> None:
+        """Prepare for the calls of a program that is bound anew."""
+        self._wrapped.clear()
 
     def wrap(self, index: int, call: Call) -> Call:
         """Return `call` so that it is recorded as instruction `index`.

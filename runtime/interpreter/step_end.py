@@ -52,6 +52,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         found = outcome.norm = figures[0].sqrt_()
         length, suspects = figures.tolist()
         outcome.skipped = not math.isfinite(length)
+        outcome.empty = outcome.skipped and tally.figures.is_empty()
         if suspects and not outcome.skipped:
             absent.find()
         if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:

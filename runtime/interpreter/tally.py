@@ -30,7 +30,10 @@ Column = list[tuple[int, Tensor | float]]
 
 @dataclass(frozen=True)
 class Figures:
-    """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64."""
+    """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
+
+    Its last number says how many units were computed on last stages, over all ranks.
+    """
 
     table: Tensor
     num_rows: int
@@ -42,8 +45,13 @@ class Figures:
         self.work.wait()
         end = self.num_rows * self.num_units
         found: Tensor = self.table[:end].view(self.num_rows, self.num_units).sum(1)
-        found[0] += self.table[end:].sum()
+        found[0] += self.table[end:-1].sum()
         return found
+
+    def is_empty(self) -> bool:
+        """Whether no rank had any samples, once they are known."""
+        self.work.wait()
+        return not self.table[-1].item()
 
 
 class Tally:
@@ -61,7 +69,8 @@ class Tally:
         self, num_metrics: int, num_units: int, num_pieces: int, device: torch.device, room: Room | None = None
     ) -> None:
         self._device, self._num_rows, self.num_units = device, 2 + num_metrics, num_units
-        self._size = (self._num_rows + num_pieces) * num_units
+        self._size = (self._num_rows + num_pieces) * num_units + 1
+        self._num_computed = 0
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *self.metrics, self.auxiliary = self._columns
         self._nothing = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
@@ -74,14 +83,20 @@ class Tally:
         """Start a step, whose figures nobody knows yet."""
         self.figures = self._read(self._nothing, DoneWork())
 
-    def add_loss(self, unit: int, found: object) -> Tensor:
-        """Collect what a loss function gave for a unit, and return its loss; raises `MisfitError` if that is none."""
-        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
+    def add_loss(self, unit: int, found: object, share: float = 1.0) -> Tensor:
+        """Collect what a loss function gave for a unit, and return its loss times its weight.
+
+        `share` is what a loss weighs that comes without a weight. Raises `MisfitError` for what is no loss.
+        """
+        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(loss, Tensor) or loss.dim():
             named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise MisfitError(
                 f"the loss function must give a tensor of no dimensions, or (sum, weight); it gave {named}"
             )
+        if weight is None:
+            loss, weight = loss * share if share != 1 else loss, share
+        self._num_computed += 1
         self.losses.append((unit, loss.detach()))
         self.weights.append((unit, weight.detach() if isinstance(weight, Tensor) else weight))
         return loss
@@ -103,6 +118,8 @@ class Tally:
         for row, column in enumerate(self._columns):
             _fill(table[row * self.num_units :], column, self._places_of)
             column.clear()
+        if self._num_computed:
+            table[-1], self._num_computed = self._num_computed, 0
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
@@ -125,14 +142,15 @@ class StepResult:
     """What a step gives on every rank. Reading a figure waits until it is reduced over the ranks.
 
     `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
-    says that it was not finite, so that no rank stepped its optimizer. `outputs` are those of an evaluation that was
-    asked for them, on the ranks of the last stage.
+    says that it was not finite, so that no rank stepped its optimizer; `empty`, that no replica had samples.
+    `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage.
     """
 
     _figures: Figures
     _metrics: Sequence[str]
     grad_norm: Tensor | None = None
     skipped: bool = False
+    empty: bool = False
     outputs: Any = None
 
     @property

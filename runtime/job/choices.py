@@ -44,6 +44,10 @@ ZeroSplit = Literal["auto", "element", "parameter"]
 """What of parameters ZeRO gives to replicas: equal segments, whole parameters, or these where an optimizer needs it."""
 
 
+BufferChoice = Literal["merge", "sync", "first", "refuse"]
+"""What becomes of buffers that a forward changes, where there are replicas: see `stage.buffers`."""
+
+
 class TensorSplit(Enum):
     """What tensor parallelism does to a layer."""
 

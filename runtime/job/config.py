@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, create_model, model
 from quintsched.errors import UsageError
 from quintsched.request import CompileRequest, Entry, entries
 
-from .choices import ContextMethod, Precision, Proofs, StrictRules, TransportName, ZeroSplit
+from .choices import BufferChoice, ContextMethod, Precision, Proofs, StrictRules, TransportName, ZeroSplit
 from .settings import Settings
 from .tensor_rules import read_rule
 
@@ -155,6 +155,9 @@ class ParallelConfig(PlanSettings):
     zero_split: ZeroSplit = "auto"
     """What of parameters ZeRO gives to replicas: equal segments ("element"), or whole ones ("parameter"); "auto": these
     for optimizers that work on whole parameters."""
+    buffers: BufferChoice = "merge"
+    """What replicas do about buffers that a forward changes: "merge" running statistics, so that they are those of one
+    process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     balance: Literal["estimated", "measured"] = "estimated"

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    return worker.main([*rest, *more]) if in_process else _launch(num_ranks, [*rest, *more])
+    given = [*rest, *more]
+    return worker.main(given) if in_process else start_ranks(num_ranks, "quintsched.runtime", given)
 
 
 def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool, list[str]]:
@@ -69,7 +70,8 @@ def _measure_first(job: JobConfig) -> None:
     subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
 
 
-def _launch(num_ranks: int, arguments: Sequence[str]) -> int:
+def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
+    """Run a module on so many ranks, a process each; return the exit code of the rank that failed first, or 0."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -87,7 +89,7 @@ def _launch(num_ranks: int, arguments: Sequence[str]) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "quintsched.runtime", *arguments)
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else DIED

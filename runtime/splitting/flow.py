@@ -152,20 +152,21 @@ def is_unknown(leaf: Any) -> bool:
     return is_number(leaf) and bool(leaf.isnan().any())
 
 
-def capture(frame: Frame, inputs: Mapping[str, Any], device: torch.device) -> tuple[Flow, Any]:
-    """Return what one run of a model's forward calls, and what it gives; raises `MisfitError` where no layer is."""
-    walk = _Capture(frame, device)
-    output = walk.run(inputs)
+def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
+    """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer."""
+    walk = _Capture(frame, model, torch.device("cpu"))
+    walk.run(inputs)
     if not walk.flow.calls:
         raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
-    return walk.flow, output
+    return walk.flow
 
 
 class _Capture(Walk):
     """Notes what is called; all weights and hidden states are unknown."""
 
-    def __init__(self, frame: Frame, device: torch.device) -> None:
+    def __init__(self, frame: Frame, model: nn.Module, device: torch.device) -> None:
         super().__init__(frame, device)
+        self._model = model
         self.flow = Flow()
         self._hidden: Tensor | None = None
 
@@ -190,23 +191,37 @@ class _Capture(Walk):
         return made.rebuilt(self._hidden, (args, kwargs))
 
     def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
-        """Run a layer on the meta device for the form of what it gives."""
-        leaves, spec = tree_flatten((args, kwargs))
-        metas = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        places = {id(meta): place for meta, place in zip(metas, given, strict=True) if isinstance(meta, Tensor)}
-        meta_args, meta_kwargs = tree_unflatten(metas, spec)
+        """Run a layer for the form of what it gives: on the meta device, or if it looks at its numbers, as it is."""
+        name = self.frame.name_of(layer)
         self.inside = True
         try:
-            with torch.no_grad():
-                result = layer(*meta_args, **meta_kwargs)
+            made, tensors = self._run_layer(layer, (args, kwargs), "meta")
+        except Exception as error:
+            own = self._model.get_submodule(name)
+            if any(p.is_meta for p in own.parameters()):
+                raise MisfitError(
+                    f"{name!r} does not run on torch's meta device, and has no weights yet: {error}"
+                ) from error
+            made, tensors = self._run_layer(own, (args, kwargs), "cpu")
         finally:
             self.inside = False
-        made, form = tree_flatten(result)
-        first = next((leaf for leaf in made if is_number(leaf)), None)
+        places = {id(tensor): place for tensor, place in zip(tensors, given, strict=True) if isinstance(tensor, Tensor)}
+        leaves, form = tree_flatten(made)
+        first = next((leaf for leaf in leaves if is_number(leaf)), None)
         if first is None:
-            raise MisfitError(f"{self.frame.name_of(layer)!r} gives no tensor of floating point")
-        marks: list[str | Mark | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in made]
-        return Result(form, tuple(marks), tuple(made))
+            raise MisfitError(f"{name!r} gives no tensor of floating point")
+        marks: list[str | Mark | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
+        return Result(
+            form, tuple(marks), tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        )
+
+    def _run_layer(self, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
+        """Return what a layer gives, and what it was given: tensors of some device, without anything unknown."""
+        leaves, spec = tree_flatten(call)
+        given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(given, spec)
+        with torch.no_grad():
+            return layer(*args, **kwargs), given
 
     def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self.flow.beside[self.calls]

@@ -2,6 +2,8 @@
 
 model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
       ─▶ blocks, ties taken apart ─▶ proved: the chain of the blocks gives what the model gives
+
+A model of which no example is given is traced, if it can be (`traced`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from quintsched.errors import UsageError
@@ -26,6 +27,7 @@ from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal
 from .structure import find_layers, named_layers
 from .ties import untie
+from .traced import segments
 
 NOT_INPUTS = frozenset(
     {*TARGET_NAMES, "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
@@ -91,12 +93,12 @@ def split(
     """Cut a whole model into blocks: what comes before its layers, each layer, and what comes behind.
 
     Args:
-        model: an `nn.Sequential`, a model of transformers, or any module whose forward calls a list of layers one
-            after the other.
+        model: an `nn.Sequential`, a model of transformers, one whose forward can be traced (timm's, for example), or
+            any module whose forward calls a list of layers one after the other.
         blocks: the names of the modules that are blocks, in the order in which they are called, patterns among them
             (["embed", "layers.*", "norm", "head"]); None: the entries of its lists of modules.
         example: small inputs of two samples or more: what the forward is called with, a tensor or a mapping by name.
-            Models of transformers need none.
+            Models of transformers need none, and models that can be traced are so without any.
         prove: whether the model and the chain of its blocks run once on these inputs, to be compared.
 
     Raises:
@@ -105,6 +107,10 @@ def split(
     """
     if isinstance(model, nn.Sequential) and blocks is None:
         return _sequential(model)
+    if blocks is None and example is None and not transformers.is_one(model):
+        parts = segments(model)
+        if parts is not None:
+            return _traced(model, parts)
     layers = find_layers(model) if blocks is None else named_layers(model, blocks)
     inputs = _example(model, example)
     origin, names = _origin(model, layers, inputs)
@@ -115,9 +121,11 @@ def split(
         for name in block.state_dict()
     }
     tied = untie(made)
+    is_known = transformers.is_one(model)
     if prove:
         require_equal(model, made, inputs, origin.select)
-    is_known = transformers.is_one(model)
+    if prove and is_known and example is None:
+        require_equal(model, made, transformers.example(model, longer=True), origin.select)
     return Split(
         made,
         tied=tied,
@@ -137,6 +145,16 @@ def _sequential(model: nn.Sequential) -> Split:
     return Split(made, tied=untie(made), own_names=own_names)
 
 
+def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
+    """Return segments, whose weights have the names that they have in the model."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(tensor), name)
+    saved = [(k, name, t) for k, part in enumerate(parts) for name, t in part.state_dict(keep_vars=True).items()]
+    own_names = {f"{number}.{name}": first[id(tensor)] for number, name, tensor in saved}
+    return Split(parts, tied=untie(parts), own_names=own_names, config=getattr(model, "pretrained_cfg", None))
+
+
 def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return small inputs of a model by name."""
     names = _inputs(model)
@@ -145,7 +163,7 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> di
     if example is not None:
         return dict(example)
     if transformers.is_one(model):
-        return dict(transformers.example(model, torch.Generator().manual_seed(0)))
+        return transformers.example(model)
     raise UsageError(
         f"give an example of what {type(model).__name__}'s forward is called with: split(model, example=inputs), two "
         "samples are enough"
@@ -168,8 +186,7 @@ def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) 
     frame = Frame(model, layers)
     select = transformers.select if transformers.is_one(model) else _first
     settings = transformers.settings(model) if transformers.is_one(model) else {}
-    device = torch.device("cpu")
-    flow, _ = capture(frame, {**inputs, **settings}, device)
+    flow = capture(frame, model, {**inputs, **settings})
     spans = _spans(flow)
     flow.riders = find_riders(frame, flow, spans, {**inputs, **settings}, select)
     names = _inputs(model)

@@ -24,6 +24,7 @@ from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
+from ..parallel.synced_norm import take_over_synced
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.shard import shard_of
 from .balance import partition
@@ -44,10 +45,24 @@ class Stage(nn.Module):
         self.index = index
         self.partial = partial
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
+        self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight"."""
-        return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if p.requires_grad}
+        """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight".
+
+        These are all that were not frozen when the stage was made; some may be since.
+        """
+        return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if name not in self._frozen}
+
+    def require_known_weights(self) -> None:
+        """Raise `MisfitError` for a parameter that is to be trained and was frozen when the stage was made."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise MisfitError(
+                    f"{name.removeprefix('blocks.')} is to be trained, but was frozen when the engine was made, so "
+                    "that no replica sums its gradient and no optimizer knows it; make the engine while all that is "
+                    "ever trained has requires_grad=True, and freeze it then: parameter.requires_grad_(False)"
+                )
 
 
 def cut(costs: Sequence[float], layout: Layout) -> list[range]:
@@ -118,6 +133,7 @@ def build_stages(
             if layout.twins(stage) in groups.sharing:
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
+        take_over_synced(module)
         choice = prover.choose(number, module)
         apply_expert_parallel(module, groups.experts, groups.context)
         cut = tensor.apply(number, module, choice)

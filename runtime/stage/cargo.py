@@ -34,7 +34,8 @@ class Cargo:
     def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
         self._skips = [name for name, _ in plan.layout.skips]
         self._holders = {name: frozenset(stages) for name, stages in plan.skips.items()}
-        self._parcels = list(parcels)
+        self._parcels, self._cuts = list(parcels), cuts
+        self._outputs: dict[int, Parcel] = {}
         for blocks in cuts[:-1]:
             _require_known(blocks.stop - 1, parcels[blocks.stop - 1].output.tree)
         self._left = [_without(parcels[blocks.stop - 1], plan.skips) for blocks in cuts]
@@ -45,6 +46,16 @@ class Cargo:
     def width(self) -> int:
         """The most tensors of a value."""
         return max(len(parcel.specs) for parcel in self._left)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the largest value that goes from stage to stage."""
+        return max(sum(spec.nbytes for spec in parcel.specs) for parcel in self._left)
+
+    def outputs_of(self, stage: int) -> Parcel:
+        """Return what leaves the last block of a stage, with all that rides along and that the stage has to do with."""
+        if stage not in self._outputs:
+            self._outputs[stage] = self.of_stage(stage)[self._cuts[stage].stop - 1]
+        return self._outputs[stage]
 
     def of_stage(self, stage: int) -> list[Parcel]:
         """Return what every block leaves for the next as far as a stage has to do with it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError
 
@@ -132,6 +133,7 @@ class StageForward:
         around: number, block → the block with what runs before and behind it.
         masks: what the blocks draw by.
         sliced: number → the ranks over which the tokens are sliced that a block is given, if they are.
+        beside: a mode that the blocks run in.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class StageForward:
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
         sliced: Callable[[int], Group | None] = lambda _: None,
+        beside: TorchFunctionMode | None = None,
     ) -> None:
         numbers = list(blocks)
         self.arriving = parcels[start - 1] if start else Parcel(inputs)
@@ -157,7 +160,7 @@ class StageForward:
         self.blocks = dict(blocks)
         """Its blocks, by their numbers."""
         self.takes_targets = any(map(takes_targets, blocks.values()))
-        self.draws = StageDraws(masks, blocks, sliced)
+        self.draws = StageDraws(masks, blocks, sliced, beside)
         """What the blocks draw; where they do, they are given their unit (see `UNIT`)."""
         self._final: Whole | None = None
 
@@ -233,9 +236,3 @@ def apart(made: Tensor, taken: Outputs) -> Tensor:
         if tensor is not None and begin <= place < begin + tensor.nbytes:
             return made.clone()
     return made
-
-
-def gradient_of(given: Tensor, taken: Outputs) -> Tensor:
-    """Return the gradient of a stage's input: zeros where the outputs do not depend on it; in no memory of `taken`."""
-    gradient = given.grad
-    return torch.zeros_like(given) if gradient is None else apart(gradient, taken)

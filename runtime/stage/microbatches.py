@@ -1,10 +1,11 @@
 """Cutting what a replica gets of a batch into units: microbatches, or their slices along the sequence.
 
 (samples, sequence, …) ──▶ this rank's chunks of the sequence, where the mesh has cp
-                       ──▶ microbatches, equal numbers of samples ──▶ slices, equal stretches of the sequence
+                       ──▶ microbatches, as even as can be ──▶ slices, equal stretches of the sequence
 
 Inputs, targets and extras may be trees (see `blocks.trees`): their tensors are cut, all else goes to every unit as it
-is. A tensor of one row, or of no dimensions, belongs to all samples: every unit gets it whole.
+is. A tensor of one row where there are more samples, or of no dimensions, belongs to all of them: every unit gets it
+whole. Of fewer samples than microbatches, the last microbatches have none.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.plan import Plan
 
-from ..blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, require_known
+from ..blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, map_tensors, require_known
 from ..parallel.context.context import WHOLE, SequenceShard
 from .forward import Extras
 
@@ -33,21 +33,60 @@ class Batch:
         inputs: the tensors of each unit's inputs, in order.
         targets: each unit's targets, built as they were given.
         extras: each unit's extras.
+        microbatches: how many there are; a plan of more has no samples for the rest.
         input_tree: how inputs are built.
+        num_samples: how many samples there are; None where nothing says so that the rank is given.
     """
 
     inputs: Sequence[Tensors]
     targets: Sequence[Any]
     extras: Sequence[Extras]
+    microbatches: int
     input_tree: Tree = PLAIN
+    num_samples: int | None = None
 
-    def input_spec(self) -> TreeSpec:
-        """Return the spec of the first unit of inputs."""
-        return TreeSpec(self.input_tree, tuple(map(TensorSpec.of, self.inputs[0])))
+    def input_spec(self, unit: int = 0) -> TreeSpec:
+        """Return the spec of a unit of inputs."""
+        return TreeSpec(self.input_tree, tuple(map(TensorSpec.of, self.inputs[unit])))
+
+    def target_spec(self, unit: int = 0) -> TreeSpec:
+        """Return the spec of a unit of targets."""
+        return TreeSpec.of(self.targets[unit])
+
+    def extra_specs(self, unit: int = 0) -> tuple[tuple[str, TreeSpec], ...]:
+        """Return the specs of a unit of extras, by name."""
+        return tuple([(name, TreeSpec.of(extra)) for name, extra in sorted(self.extras[unit].items())])
 
 
-NOTHING = Batch((), (), ())
+NOTHING = Batch((), (), (), 0)
 """What a rank keeps of a batch when its step is over."""
+
+
+Sizes = tuple[int, ...]
+"""How many samples each microbatch has."""
+
+
+def sizes_of(samples: int, count: int, planned: int) -> Sizes:
+    """Return how samples are cut into `count` microbatches: as evenly as can be, larger ones first.
+
+    The others of a plan's have none.
+    """
+    each, rest = divmod(samples, count)
+    return tuple([each + (number < rest) for number in range(count)] + [0] * (planned - count))
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a batch is cut: samples into microbatches of some sizes, each of these into slices."""
+
+    samples: int | None
+    sizes: Sizes
+    slices: int
+
+    @property
+    def num_units(self) -> int:
+        """How many units there are."""
+        return len(self.sizes) * self.slices
 
 
 class BatchCutter:
@@ -60,6 +99,7 @@ class BatchCutter:
         targets: whether it needs targets.
         rank: its global rank, for error messages.
         shard: what of each sequence it gets.
+        replicas: how many replicas divide the batch; where there is one, it needs samples.
     """
 
     def __init__(
@@ -71,104 +111,149 @@ class BatchCutter:
         targets: bool,
         rank: int,
         shard: SequenceShard,
+        replicas: int = 1,
     ) -> None:
-        self._shard = shard
+        self._shard, self._replicas = shard, replicas
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
 
     def __call__(
-        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], *, needs_loss: bool = True
+        self,
+        plan: Plan,
+        inputs: Any,
+        targets: Any,
+        extras: Mapping[str, Any],
+        microbatches: int | None = None,
+        *,
+        needs_loss: bool = True,
     ) -> Batch:
-        """Return the units of a batch as the plan's schedule has them; unless it `needs_loss`, targets may be None.
+        """Return the units of a batch as the plan's schedule has them, or with fewer microbatches.
+
+        Unless it `needs_loss`, targets may be None.
 
         Raises:
             UsageError: something that the rank needs is not given.
-            MisfitError: samples or sequence cannot be cut evenly.
+            MisfitError: samples or sequence that cannot be cut.
         """
-        spec = plan.schedule
-        length = _length(inputs) if self._needs_inputs and inputs is not None else None
-        tree, rows = self._rows(spec, "inputs", inputs) if self._needs_inputs else (PLAIN, ())
-        of_extras = {name: self._extra_units(spec, name, extra, length) for name, extra in extras.items()}
+        spec, count = plan.schedule, microbatches or plan.schedule.microbatches
+        needed = {
+            **({"inputs": inputs} if self._needs_inputs else {}),
+            **({"targets": targets} if self._needs_targets and (needs_loss or targets is not None) else {}),
+        }
+        samples = self._num_samples(needed, extras)
+        into = Division(samples, sizes_of(samples or 0, min(count, spec.microbatches), spec.microbatches), spec.slices)
+        length = _length(inputs) if self._needs_inputs else None
+        tree, rows = self._rows(into, "inputs", inputs) if self._needs_inputs else (PLAIN, ())
+        of_extras = {name: self._extra_units(into, name, extra, length) for name, extra in extras.items()}
         units = range(spec.num_units)
         return Batch(
             inputs=rows,
-            targets=self._targets(spec, targets, needs_loss) if self._needs_targets else (),
+            targets=self._targets(into, targets) if self._needs_targets else (),
             extras=[{name: cut[unit] for name, cut in of_extras.items()} for unit in units]
             if of_extras
             else [{}] * len(units),
+            microbatches=count,
             input_tree=tree,
+            num_samples=samples,
         )
 
-    def _targets(self, spec: ScheduleSpec, targets: Any, are_needed: bool) -> Sequence[Any]:
-        if targets is None and not are_needed:
-            return [None] * spec.num_units
+    def _num_samples(self, needed: Mapping[str, Any], extras: Mapping[str, Any]) -> int | None:
+        """Return how many samples the rank is given; None where nothing says so."""
+        for name, given in needed.items():
+            if given is None:
+                raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
+        for name, given in needed.items():
+            if name == "targets" and not flatten(given)[1]:
+                continue
+            samples = _most_rows(given)
+            if samples is None or (samples == 0 and self._replicas == 1):
+                shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
+                raise MisfitError(f"{name} {shape}cannot be cut into microbatches: there are no samples")
+            return samples
+        samples = _most_rows(list(extras.values()))
+        return None if samples == 1 else samples  # what has one row may be for all samples alike
+
+    def _targets(self, into: Division, targets: Any) -> Sequence[Any]:
+        if targets is None:
+            return [None] * into.num_units
         if isinstance(targets, Tensor):
-            return self._units(spec, "targets", targets)
-        tree, rows = self._rows(spec, "targets", targets)
+            return self._units(into, "targets", targets)
+        tree, rows = self._rows(into, "targets", targets)
         return [tree.build(row) for row in rows]
 
-    def _rows(self, spec: ScheduleSpec, name: str, given: Any) -> tuple[Tree, Sequence[Tensors]]:
+    def _rows(self, into: Division, name: str, given: Any) -> tuple[Tree, Sequence[Tensors]]:
         """Return how a tree is built, and the tensors of each of its units."""
-        if given is None:
-            raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
         tree, tensors = flatten(given)
         if tree.is_tensor:
-            return tree, [(unit,) for unit in self._units(spec, name, given)]
+            return tree, [(unit,) for unit in self._units(into, name, given)]
         require_known(name, tree)
         _require_as_many_samples(name, tree, tensors)
         length = _length(given)
         cuts = [
-            self._tree_units(spec, f"{name}{path}", tensor, length)
+            self._tree_units(into, f"{name}{path}", tensor, length)
             for path, tensor in zip(tree.paths, tensors, strict=True)
         ]
-        return tree, list(zip(*cuts, strict=True)) if cuts else [()] * spec.num_units
+        return tree, list(zip(*cuts, strict=True)) if cuts else [()] * into.num_units
 
-    def _extra_units(self, spec: ScheduleSpec, name: str, extra: Any, length: int | None) -> Sequence[Any]:
+    def _extra_units(self, into: Division, name: str, extra: Any, length: int | None) -> Sequence[Any]:
         if isinstance(extra, Tensor):
-            return self._tree_units(spec, name, extra, length)
+            return self._tree_units(into, name, extra, length)
         tree, tensors = flatten(extra)
         require_known(name, tree)
         _require_as_many_samples(name, tree, tensors)
         if not tensors:
-            return [extra] * spec.num_units
-        cuts = [self._tree_units(spec, name + path, t, length) for path, t in zip(tree.paths, tensors, strict=True)]
+            return [extra] * into.num_units
+        cuts = [self._tree_units(into, name + path, t, length) for path, t in zip(tree.paths, tensors, strict=True)]
         return [tree.build(row) for row in zip(*cuts, strict=True)]
 
-    def _tree_units(self, spec: ScheduleSpec, name: str, tensor: Tensor, length: int | None) -> Sequence[Tensor]:
+    def _tree_units(self, into: Division, name: str, tensor: Tensor, length: int | None) -> Sequence[Tensor]:
         """One number per sample goes to every slice; all else runs along the sequence, as the inputs do."""
-        cuts = spec.slices * self._shard.size
+        cuts = into.slices * self._shard.size
         if cuts == 1 or tensor.dim() > 1:
             if cuts > 1 and length is not None and tensor.shape[1] != length:
                 raise MisfitError(
                     f"{name} of shape {tuple(tensor.shape)} does not run along the sequence of {length}, and cannot be "
                     "cut along it"
                 )
-            return self._units(spec, name, tensor)
-        return [unit for unit in self._microbatches(spec.microbatches, name, tensor) for _ in range(spec.slices)]
+            return self._units(into, name, tensor)
+        return [unit for unit in self._microbatches(into, name, tensor) for _ in range(into.slices)]
 
-    def _units(self, spec: ScheduleSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        microbatches = self._microbatches(spec.microbatches, name, tensor, self._shard)
-        if spec.slices == 1:
+    def _units(self, into: Division, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        microbatches = self._microbatches(into, name, tensor, self._shard)
+        if into.slices == 1:
             return microbatches
         first = microbatches[0]
-        if first.dim() < 2 or first.shape[1] % spec.slices:
-            raise MisfitError(f"{name} of shape {tuple(first.shape)} cannot be cut into {spec.slices} equal slices")
-        return [unit for whole in microbatches for unit in whole.split(first.shape[1] // spec.slices, 1)]
+        if first.dim() < 2 or first.shape[1] % into.slices:
+            raise MisfitError(f"{name} of shape {tuple(first.shape)} cannot be cut into {into.slices} equal slices")
+        return [unit for whole in microbatches for unit in whole.split(first.shape[1] // into.slices, 1)]
 
-    def _microbatches(self, count: int, name: str, tensor: Tensor, shard: SequenceShard = WHOLE) -> Sequence[Tensor]:
+    def _microbatches(
+        self, into: Division, name: str, tensor: Tensor, shard: SequenceShard = WHOLE
+    ) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise MisfitError(f"{name} is a tensor of layout {tensor.layout}, which cannot be cut; give a dense one")
-        is_input = name.startswith("inputs")
-        dtype = self._dtype if is_input and tensor.is_floating_point() else None
-        is_for_all = name not in ("inputs", "targets") and (tensor.dim() == 0 or (tensor.shape[0] == 1 < count))
-        if not is_for_all and (tensor.dim() == 0 or tensor.shape[0] % count or not tensor.shape[0]):
-            raise MisfitError(f"{name} of shape {tuple(tensor.shape)} cannot be cut into {count} equal microbatches")
+        dtype = self._dtype if name.startswith("inputs") and tensor.is_floating_point() else None
+        rows = tensor.shape[0] if tensor.dim() else None
+        may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)
+        is_for_all = may_be_for_all and rows != into.samples
+        if not is_for_all and (rows is None or rows != into.samples):
+            raise MisfitError(
+                f"{name} of shape {tuple(tensor.shape)} cannot be cut into microbatches: "
+                + (f"there are {into.samples} samples" if tensor.dim() else "it has no samples")
+            )
         mine = shard.cut(name, tensor) if tensor.dim() else tensor
         moved: Tensor = mine.to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
-        if is_for_all:
-            return [moved] * count
-        units: Sequence[Tensor] = moved.split(tensor.shape[0] // count)
-        return units
+        return [moved] * len(into.sizes) if is_for_all else moved.split(list(into.sizes))
+
+
+def without_samples(tree: Any) -> Any:
+    """Return a tree like this one, of no samples."""
+    return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor, tree)
+
+
+def _most_rows(tree: Any) -> int | None:
+    """Return how many rows the tensor of a tree has that has most; None where no tensor has any dimension."""
+    return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
 
 
 def _length(inputs: Any) -> int | None:

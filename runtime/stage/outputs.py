@@ -32,13 +32,13 @@ class OutputJoiner:
     def __init__(self, model: RankModel, groups: MeshGroups) -> None:
         self._model, self._tensor, self._context = model, groups.tensor, groups.context
 
-    def __call__(self, outputs: Mapping[int, Any], inputs: TreeSpec, extras: Mapping[str, Any]) -> Any:
+    def __call__(self, outputs: Mapping[int, Any], inputs: TreeSpec, extras: Mapping[str, TreeSpec]) -> Any:
         """Return the outputs of all units as one tree (collective over tp and cp); None where this rank has none.
 
         Args:
             outputs: what the last block gave for each unit.
             inputs: the spec of a unit of inputs.
-            extras: those of a unit.
+            extras: those of its extras.
 
         Raises `MisfitError` where they cannot be joined.
         """
@@ -51,12 +51,13 @@ class OutputJoiner:
         joined = [_join(path, parts) for path, parts in zip(tree.paths, zip(*rows, strict=True), strict=True)]
         return tree.build(self._gathered(joined, inputs, extras))
 
-    def _gathered(self, tensors: Sequence[Tensor], inputs: TreeSpec, extras: Mapping[str, Any]) -> Sequence[Tensor]:
+    def _gathered(
+        self, tensors: Sequence[Tensor], inputs: TreeSpec, extras: Mapping[str, TreeSpec]
+    ) -> Sequence[Tensor]:
         cp, cuts_logits = self._context.size, self._model.tensor.cuts_logits
         if cp == 1 and not cuts_logits:
             return tensors
-        of_extras = {name: TreeSpec.of(extra) for name, extra in extras.items()}
-        specs = self._specs(inputs, of_extras)
+        specs = self._specs(inputs, extras)
         if cuts_logits:
             tensors = [
                 all_gather(tensor, self._tensor, -1) if _is_part(tensor, spec, self._tensor) else tensor
@@ -64,7 +65,7 @@ class OutputJoiner:
             ]
         if cp == 1:
             return tensors
-        longer = self._specs(_longer(inputs, cp), {name: _longer(spec, cp) for name, spec in of_extras.items()})
+        longer = self._specs(_longer(inputs, cp), {name: _longer(spec, cp) for name, spec in extras.items()})
         dims = [_sequence_of(spec, whole, cp) for spec, whole in zip(specs, longer, strict=True)]
         return [
             tensor if dim is None else whole_sequences(tensor, self._context, dim)

@@ -10,28 +10,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
-from quintsched.ir.instructions import BwdInput
+from quintsched.errors import MisfitError
+from quintsched.ir.instructions import BwdInput, Overlap
+from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
-from ..blocks.blocks import Blocks, outlines
+from ..blocks.blocks import Blocks, on_meta, outlines
+from ..blocks.dtensor import is_sharded
 from ..comm import Transport
-from ..job.choices import ContextMethod, Proofs
+from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
+from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
-from ..parallel.tensor.rules import Rules
+from ..parallel.tensor.rules import Rules, is_built_in
+from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
-from .microbatches import Batch, BatchCutter
+from .microbatches import BatchCutter
 from .same_data import SameData
 from .tied_weights import TiedWeights
 
@@ -45,6 +52,7 @@ class ModelOptions:
     context: ContextMethod = "ring"
     rules: Rules = field(default_factory=dict)
     prove: Proofs = "foreign"
+    buffers: BufferChoice = "merge"
     sequence_parallel: bool = False
     cut_logits: bool = False
     """Whether loss and metrics can do with logits that are cut over the vocabulary."""
@@ -71,6 +79,8 @@ class RankModel:
         prover: proves that blocks give the same numbers cut as whole.
         stages: this rank's.
         batches: cuts a batch into units.
+        synced: lets batch norms share their statistics over the replicas; None: they do not.
+        buffers: keeps what forwards change the same on all replicas.
         same_data: compares what ranks of one replica are given.
         queues: where the weight gradients of split backwards wait, per stage that has such.
         deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
@@ -134,6 +144,7 @@ class RankModel:
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
+        self.synced, self.buffers = self._share_buffers()
         self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
         self.batches = BatchCutter(
             device,
@@ -142,6 +153,7 @@ class RankModel:
             targets=self.needs_targets,
             rank=self._transport.rank,
             shard=self.sequences.shard,
+            replicas=self.num_replicas,
         )
 
     def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:
@@ -152,17 +164,24 @@ class RankModel:
         total = sum(p.numel() for stage in split for p in self.stages[stage].named_weights().values())
         return queues, waiting / total if total else None
 
-    def batch(
-        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], *, needs_loss: bool = True
-    ) -> Batch:
-        """Return what this rank is given, cut into units; in the first steps ranks of a replica compare it.
+    def _share_buffers(self) -> tuple[SyncedNorms | None, SharedBuffers]:
+        """Return what lets batch norms share statistics over the replicas, if they do, and what shares buffers."""
+        groups, choice = self._groups, synced_choice(self.options.buffers, self.outlines)
+        synced = None
+        if choice == "sync" and groups.replicas.size > 1 and has_batch_norms(self.outlines):
+            if len(self.plan.columns.rows_where(Overlap)):
+                raise MisfitError(
+                    f"{self.plan.schedule.name} lets a forward and a backward overlap, in which batch norms cannot "
+                    "share their statistics; compile the plan without overlap, or with buffers='merge'"
+                )
+            synced = SyncedNorms(self._transport.make_group(self.plan.mesh.groups(*REPLICA_AXES)))
+        shared = SharedBuffers(choice, self.stages, self.plan, groups.replicas, self.tensor.tokens.inside)
+        return synced, shared
 
-        Unless it `needs_loss`, targets may be None.
-        """
-        batch = self.batches(plan, inputs, targets, extras, needs_loss=needs_loss)
+    def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:
+        """In the first steps, raise `MisfitError` where ranks of a replica are not given the same (collective)."""
         needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
         self.same_data.require(plan.mode, needed, extras)
-        return batch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -186,6 +205,19 @@ class RankModel:
         """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
         lasts = {route.stages[-1] for route in self.plan.routes}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
+
+    @cached_property
+    def may_draw(self) -> bool:
+        """Whether blocks draw by the numbers of samples in the whole batch: dropouts do, and those not built in may."""
+        modules = (module for block in self.outlines for module in on_meta(block).modules())
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+        return drops or not all(is_built_in(on_meta(block)) for block in self.outlines)
+
+    @cached_property
+    def computes_empty_units(self) -> bool:
+        """Whether units without samples are computed too, since ranks of several replicas meet within a forward."""
+        meet = self._groups.experts.size > 1 or self.synced is not None
+        return meet or any(is_sharded(stage) for stage in self.stages.values())
 
     @property
     def num_replicas(self) -> int:

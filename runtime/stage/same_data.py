@@ -98,6 +98,6 @@ def fingerprint(tree: Any) -> int:
     return int.from_bytes(digest.digest(), "big") >> 2
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

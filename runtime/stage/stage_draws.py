@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..comm import Group
 from ..parallel.draws.mode import KeyedDraws
@@ -35,6 +36,8 @@ Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
 UNIT = "the unit"
 """Under this key a unit's extras say which one it is (a `dropout.Unit`), where blocks draw; blocks never see it."""
 
+_NOTHING = nullcontext()
+
 _logger = logging.getLogger("quintsched.runtime")
 
 
@@ -45,9 +48,17 @@ class StageDraws:
         masks: what the rank draws by.
         blocks: by number.
         sliced: block number → the ranks over which the tokens are sliced that it is given, if they are.
+        beside: another mode that the blocks always run in, and are not compiled for.
     """
 
-    def __init__(self, masks: Masks, blocks: Mapping[int, nn.Module], sliced: Callable[[int], Group | None]) -> None:
+    def __init__(
+        self,
+        masks: Masks,
+        blocks: Mapping[int, nn.Module],
+        sliced: Callable[[int], Group | None],
+        beside: TorchFunctionMode | None = None,
+    ) -> None:
+        self._beside = beside
         self._masks, self._blocks, self._sliced = masks, blocks, sliced
         self._drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         self._mode = None if all(map(is_built_in, blocks.values())) else self._watch()
@@ -63,20 +74,30 @@ class StageDraws:
         """Whether blocks draw, or may."""
         return self._drops or self._mode is not None or self._alarms != self._masks.alarms
 
+    @property
+    def have_drawn(self) -> bool:
+        """Whether blocks have drawn so far, or drop out."""
+        modules = (module for block in self._blocks.values() for module in block.modules())
+        drops = any(isinstance(module, KeyedDropout) and module.p > 0 for module in modules)
+        return drops or (self._mode is not None and self._mode.has_drawn)
+
     def keyed(self, run: Run, compiled: Run | None) -> Run:
         """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""
 
+        fast = run if compiled is None or self._beside is not None else compiled
+
         def keyed(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
             unit: Unit | None = extras.get(UNIT)
-            if unit is None:
-                return (compiled or run)(given, extras)
-            self._settle(unit)
-            extras = {name: extra for name, extra in extras.items() if name != UNIT}
-            with self._masks.of(unit):
-                if self._mode is None:
-                    return (compiled or run)(given, extras)
-                with self._mode:
-                    return run(given, extras)
+            with self._beside or _NOTHING:
+                if unit is None:
+                    return fast(given, extras)
+                self._settle(unit)
+                extras = {name: extra for name, extra in extras.items() if name != UNIT}
+                with self._masks.of(unit):
+                    if self._mode is None:
+                        return fast(given, extras)
+                    with self._mode:
+                        return run(given, extras)
 
         return keyed
 
@@ -84,6 +105,8 @@ class StageDraws:
     def again(self, unit: Unit | None) -> Iterator[None]:
         """A context for the backward of a unit, which may run parts of the forward again."""
         with ExitStack() as entered:
+            if self._beside is not None:
+                entered.enter_context(self._beside)
             if unit is not None:
                 entered.enter_context(self._masks.again(unit))
             if unit is not None and self._mode is not None:

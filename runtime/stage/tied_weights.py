@@ -65,7 +65,10 @@ class TiedWeights:
         for name in across:
             if any(isinstance(parameter, DTensor) for parameter in self._copies[name]):
                 raise MisfitError(f"tied weight {name!r} is a DTensor; stages tie weights that PyTorch has not sharded")
-        self.parameters = {parameter for name in across for parameter in self._copies[name]}
+        for name, here in self._copies.items():
+            if len({parameter.requires_grad for parameter in here}) > 1:
+                _refuse_half_frozen(name, names[name])
+        self.parameters = {parameter for name in across for parameter in self._copies[name] if parameter.requires_grad}
         self._uncounted = {
             parameter
             for name, held in across.items()
@@ -76,8 +79,8 @@ class TiedWeights:
             self._start_alike(name, held, groups)
 
     def copies(self, name: str) -> list[nn.Parameter]:
-        """Return this rank's copies."""
-        return self._copies[name]
+        """Return this rank's copies; none of a weight that is frozen, and has no gradients to add up."""
+        return [parameter for parameter in self._copies[name] if parameter in self.parameters]
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts a parameter in the global norm: of the copies of a tied one, the first does."""
@@ -94,13 +97,16 @@ class TiedWeights:
             other.copy_(here[0])
         sharing = groups.sharing.get(home)
         if sharing is not None:
-            sizes = torch.tensor(here[0].shape, dtype=torch.int64, device=here[0].device)
+            alike = [int(here[0].requires_grad), *here[0].shape]
+            sizes = torch.tensor(alike, dtype=torch.int64, device=here[0].device)
             firsts = sizes.clone()
             sharing.group.broadcast(firsts, sharing.first).wait()
-            if not torch.equal(sizes, firsts):
+            if not torch.equal(sizes[1:], firsts[1:]):
                 raise MisfitError(
-                    f"tied weight {name!r}: {tuple(here[0].shape)} here, {tuple(firsts.tolist())} elsewhere"
+                    f"tied weight {name!r}: {tuple(here[0].shape)} here, {tuple(firsts[1:].tolist())} elsewhere"
                 )
+            if sizes[0] != firsts[0]:
+                _refuse_half_frozen(name, self.names[name])
             start = here[0].detach().clone()
             sharing.group.broadcast(start, sharing.first).wait()
             for parameter in here:
@@ -111,16 +117,20 @@ def _join(weights: Sequence[str], stages: Mapping[int, Stage]) -> Iterator[nn.Pa
     """Let the weights that lie on one stage be one parameter, and yield it; stages in rising order."""
     for stage in sorted(stages):
         here = [weight for weight in weights if weight.partition(".")[0] in stages[stage].blocks]
-        named = stages[stage].named_weights()  # a weight that was joined goes by the name that comes first in the stage
+        named = {
+            name.removeprefix("blocks."): p for name, p in stages[stage].named_parameters()
+        }  # a weight that was joined goes by the name that comes first in the stage
         for weight in here:
             if weight not in named:
-                raise MisfitError(f"tied weight {weight!r}: its block has no trained weight of that name")
+                raise MisfitError(f"tied weight {weight!r}: its block has no weight of that name")
         for other in here[1:]:
             first, second = named[here[0]], named[other]
             if first.shape != second.shape:
                 raise MisfitError(
                     f"tied weights {here[0]!r} and {other!r}: {tuple(first.shape)} and {tuple(second.shape)} do not fit"
                 )
+            if first.requires_grad != second.requires_grad:
+                _refuse_half_frozen(here[0], [here[0], other])
             if len({weight in stages[stage].partial for weight in (first, second)}) > 1:
                 raise MisfitError(
                     f"tied weights {here[0]!r} and {other!r} lie on stage {stage}, and sequence parallelism gives but "
@@ -164,6 +174,13 @@ def stages_of(weights: Sequence[str], cuts: Sequence[range]) -> tuple[int, ...]:
 def _block(weight: str) -> int:
     number = weight.partition(".")[0]
     return int(number) if number.isdecimal() else -1
+
+
+def _refuse_half_frozen(name: str, weights: Sequence[str]) -> NoReturn:
+    raise MisfitError(
+        f"tied weight {name!r} ({', '.join(weights)}) is trained in one block and frozen in another; freeze it in all "
+        "of them, or in none"
+    )
 
 
 def _refuse(homes: Mapping[str, tuple[int, ...]], planned: Mapping[str, tuple[int, ...]]) -> NoReturn:

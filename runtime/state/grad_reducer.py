@@ -12,9 +12,11 @@ follows (division, norm, scaling) is done to each rank's shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
+
+from quintsched.ir.instructions import AllReduceBucket, Instruction, ReduceScatterBucket
 
 from ..comm import Group, Work
 from ..stage.tied_weights import TiedWeights
@@ -29,7 +31,6 @@ class GradReducer:
     Args:
         buckets: all gradients of this rank's stages.
         sums: what has to be whole before a bucket is reduced.
-        reductions: the plan's buckets that the program reduces, in its order, each as often as it does.
         tied: weights that several stages hold.
         in_turn: whether a bucket is launched at its place in the program, and never before.
     """
@@ -38,18 +39,27 @@ class GradReducer:
         self,
         buckets: GradBuckets,
         sums: GradSums,
-        reductions: Iterable[PlanBucket],
         tied: TiedWeights,
         *,
         in_turn: bool,
     ) -> None:
         self._buckets, self._sums, self._tied, self._in_turn = buckets, sums, tied, in_turn
-        self._order = [b for found in reductions for b in buckets.of_plan.get(found, ()) if not b.comes_summed]
+        self._order: list[GradBucket] = []
+        self._program: Sequence[Instruction] | None = None
         self._num_launched = 0
         self._under_way: list[tuple[GradBucket, Work]] = []
         self.reshards = any(bucket.reshards for bucket in buckets)
         """Whether full gradients are resident only from a backward to their reduction."""
         self._passengers: Callable[[], Tensor] | None = None
+
+    def follow(self, program: Sequence[Instruction]) -> None:
+        """Take over the order of a program's reductions, each as often as it makes it, before its step begins."""
+        if program is self._program:
+            return
+        self._program, of_plan = program, self._buckets.of_plan
+        reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
+        buckets = (bucket for i in reductions for bucket in of_plan.get(PlanBucket(i.stage, i.bucket), ()))
+        self._order = [bucket for bucket in buckets if not bucket.comes_summed]
 
     def begin(self, passengers: Callable[[], Tensor] | None = None) -> None:
         """See to it that backwards bring new gradients, whatever was done to the parameters between steps.

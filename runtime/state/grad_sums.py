@@ -56,7 +56,7 @@ class GradSums:
         else:
             homes = [self._buckets.home[parameter] for parameter in self._tied.copies(params)]
             buckets = [bucket for bucket, _ in homes]
-            copies = [[view for _, view in homes]]
+            copies = [[view for _, view in homes]] if homes else []
         for bucket in buckets:
             bucket.fill()
         self._under_way += _begin_sums(copies, sharing)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.ir.instructions import AllReduceBucket, Instruction, ReduceScatterBucket
+from quintsched.ir.instructions import AllReduceBucket, Instruction
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import local_of
@@ -76,7 +76,7 @@ class TrainingState:
         self._stats = MemoryStats()
         self.weights, self._whole = ShardedWeights(), builds.whole
         buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
-        self.gradients = self._make_gradients(plan, pp_rank, buckets)
+        self.gradients = self._make_gradients(plan, buckets)
         self.steppers = builds.bind(self.masters)
         self.zero_split = self._describe_split(builds.why)
         self.read_bytes()  # what was resident while weights were cut into shards does not belong to the training
@@ -138,14 +138,12 @@ class TrainingState:
         self._stats.add(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in weights))
         self._stats.add(MemoryKind.GRADIENTS, sum(bucket.flat.nbytes for bucket in buckets))
 
-    def _make_gradients(self, plan: Plan, pp_rank: int, buckets: GradBuckets) -> Gradients:
-        program, sharded = plan.programs[pp_rank], self._zero.shards_optimizer
-        reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
+    def _make_gradients(self, plan: Plan, buckets: GradBuckets) -> Gradients:
+        sharded = self._zero.shards_optimizer
         sums = GradSums(buckets, self._groups, self._tied, sharded=sharded)
         reducer = GradReducer(
             buckets,
             sums,
-            [PlanBucket(i.stage, i.bucket) for i in reductions],
             self._tied,
             in_turn=self._zero.shards_weights,
         )

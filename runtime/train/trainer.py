@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -36,6 +37,7 @@ from ..job.choices import Precision
 from ..job.config import JobConfig
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
+from ..verification.recording import Recording
 from .losses import correct_sum, cross_entropy_sum
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
@@ -103,6 +105,7 @@ class Trainer:
             context=job.parallel.context,
             rules=job.parallel.rules,
             prove=job.parallel.prove,
+            buffers=job.parallel.buffers,
             sequence_parallel=job.parallel.sequence_parallel,
             tied=tied,
             compiled=job.runtime.compile,
@@ -179,6 +182,16 @@ class Trainer:
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
         return self.progress.history
+
+    def record(self, steps: int) -> Recording:
+        """Train at most so many steps from the start, and return what each of them makes on this rank."""
+        self._load_pretrained()
+        recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
+        for indices in islice(self._train_batches.batches(0), steps):
+            self._set_learning_rate()
+            self.engine.record_step(recording, *self._samples(self._train_split, indices))
+            self.progress.step += 1
+        return recording
 
     def _load_pretrained(self) -> None:
         """Start from the weights that the job names, if it does; say which of the model's they do not have."""

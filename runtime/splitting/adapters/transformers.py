@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 
 from quintsched.errors import UsageError
 
-LENGTH, SAMPLES = 8, 2
-"""Of the inputs that a model is tried with."""
+LENGTH, SAMPLES, IMAGE, SOUND = 8, 2, 64, 2000
+"""Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
 
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 """What of a model's output its last block returns: the first that there is."""
@@ -35,27 +36,38 @@ def settings(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if hasattr(config, "use_cache") and not config.is_encoder_decoder else {}
 
 
-def example(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return small random inputs of a model, by name; raises `UsageError` where its kind is not known."""
-    config, name = model.config, model.main_input_name
-    dtype = model.dtype
-    text = config.get_text_config()
+def example(model: Any, *, longer: bool = False) -> dict[str, Tensor]:
+    """Return small random inputs of a model, by name; raises `UsageError` where its kind is not known.
+
+    `longer` ones are of other sizes where sizes are free, and padded where the model takes a mask.
+    """
+    generator = torch.Generator().manual_seed(int(longer))
+    config, name, samples = model.config, model.main_input_name, SAMPLES + longer
+    text, length = config.get_text_config(), LENGTH + 5 * longer
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def ids(tokens: int) -> Tensor:
+        return torch.randint(min(3, text.vocab_size - 1), text.vocab_size, (samples, tokens), generator=generator)
+
     if name == "input_ids":
-        ids = torch.randint(3, text.vocab_size, (SAMPLES, LENGTH), generator=generator)
-        inputs = {name: ids}
+        inputs = {name: ids(length)}
     elif name == "pixel_values":
-        size = config.image_size
+        size = getattr(config, "image_size", IMAGE)
         height, width = size if isinstance(size, tuple | list) else (size, size)
-        inputs = {name: torch.randn(SAMPLES, config.num_channels, height, width, generator=generator, dtype=dtype)}
-    elif name == "input_features":
-        length = 2 * getattr(config, "max_source_positions", LENGTH)
-        inputs = {name: torch.randn(SAMPLES, config.num_mel_bins, length, generator=generator, dtype=dtype)}
+        inputs = {name: torch.randn(samples, config.num_channels, height, width, generator=generator, dtype=dtype)}
+    elif name == "input_features" and hasattr(config, "max_source_positions"):
+        shape = (samples, config.num_mel_bins, 2 * config.max_source_positions)
+        inputs = {name: torch.randn(shape, generator=generator, dtype=dtype)}
+    elif name == "input_values":
+        inputs = {name: torch.randn(samples, SOUND + 400 * longer, generator=generator, dtype=dtype)}
     else:
         raise UsageError(
             f"{type(model).__name__} takes {name!r}; give it an example of its inputs: split(model, example={{…}})"
         )
     if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = torch.randint(3, text.vocab_size, (SAMPLES, LENGTH), generator=generator)
+        inputs["decoder_input_ids"] = ids(length - 2)
+    if longer and name == "input_ids" and "attention_mask" in signature(model.forward).parameters:
+        inputs["attention_mask"] = (torch.arange(length) < torch.arange(length, length - samples, -1)[:, None]).long()
     return inputs
 
 

@@ -430,7 +430,7 @@ def test_a_proof_leaves_generators_and_statistics_alone() -> None:
         engine = Engine(plan, [Noisy], loss, sgd, transport=transport, dtype=torch.float64)
         batch = engine._model.batches(plan, X, Y, {})
         state = torch.get_rng_state()
-        engine._runner.interpreter_of(plan, batch)
+        engine._runner.prepare(plan, batch)
         engine.everyone.barrier()
         assert torch.equal(torch.get_rng_state(), state)
         return engine.stages[0].get_buffer("blocks.0.counted.running_mean"), torch.tensor(0)

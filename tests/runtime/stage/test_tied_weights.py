@@ -55,7 +55,7 @@ def test_weights_that_are_not_there_or_differ_in_shape_are_refused() -> None:
     blocks = [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)]
     for names, words in [
         (("0.weight", "7.weight"), "names begin with the number of a block"),
-        (("0.weight", "1.scale"), "no trained weight of that name"),
+        (("0.weight", "1.scale"), "no weight of that name"),
         (("0.weight", "1.weight"), r"\(4, 4\) and \(2, 4\)"),
     ]:
         with pytest.raises(qs.MisfitError, match=words):

@@ -1,19 +1,16 @@
-"""What a rank computes: forwards, recomputations, and backwards, whole or in halves.
+"""Forwards: a stage runs on a unit, and leaves its output for the next one, or the loss for the tally.
 
-    Fwd        input ──▶ output, or loss          saved: where the backward starts
-    Bwd        ∂output ──▶ ∂input, ∂weights
-    BwdInput   ∂output ──▶ ∂input                 pending: the weight gradients' products, not yet computed
-    BwdWeight  products ──▶ ∂weights
-    Overlap    a Fwd and a Bwd, each while the other waits for what it exchanges inside its stage
+    batch, cells ──▶ given, extras ──▶ the stage ──▶ outputs ──▶ cells: the next stage, of this rank or another
+                                                            └──▶ loss, metrics: the tally
 
-Each function here binds one instruction: everything that can be known beforehand is worked out once.
+Each function here binds one instruction: everything that can be known beforehand is worked out once. What a unit's
+shape decides is looked up in each step; a unit without samples is passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,25 +21,40 @@ from quintsched.errors import MisfitError
 from quintsched.ir import instructions as ins
 from quintsched.ir.values import Kind, Value
 
-from ..autograd.kv_store import Past, Store
-from ..autograd.recompute import Rerun
-from ..autograd.run_backward import edge_of, run_backward
-from ..blocks.blocks import TARGETS, Parcel
-from ..blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
-from ..stage.cargo import TakenSkips
-from ..stage.explain import called
-from ..stage.forward import UNIT, Extras, Outputs, apart, gradient_of
-from .cells import Cell, Parts
-from .clock import NoClock
-from .rank_state import ComputeState, Saved, Start
+from ...autograd.kv_store import Past, Store
+from ...autograd.recompute import Rerun
+from ...autograd.run_backward import edge_of
+from ...blocks.blocks import TARGETS, Parcel
+from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
+from ...parallel.dropout import Unit
+from ...stage.cargo import TakenSkips
+from ...stage.explain import called
+from ...stage.forward import UNIT, Extras, Outputs, apart
+from ..cells import Cell, Parts
+from ..rank_state import ComputeState, Saved, Start
 
 Call = Callable[[], None]
 
 NOTHING = nullcontext()
 
 
+def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call) -> Call:
+    """Return `call` so that a unit without samples is passed over."""
+    current, unit = state.current, instruction.microbatch
+
+    def run() -> None:
+        if unit not in current.units.empty:
+            call()
+
+    return run
+
+
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     """Run a stage forward on a unit; on the last stage of the route, the loss too."""
+    return unless_empty(state, instruction, _bind_fwd(state, index, instruction))
+
+
+def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
     made = state.flows.made(instruction, Kind.OUTPUT)
     finish = _hand_on(state, instruction) if made else partial(_lose, state, instruction.microbatch)
     kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
@@ -158,7 +170,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 
 def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips:
     arriving = state.forwards[instruction.stage].arriving
-    parts = _parts(state, state.flows.taken(instruction, Kind.SKIP), arriving)
+    parts = parts_of(state, state.flows.taken(instruction, Kind.SKIP), arriving)
     return TakenSkips(instruction.stage, arriving, [place for _, places in parts for place in places])
 
 
@@ -171,10 +183,10 @@ def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[]
     """Return what takes a forward's input; None where that is one of the batch."""
     taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
     arriving = state.forwards[instruction.stage].arriving
-    return state.cells.row_taker(_parts(state, taken, arriving), index) if taken else None
+    return state.cells.row_taker(parts_of(state, taken, arriving), index) if taken else None
 
 
-def _parts(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
+def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
     """Return which places values have in the row of a parcel."""
     return [(value, state.cargo.places(value, row)) for value in values]
 
@@ -190,13 +202,19 @@ def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Ex
 
 def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras]:
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
-    slices, context, stores = state.flows.plan.schedule.slices, state.place.context, state.stores
-    if context is not None:
-        return lambda given: {**current.batch.extras[unit], "context": context}
+    slices, stores = state.flows.plan.schedule.slices, state.stores
+    if state.shape.context is not None:
+
+        def with_context(given: Outputs) -> Extras:
+            shape = current.units.shapes[unit]
+            assert shape is not None
+            return {**current.batch.extras[unit], "context": shape.context}
+
+        return with_context
     if slices == 1:
         return lambda given: current.batch.extras[unit]
     microbatch, number = divmod(unit, slices)
-    key, token_shards = (stage, microbatch), state.place.token_shards.get(stage, 1)
+    key, token_shards = (stage, microbatch), state.token_shards.get(stage, 1)
 
     def extras(given: Outputs) -> Extras:
         if number == 0:
@@ -212,12 +230,16 @@ def _with_unit(
 ) -> Callable[[Outputs], Extras]:
     """Return what adds to the extras which unit it is, where blocks draw; an evaluation has numbers of its own."""
     draws, current, trains = state.forwards[instruction.stage].draws, state.current, state.flows.trains
-    schedule, unit_of, number = state.flows.plan.schedule, state.place.unit_of, instruction.microbatch
+    slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
 
     def extras(given: Outputs) -> Extras:
         if not draws.want_unit:
             return extras_of(given)
-        return {**extras_of(given), UNIT: unit_of(schedule, number, current.number if trains else -1 - current.number)}
+        shape, samples = current.units.shapes[unit], current.units.samples[unit]
+        assert shape is not None
+        step = current.number if trains else -1 - current.number
+        positions = shape.positions(unit % slices, slices, device)
+        return {**extras_of(given), UNIT: Unit(step, samples, positions)}
 
     return extras
 
@@ -226,22 +248,24 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     """Return what leaves a stage's outputs for later ones; what does not fit the agreed shape goes no further."""
     made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
-    give = state.cells.row_giver(_parts(state, made, parcel))
-    (first, *others) = parcel.specs
-    shape, dtype, only_one = first.shape, first.dtype, not others and not parcel.is_resident
+    give = state.cells.row_giver(parts_of(state, made, parcel))
+    only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
 
-    def check(outputs: Outputs) -> None:
+    def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
-        if found != list(map(TreeSpec.plain, parcel.specs)):
+        if found != list(map(TreeSpec.plain, agreed.specs)):
             gave = " + ".join(map(str, found))
-            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {parcel}")
+            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {agreed}")
 
     def hand_on(outputs: Outputs) -> Start:
-        output = outputs[0]
-        if only_one and isinstance(output, Tensor) and output.shape == shape and output.dtype == dtype:
+        output, shape = outputs[0], current.units.shapes[unit]
+        assert shape is not None
+        agreed = shape.cargo.outputs_of(stage)
+        spec = agreed.output.tensors[0]
+        if only_one and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)
             return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
-        check(outputs)
+        check(outputs, agreed)
         give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
@@ -252,149 +276,10 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
 def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
-    loss = tally.add_loss(unit, called("the loss function", state.loss_fn, output, targets))
+    share = len(state.current.units.samples[unit]) / state.usual_samples
+    loss = tally.add_loss(unit, called("the loss function", state.loss_fn, output, targets), share)
     if state.metrics:
         with torch.no_grad():
             for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
                 column.append((unit, called(f"metric {name!r}", metric, output, targets)))
     return Start().with_loss(loss)
-
-
-def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
-    """Run again what the forward dropped."""
-    (checkpoint,) = state.flows.taken(instruction, Kind.CHECKPOINT)
-    (made,) = state.flows.made(instruction, Kind.SAVED)
-    clock, saved = state.clock, state.saved
-
-    def run() -> None:
-        clock.start()
-        kept = saved[made] = saved.pop(checkpoint)
-        for rerun in kept.reruns:
-            rerun.again()
-        clock.stop()
-
-    return run
-
-
-def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
-    """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
-    backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
-    comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
-    last_backward, run = state.gradients.hooks.last_backward, partial(backward, nullcontext())
-    if state.flows.is_last_backward(instruction) and not comes_twice:
-        return _in_turn(lambda: backward(last_backward(stage)), _adding_partial_sums(state, instruction))
-    return _in_turn(run, _adding_partial_sums(state, instruction))
-
-
-def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
-    """Run a forward and a backward side by side, once both have what they take."""
-    untimed = replace(state, clock=NoClock())
-    forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
-    taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
-    taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
-    waits = [state.cells.awaiter(value, index) for value in taken]
-    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
-    both = state.overlaps.pair(
-        bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward), (forward.stage, backward.stage)
-    )
-    clock = state.clock
-
-    def run() -> None:
-        for wait in waits:
-            wait()
-        clock.start()
-        both()
-        clock.stop()
-
-    return run
-
-
-def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:
-    """Return what follows a stage's last backward where its gradients are partial sums over tp, if they are."""
-    sums, stage = state.gradients.sums, instruction.stage
-    if not state.flows.is_last_backward(instruction) or not sums.has_partial_sums(stage):
-        return None
-    return partial(sums.add_partial_sums, stage)
-
-
-def _in_turn(first: Call, second: Call | None) -> Call:
-    if second is None:
-        return first
-
-    def both() -> None:
-        first()
-        second()
-
-    return both
-
-
-def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> Call:
-    """Find the gradient of the input; what the weights' gradients are made of is put off."""
-    backward = _backward(state, index, instruction)
-    queue, pending = state.queues[instruction.stage], state.pending
-    (made,) = state.flows.made(instruction, Kind.PENDING)
-
-    def run() -> None:
-        products = queue.deferring()
-        backward(products)
-        pending[made] = products
-
-    return run
-
-
-def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
-    """Compute what was put off, and add it up; in the stage's last one, gradients start to be reduced."""
-    (taken,) = state.flows.taken(instruction, Kind.PENDING)
-    hooks, clock, pending, stage = state.gradients.hooks, state.clock, state.pending, instruction.stage
-    drain = hooks.drain
-    if state.flows.is_last_backward(instruction) and not state.flows.plan.layout.twins(stage):
-        drain = partial(hooks.drain_last, stage)
-
-    def run() -> None:
-        clock.start()
-        drain(pending.pop(taken))
-        clock.stop()
-
-    return _in_turn(run, _adding_partial_sums(state, instruction))
-
-
-def _backward(
-    state: ComputeState, index: int, instruction: ins.Compute
-) -> Callable[[AbstractContextManager[object]], None]:
-    """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
-    flows, cells = state.flows, state.cells
-    (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
-    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
-    taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
-    made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
-    forward = state.forwards[instruction.stage]
-    take = cells.row_taker(_parts(state, taken, forward.parcel), index) if taken else None
-    back = _parts(state, made, forward.arriving)
-    give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
-    forget = _forget_past(state, instruction)
-    clock, saved, again = state.clock, state.saved, forward.draws.again
-
-    def run(around: AbstractContextManager[object]) -> None:
-        gradients = () if take is None else take()
-        if arrive is not None:
-            arrive()
-        clock.start()
-        given, start, _, unit = saved.pop(kept_as)
-        with around, again(unit):
-            run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
-        if give is not None:
-            give(tuple([gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
-        if forget is not None:
-            forget()
-        clock.stop()
-
-    return run
-
-
-def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
-    """Return what drops a microbatch's keys and values after the backward of its first slice, if it is that."""
-    slices = state.flows.plan.schedule.slices
-    microbatch, number = divmod(instruction.microbatch, slices)
-    if slices == 1 or number:
-        return None
-    return partial(state.stores.__delitem__, (instruction.stage, microbatch))

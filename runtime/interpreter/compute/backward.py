@@ -1,0 +1,176 @@
+"""Backwards, whole or in halves, beside a forward or alone; and what a forward dropped, run again for one.
+
+saved ──▶ autograd ──▶ ∂input ──▶ cells: the stage before
+∂output ──┘       └──▶ ∂weights, or their products, which wait (`pending`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quintsched.ir import instructions as ins
+from quintsched.ir.values import Kind
+
+from ...autograd.run_backward import run_backward
+from ...stage.forward import Outputs, apart
+from ..clock import NoClock
+from ..rank_state import ComputeState
+from .forward import bind_fwd, parts_of, unless_empty
+
+Call = Callable[[], None]
+
+
+def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
+    """Run again what the forward dropped."""
+    (checkpoint,) = state.flows.taken(instruction, Kind.CHECKPOINT)
+    (made,) = state.flows.made(instruction, Kind.SAVED)
+    clock, saved = state.clock, state.saved
+
+    def run() -> None:
+        clock.start()
+        kept = saved[made] = saved.pop(checkpoint)
+        for rerun in kept.reruns:
+            rerun.again()
+        clock.stop()
+
+    return unless_empty(state, instruction, run)
+
+
+def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
+    """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
+    backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
+    comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
+    last_backward = state.gradients.hooks.last_backward
+    run: Call = partial(backward, nullcontext())
+    if state.flows.is_last_backward(instruction) and not comes_twice:
+        run = lambda: backward(last_backward(stage))  # noqa: E731
+    return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
+
+
+def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
+    """Run a forward and a backward side by side, once both have what they take."""
+    untimed = replace(state, clock=NoClock())
+    forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
+    taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
+    taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    waits = [state.cells.awaiter(value, index) for value in taken]
+    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
+    sides = bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward)
+    both = state.overlaps.pair(*sides, (forward.stage, backward.stage))
+    clock, current, units = state.clock, state.current, {forward.microbatch, backward.microbatch}
+
+    def run() -> None:
+        for wait in waits:
+            wait()
+        clock.start()
+        if current.units.empty.isdisjoint(units):
+            both()
+        else:
+            for side in sides:
+                side()
+        clock.stop()
+
+    return run
+
+
+def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:
+    """Return what follows a stage's last backward where its gradients are partial sums over tp, if they are."""
+    sums, stage = state.gradients.sums, instruction.stage
+    if not state.flows.is_last_backward(instruction) or not sums.has_partial_sums(stage):
+        return None
+    return partial(sums.add_partial_sums, stage)
+
+
+def _in_turn(first: Call, second: Call | None) -> Call:
+    if second is None:
+        return first
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> Call:
+    """Find the gradient of the input; what the weights' gradients are made of is put off."""
+    backward = _backward(state, index, instruction)
+    queue, pending = state.queues[instruction.stage], state.pending
+    (made,) = state.flows.made(instruction, Kind.PENDING)
+
+    def run() -> None:
+        products = queue.deferring()
+        backward(products)
+        pending[made] = products
+
+    return unless_empty(state, instruction, run)
+
+
+def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
+    """Compute what was put off, and add it up; in the stage's last one, gradients start to be reduced."""
+    (taken,) = state.flows.taken(instruction, Kind.PENDING)
+    hooks, clock, pending, stage = state.gradients.hooks, state.clock, state.pending, instruction.stage
+    drain = hooks.drain
+    if state.flows.is_last_backward(instruction) and not state.flows.plan.layout.twins(stage):
+        drain = partial(hooks.drain_last, stage)
+
+    def run() -> None:
+        clock.start()
+        drain(pending.pop(taken))
+        clock.stop()
+
+    return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
+
+
+def _backward(
+    state: ComputeState, index: int, instruction: ins.Compute
+) -> Callable[[AbstractContextManager[object]], None]:
+    """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
+    flows, cells = state.flows, state.cells
+    (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
+    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
+    taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    forward = state.forwards[instruction.stage]
+    take = cells.row_taker(parts_of(state, taken, forward.parcel), index) if taken else None
+    back = parts_of(state, made, forward.arriving)
+    give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
+    forget = _forget_past(state, instruction)
+    clock, saved, again = state.clock, state.saved, forward.draws.again
+
+    def run(around: AbstractContextManager[object]) -> None:
+        gradients = () if take is None else take()
+        if arrive is not None:
+            arrive()
+        clock.start()
+        given, start, _, unit = saved.pop(kept_as)
+        with around, again(unit):
+            run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
+        if give is not None:
+            give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
+        if forget is not None:
+            forget()
+        clock.stop()
+
+    return run
+
+
+def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
+    """Return what drops a microbatch's keys and values after the backward of its first slice, if it is that."""
+    slices = state.flows.plan.schedule.slices
+    microbatch, number = divmod(instruction.microbatch, slices)
+    if slices == 1 or number:
+        return None
+    return partial(state.stores.__delitem__, (instruction.stage, microbatch))
+
+
+def _gradient_of(given: Tensor, taken: Outputs) -> Tensor:
+    """Return the gradient of a stage's input: zeros where the outputs do not depend on it."""
+    gradient = given.grad
+    return torch.zeros_like(given) if gradient is None else apart(gradient, taken)

@@ -1,0 +1,194 @@
+"""`quintsched verify`: some steps of a job on its mesh and in one process, and what differs first.
+
+job ──▶ mesh: dp=2,pp=2,…    a process per rank, or threads   ──▶ recordings ─┐
+    ──▶ one rank, the same microbatches                                       ├──▶ comparison
+    ──▶ the same in float64: what rounding does                               ┘
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quintsched.errors import InputError, QuintschedError
+
+from . import worker
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+    from ..comm import Transport
+    from ..job.config import JobConfig
+    from ..verification.comparison import Comparison
+    from ..verification.recording import Recording
+
+DIFFERENT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the runs of a job and say what came of it; or, with `--into DIR`, be a rank that records its part."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--into", type=Path)
+    known, rest = parser.parse_known_args(arguments)
+    if known.into is not None:
+        return _as_rank(worker.parse(rest), known.steps, known.into)
+    try:
+        comparison = verify(rest, known.steps)
+    except QuintschedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except RanksFailed as failed:
+        return failed.code
+    sys.stdout.write((json.dumps(comparison.to_data(), indent=1) if known.json else comparison.explain()) + "\n")
+    return 0 if comparison.is_equal else DIFFERENT
+
+
+class RanksFailed(Exception):
+    """The ranks ended with this exit code, and have said why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def verify(arguments: Sequence[str], steps: int) -> Comparison:
+    """Return what came of the job that these arguments of `quintsched run` name.
+
+    Raises what loading and running it raises; `RanksFailed` where its processes fail.
+    """
+    job, plan, _ = worker.prepare(worker.parse(arguments), alone=True)
+    if job.runtime.transport == "local" or plan.mesh.size == 1:
+        return verify_here(job, plan, steps)
+    from .local import start_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        given = ("--steps", str(steps), "--into", folder, *arguments)
+        code = start_ranks(plan.mesh.size, "quintsched.runtime.launch.verify", given)
+        if code:
+            raise RanksFailed(code)
+        mesh = [load(Path(folder), rank) for rank in range(plan.mesh.size)]
+    return compare_with_one(job, plan, mesh, steps)
+
+
+def _as_rank(arguments: argparse.Namespace, steps: int, directory: Path) -> int:
+    """Record this rank's part; returns the exit code."""
+    from ..comm.connection import connect_for
+
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        job, plan, _ = worker.prepare(arguments)
+        assert job.runtime.transport != "local"
+        transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
+        try:
+            save(record(job, plan, transport, steps), directory)
+        except BaseException as error:
+            transport.abort(error)
+            raise
+        transport.close()
+    except Exception as error:
+        return worker.explain(error, rank)
+    return 0
+
+
+def record(job: JobConfig, plan: Plan, transport: Transport, steps: int) -> Recording:
+    """Train some steps of a job as one rank, and return what they made."""
+    from ..train.trainer import Trainer
+
+    return Trainer(job, plan, transport).record(steps)
+
+
+def record_alone(job: JobConfig, plan: Plan, steps: int, precision: str | None = None) -> Recording:
+    """Train the same steps on one rank, in the same microbatches."""
+    import quintsched as qs
+
+    from ..comm import run_local
+
+    replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
+    microbatches = replicas * plan.schedule.microbatches
+    alone = qs.compile("1f1b", mesh="dp=1", microbatches=microbatches)
+    runtime = job.runtime.model_copy(
+        update={"transport": "local", "rules": None, "compile": False, "trace": None}
+        | ({"precision": precision} if precision else {})
+    )
+    parallel = job.parallel.model_copy(update={"sequence_parallel": False, "rules": {}, "prove": "none"})
+    single = job.model_copy(update={"runtime": runtime, "parallel": parallel})
+    (recording,) = run_local(1, lambda transport: record(single, alone, transport, steps), runtime.timeout_s)
+    return recording
+
+
+def verify_here(job: JobConfig, plan: Plan, steps: int) -> Comparison:
+    """Run all ranks in this process, and compare them with one rank."""
+    from ..comm import run_local
+
+    rules = job.runtime.rules or "mailbox"
+    mesh = run_local(
+        plan.mesh.size, lambda transport: record(job, plan, transport, steps), job.runtime.timeout_s, rules=rules
+    )
+    return compare_with_one(job, plan, mesh, steps)
+
+
+def compare_with_one(job: JobConfig, plan: Plan, mesh: Sequence[Recording], steps: int) -> Comparison:
+    """Compare what the ranks of a mesh have recorded with one rank."""
+    from ..verification.comparison import compare
+
+    alone = record_alone(job, plan, steps)
+    precise = alone if job.runtime.precision == "float64" else record_alone(job, plan, steps, "float64")
+    return compare(mesh, alone, precise, plan, class_names(job))
+
+
+def class_names(job: JobConfig) -> list[str]:
+    """Return the names of the classes of a job's blocks."""
+    from ..blocks.blocks import on_meta
+    from ..data import load_dataset
+    from ..models import build_model
+
+    blocks = build_model(job.model, load_dataset(job.data).spec)
+    return [type(on_meta(block)).__name__ for block in blocks]
+
+
+def save(recording: Recording, directory: Path) -> None:
+    """Write down what a rank recorded: tensors, and what they are."""
+    from safetensors.torch import save_file
+
+    heads = [{**asdict(made), "tensor": None} for made in recording.made]
+    about = {"coordinates": recording.coordinates, "figures": recording.figures, "made": heads}
+    tensors = {str(number): made.tensor.contiguous() for number, made in enumerate(recording.made)}
+    save_file(tensors, directory / f"rank{recording.rank}.safetensors", {"about": json.dumps(about)})
+
+
+def load(directory: Path, rank: int) -> Recording:
+    """Read what a rank has written down; raises `InputError` where it has not."""
+    from safetensors import safe_open
+
+    from ..verification.recording import Made, Recording
+
+    path = directory / f"rank{rank}.safetensors"
+    if not path.is_file():
+        raise InputError(f"rank {rank} has recorded nothing; see what it said above")
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["about"])
+        made = [
+            Made(
+                **{
+                    **head,
+                    "tensor": file.get_tensor(str(number)),
+                    "offsets": None if head["offsets"] is None else tuple(head["offsets"]),
+                }
+            )
+            for number, head in enumerate(about["made"])
+        ]
+    return Recording(rank, about["coordinates"], made, about["figures"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

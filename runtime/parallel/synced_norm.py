@@ -1,0 +1,101 @@
+"""Batch norms whose statistics are those of all replicas, as SyncBatchNorm's are.
+
+    replica 0   x (n₀, C, …) ─▶ Σ x, n ─┐
+                                        ├─ all-reduce ─▶ mean ─▶ Σ (x - mean)² ─ all-reduce ─▶ variance ─▶ y
+    replica 1   x (n₁, C, …) ─▶ Σ x, n ─┘
+
+Forward and backward are those of one process whose microbatch is the union of the replicas' microbatches of the same
+number; running statistics become the same everywhere. Over cp these are the slices of the same sequences.
+
+It is a mode over `torch.nn.functional.batch_norm`, which every kind of batch norm calls, also those of other libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from ..comm import Group
+from ..comm.autograd_collectives import copy_to_group, reduce_from_group
+
+
+class SyncedNorms(TorchFunctionMode):
+    """Within it, batch norms in training share their statistics over the ranks of a group."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is functional.batch_norm:
+            return _batch_norm(self._group, func, *args, **given)
+        return func(*args, **given)
+
+
+def _batch_norm(
+    group: Group,
+    plain: Callable[..., Tensor],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training or input.is_meta:
+        return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    x = input.float() if input.dtype.itemsize < 4 else input
+    dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+    counted = torch.cat([x.sum(dims), x.new_tensor([x.numel() / max(x.shape[1], 1)])])
+    total = _sum(counted, group)
+    seen = total[-1].detach()
+    count = seen.clamp(min=1)  # of no samples on any replica nothing is learnt
+    mean = total[:-1] / count
+    centred = x - mean.view(shape)
+    variance = _sum(centred.square().sum(dims), group) / count
+    found = centred * (variance + eps).rsqrt().view(shape)
+    if weight is not None:
+        found = found * weight.view(shape)
+    if bias is not None:
+        found = found + bias.view(shape)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            learnt = momentum * (seen > 0).to(running_mean.dtype)
+            running_mean.lerp_(mean.to(running_mean.dtype), learnt)
+            running_var.lerp_((variance * (count / (count - 1).clamp(min=1))).to(running_var.dtype), learnt)
+    return found.to(input.dtype)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    """Sum over a group what each rank has, and its gradient as well: every rank's loss depends on the sum."""
+    return copy_to_group(reduce_from_group(x, group), group)
+
+
+class PlainBatchNorm(_BatchNorm):
+    """An nn.SyncBatchNorm without process groups of its own; it shows as what it was."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def _get_name(self) -> str:
+        return "SyncBatchNorm"
+
+
+def take_over_synced(block: nn.Module) -> None:
+    """Have every nn.SyncBatchNorm of a block be synced by the mode, over the ranks that the engine says."""
+    module: nn.Module
+    for module in block.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = PlainBatchNorm

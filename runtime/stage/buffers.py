@@ -1,0 +1,277 @@
+"""Buffers that a forward changes, such as the running statistics of batch norms: the same on all replicas.
+
+    "merge"    running averages become those of one process that goes through the microbatches of replica 0, 1, …; other
+               buffers that differ between replicas are refused
+    "sync"     batch norms share their statistics in every forward (`parallel.synced_norm`); others as above
+    "first"    after every step, all take what the first replica has
+    "refuse"   a buffer that changes is refused
+
+A running average r of statistics s₁ … s_k with momentum a is (1-a)^k r₀ + what came: so what every replica made of the
+same r₀ in k microbatches can be put one behind the other, whatever the s are:
+
+    r = (1-a)^k r + (r_j - (1-a)^k r₀)      for replica j = 0, 1, …
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from quintsched.errors import MisfitError
+from quintsched.plan import Plan
+
+from ..blocks.shapes import agree
+from ..comm import Group, ReduceOp
+from ..job.choices import BufferChoice
+from ..parallel.expert.moe import MoE
+from .build import Stage
+
+_logger = logging.getLogger("quintsched.runtime")
+
+
+@dataclass(frozen=True)
+class _Average:
+    """A norm with running statistics, and what these were when the step began."""
+
+    norm: _NormBase
+    before: tuple[Tensor, Tensor]
+    updates: int
+
+    @classmethod
+    def of(cls, norm: _NormBase) -> _Average:
+        """Take note of a norm."""
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        return cls(norm, (norm.running_mean.clone(), norm.running_var.clone()), updates_of(norm))
+
+
+class SharedBuffers:
+    """Keeps the buffers of a rank's stages the same on all replicas.
+
+    Args:
+        choice: how; see the module.
+        stages: this rank's.
+        plan: which has replicas, and says how often a stage runs in a step.
+        replicas: the ranks that hold the same weights, and work on other samples or tokens.
+        sliced: block number → whether it is given this rank's slice of the tokens, over tp.
+
+    Raises:
+        MisfitError: norms that would see a part of what they average over, or twins of them.
+    """
+
+    def __init__(
+        self,
+        choice: BufferChoice,
+        stages: Mapping[int, Stage],
+        plan: Plan,
+        replicas: Group,
+        sliced: Callable[[int], bool],
+    ) -> None:
+        self._choice, self._replicas, self._sliced = choice, replicas, sliced
+        self._microbatches = plan.schedule.microbatches
+        self._norms = list(_averaging(stages))
+        self._is_needed = replicas.size > 1
+        self._buffers = [
+            (f"{number}.{name}", module, key)
+            for stage in stages.values()
+            for number, block in stage.blocks.items()
+            for name, module, key in _own_buffers(block)
+        ]
+        self._known: set[str] | None = None
+        self._late: set[str] = set()
+        for name, norm in self._norms:
+            self._require_all_seen(name, norm, plan, stages)
+
+    def _require_all_seen(self, name: str, norm: _NormBase, plan: Plan, stages: Mapping[int, Stage]) -> None:
+        kind, mesh = type(norm).__name__, plan.mesh
+        if not norm.training:
+            return
+        if plan.schedule.slices > 1:
+            raise MisfitError(
+                f"{name} ({kind}) averages over all tokens, and {plan.schedule.name} gives it slices of sequences; "
+                "take a schedule without slices, or another norm"
+            )
+        if self._sliced(int(name.partition(".")[0])):
+            raise MisfitError(
+                f"{name} ({kind}) averages over all tokens, and sequence_parallel gives it a slice of them; run "
+                "without sequence_parallel, or with another norm"
+            )
+        if mesh.axis_size("cp") > 1 and not (self._choice == "sync" and isinstance(norm, _BatchNorm)):
+            raise MisfitError(
+                f"{name} ({kind}) averages over all tokens, and mesh {mesh} cuts sequences over cp; let batch norms "
+                "share their statistics: buffers='sync'"
+            )
+        if any(plan.layout.twins(stage) for stage in stages):
+            raise MisfitError(
+                f"{name} ({kind}) has running statistics, and {plan.schedule.name} runs two copies of its block on "
+                "other microbatches; take a schedule of one direction, or track_running_stats=False"
+            )
+        if self._choice == "refuse" and self._is_needed:
+            self._refuse(name, "changes in every forward, each replica by its own samples")
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """A context for one training step; behind it buffers are the same on all replicas (collective)."""
+        if not self._is_needed or not self._buffers:
+            yield
+            return
+        averages = [_Average.of(norm) for _, norm in self._norms] if self._choice == "merge" else []
+        is_first = self._known is None
+        states = [_state(module, key, is_first) for _, module, key in self._buffers]
+        yield
+        now = (_state(module, key, is_first) for _, module, key in self._buffers)
+        names = (name for name, _, _ in self._buffers)
+        self._learn({name for name, state, before in zip(names, now, states, strict=True) if state != before})
+        assert self._known is not None
+        if self._choice == "first":
+            self._take_first()
+        elif averages:
+            self._merge(averages)
+        self._compare()
+
+    def _learn(self, changed: set[str]) -> None:
+        """Find out in the first step which buffers change; of those that begin later nobody else knows."""
+        if self._known is None:
+            self._known = changed
+            agree("which buffers a forward changes", " ".join(sorted(changed)), self._replicas, self._replicas.device)
+            if self._choice == "refuse" and changed:
+                self._refuse(sorted(changed)[0], "changes in a forward")
+            if self._known and self._choice == "first" and self._replicas.index == 0:
+                _logger.info("of %s all replicas take what the first has", ", ".join(sorted(self._known)))
+        elif late := sorted(changed - self._known - self._late):
+            self._late.update(late)
+            _logger.warning(
+                "the buffer %s changes in a forward, and did not in the first step: replicas may differ in it", late[0]
+            )
+
+    def _watched(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers that change, in an order that all replicas have."""
+        known = self._known or set()
+        found = ((name, module._buffers[key]) for name, module, key in self._buffers if name in known)
+        return [(name, buffer) for name, buffer in found if buffer is not None]
+
+    def _take_first(self) -> None:
+        for _, buffer in self._watched():
+            sent = buffer.detach().contiguous()
+            self._replicas.broadcast(sent, 0).wait()
+            buffer.data.copy_(sent)
+
+    def _merge(self, averages: list[_Average]) -> None:
+        """Put what the replicas have made of their running averages one behind the other."""
+        mine = torch.cat([_flat(average, self._microbatches) for average in averages])
+        gathered = mine.new_empty(self._replicas.size * len(mine))
+        self._replicas.all_gather(gathered, mine).wait()
+        place = 0
+        for average in averages:
+            size = 1 + 2 * len(average.before[0])
+            of_replicas = [row[place : place + size] for row in gathered.split(len(mine))]
+            place += size
+            _put_together(average, of_replicas)
+
+    def _compare(self) -> None:
+        """Raise `MisfitError` for a buffer that differs between replicas."""
+        watched = self._watched()
+        if not watched or self._choice == "first":
+            return
+        sums = torch.stack([_numbers(buffer).sum() for _, buffer in watched])
+        low, high = sums.clone(), sums.clone()
+        self._replicas.all_reduce(low, ReduceOp.MIN).wait()
+        self._replicas.all_reduce(high, ReduceOp.MAX).wait()
+        differs = (low != high) & ~(low.isnan() | high.isnan())
+        if differs.any():
+            name = watched[int(differs.nonzero()[0])][0]
+            self._refuse(name, "changes in a forward, and replicas have different numbers in it")
+
+    def _refuse(self, name: str, what: str) -> None:
+        raise MisfitError(
+            f"the buffer {name!r} {what}; let all take what the first has: buffers='first'"
+            + ("" if self._choice != "refuse" else ", or let batch norms share their statistics: buffers='sync'")
+        )
+
+
+def synced_choice(choice: BufferChoice, blocks: Sequence[nn.Module]) -> BufferChoice:
+    """Return how buffers are shared where users have put SyncBatchNorm into their blocks."""
+    asked = any(isinstance(module, nn.SyncBatchNorm) for block in blocks for module in block.modules())
+    return "sync" if asked and choice == "merge" else choice
+
+
+def has_batch_norms(blocks: Sequence[nn.Module]) -> bool:
+    """Whether any block has a batch norm."""
+    return any(isinstance(module, _BatchNorm) for block in blocks for module in block.modules())
+
+
+def updates_of(norm: _NormBase) -> int:
+    """Return how often running statistics were updated, as far as the norm counts."""
+    return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
+
+
+def _averaging(stages: Mapping[int, Stage]) -> Iterator[tuple[str, _NormBase]]:
+    for stage in stages.values():
+        for number, block in stage.blocks.items():
+            for name, module in block.named_modules():
+                if isinstance(module, _NormBase) and module.running_mean is not None:
+                    yield f"{number}.{name}" if name else number, module
+
+
+def _own_buffers(block: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield where the buffers of a block are; the counts of a mixture's experts are a rank's own."""
+    for name, module in block.named_modules():
+        for key in module._buffers if not isinstance(module, MoE) else ():
+            yield f"{name}.{key}" if name else key, module, key
+
+
+def _state(module: nn.Module, key: str, by_numbers: bool) -> tuple[int, int, float]:
+    """Return what tells that a buffer has changed; not all that torch does in place moves its version counter."""
+    buffer = module._buffers[key]
+    if buffer is None:
+        return 0, 0, 0.0
+    total = float(_numbers(buffer).nan_to_num().sum()) if by_numbers else 0.0
+    return id(buffer), buffer._version, total
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    plain = buffer.detach()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).double()
+
+
+def _flat(average: _Average, microbatches: int) -> Tensor:
+    """Return how often a norm was updated in the step, and what its running statistics are, float64."""
+    norm, mean = average.norm, average.before[0]
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    count = updates_of(norm) - average.updates
+    if not isinstance(norm, _BatchNorm):  # which does not count
+        count = microbatches if not torch.equal(mean, norm.running_mean) else 0
+    number = torch.tensor([count], dtype=torch.float64, device=mean.device)
+    return torch.cat([number, norm.running_mean.double(), norm.running_var.double()])
+
+
+@torch.no_grad()
+def _put_together(average: _Average, of_replicas: list[Tensor]) -> None:
+    norm = average.norm
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    before = torch.cat([tensor.double() for tensor in average.before])
+    counts = [int(row[0]) for row in of_replicas]
+    if norm.momentum is None:
+        made = sum(
+            (average.updates + k) * row[1:] - average.updates * before
+            for k, row in zip(counts, of_replicas, strict=True)
+        )
+        found = (average.updates * before + made) / max(average.updates + sum(counts), 1)
+    else:
+        found = before
+        for count, row in zip(counts, of_replicas, strict=True):
+            kept = (1 - norm.momentum) ** count
+            found = kept * found + (row[1:] - kept * before)
+    mean, variance = found.chunk(2)
+    norm.running_mean.data.copy_(mean)
+    norm.running_var.data.copy_(variance)
+    if norm.num_batches_tracked is not None and isinstance(norm, _BatchNorm):
+        norm.num_batches_tracked.data.fill_(average.updates + sum(counts))

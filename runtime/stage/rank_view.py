@@ -1,0 +1,47 @@
+"""What an engine's user may want to know of its rank: which stages it holds, and which data they need."""
+
+from __future__ import annotations
+
+from .build import Stage
+from .rank_model import RankModel
+
+
+class RankView:
+    """A rank's stages and its place among the replicas, as whoever has a `RankModel` shows them."""
+
+    _model: RankModel
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model."""
+        return self._model.stages
+
+    @property
+    def deferred_share(self) -> float | None:
+        """Which share of the weights of stages with split backwards has gradients that wait; None without such."""
+        return self._model.deferred_share
+
+    @property
+    def tensor_cuts(self) -> str | None:
+        """What tensor parallelism cuts of the model and what stays whole, in a line; None without tp."""
+        return self._model.tensor.report
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this rank holds a first stage, and so has to be given inputs."""
+        return self._model.needs_inputs
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
+        return self._model.needs_targets
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas divide the batch (dp x ep)."""
+        return self._model.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank belongs to."""
+        return self._model.replica

@@ -1,0 +1,86 @@
+"""What the first stage's rank tells the other ranks of its pipeline before each step: a few numbers, ahead of all else.
+
+    stage 0   inputs ──▶ numbers: microbatches, samples, which text ──▶ computes
+    stage 1              waits, knows the shapes of all that comes ──▶ posts receives, computes
+    …
+
+Only the first stage sees inputs, and theirs are the shapes that all others follow from. What the inputs are like is a
+text, which is sent once and goes by its number from then on: in steps of one shape after the other there is one message
+of a few bytes. It is the first thing of a step on all ranks of a pipeline, on a group of its own kind, so nobody waits
+for anybody who could be waiting for him. A batch that cannot be cut is told likewise, and all refuse it in one voice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quintsched.errors import MisfitError, UsageError
+
+from ..comm import Group
+
+MOST_TEXTS = 1024
+"""So many texts are remembered; all ranks forget the oldest at the same time."""
+
+_FINE, _MISFIT, _USAGE = range(3)
+_REFUSALS: dict[int, type[MisfitError | UsageError]] = {_MISFIT: MisfitError, _USAGE: UsageError}
+
+
+class Announcer:
+    """One member's end of what the member at index `source` says to the group, in one message for what is known."""
+
+    def __init__(self, group: Group, source: int, *, width: int) -> None:
+        self._group, self._width = group, width
+        self._speaks = group.index == source
+        self._source = source
+        self._texts: dict[str, int] = {}
+        self._num_texts = 0
+
+    def refuse(self, error: MisfitError | UsageError) -> None:
+        """Tell the others why there is no step, instead of `announce`."""
+        if self._speaks:
+            kind = _MISFIT if isinstance(error, MisfitError) else _USAGE
+            self._send([0] * self._width, kind, str(error))
+
+    def announce(self, numbers: Sequence[int], text: str) -> tuple[list[int], str]:
+        """Return what the source says; the others' arguments are not looked at.
+
+        Raises the error that the source refuses the batch by.
+        """
+        if self._speaks:
+            self._send(numbers, _FINE, text)
+            return list(numbers), text
+        kind, number, length, *said = self._broadcast([0] * (3 + self._width))
+        if length:
+            text = bytes(self._broadcast([0] * length)).decode()
+        else:
+            text = next(known for known, its in self._texts.items() if its == number)
+        if kind != _FINE:
+            raise _REFUSALS[kind](text)
+        self._remember(text)
+        return said, text
+
+    def _send(self, numbers: Sequence[int], kind: int, text: str) -> None:
+        if self._group.size > 1:
+            number = self._texts.get(text, -1) if kind == _FINE else -1
+            coded = b"" if number >= 0 else text.encode()
+            self._broadcast([kind, number, len(coded), *numbers])
+            if coded:
+                self._broadcast(list(coded))
+        if kind == _FINE:
+            self._remember(text)
+
+    def _remember(self, text: str) -> None:
+        if text in self._texts:
+            return
+        if len(self._texts) >= MOST_TEXTS:
+            del self._texts[next(iter(self._texts))]
+        self._texts[text] = self._num_texts
+        self._num_texts += 1
+
+    def _broadcast(self, numbers: Sequence[int]) -> list[int]:
+        sent = torch.tensor(numbers, dtype=torch.int64, device=self._group.device)
+        self._group.broadcast(sent, self._source).wait()
+        found: list[int] = numbers if self._speaks else sent.tolist()  # type: ignore[assignment]
+        return found

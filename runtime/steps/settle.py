@@ -1,0 +1,175 @@
+"""Settles what the units of a step are, the same on all ranks of a pipeline, before anything is computed.
+
+    inputs ──▶ words, samples ──announced──▶ shapes of a unit's inputs ──meta device──▶ shapes of all that travels
+                                             (remembered: in steps of known shapes nothing is traced or agreed again)
+
+Where dropouts draw and several replicas divide the batch, a replica has to know how many samples those before it have,
+since masks belong to samples by their number in the whole batch: one small reduction tells. Replicas whose models draw
+nothing need not know of each other, and may have other lengths and numbers of samples without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.plan import Plan
+
+from ..blocks.blocks import TARGETS, Parcel, on_meta, takes_targets
+from ..blocks.tree_words import from_words, to_words
+from ..blocks.trees import TreeSpec
+from ..parallel.mesh_groups import MeshGroups
+from ..stage.cargo import Cargo, require_planned_skips
+from ..stage.in_place import require_own_memory
+from ..stage.microbatches import Batch, Sizes, sizes_of
+from ..stage.rank_model import RankModel
+from .header import Announcer
+from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
+
+FindShapes = Callable[[UnitSpec, Batch, int], list[Parcel]]
+"""Finds what every block leaves for the next, of one unit of a batch, given by its number."""
+
+
+class StepSettler:
+    """Settles the steps of one rank.
+
+    Attributes:
+        draws: whether blocks of any rank draw by the numbers of samples, as far as is known; the same on all ranks.
+    """
+
+    def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, find_shapes: FindShapes) -> None:
+        self._model, self._groups, self._device, self._find = model, groups, device, find_shapes
+        layout, route = model.plan.layout, model.plan.routes[0]
+        first, last = layout.rank_of(route.stages[0]), layout.rank_of(route.stages[-1])
+        self._has_inputs, self._has_targets = model.pp_rank == first, model.pp_rank == last
+        self._inputs = Announcer(groups.pipeline, first, width=2)
+        self._targets = Announcer(groups.pipeline, last, width=0) if any(map(takes_targets, model.outlines)) else None
+        self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
+        self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
+        self._latest: UnitShape | None = None
+        self.draws = model.may_draw
+
+    def refuse(self, error: MisfitError | UsageError) -> None:
+        """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
+        self._inputs.refuse(error)
+
+    def settle(self, plan: Plan, batch: Batch) -> Units:
+        """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
+
+        Raises `MisfitError` where blocks cannot take them, or ranks have other numbers of samples or microbatches.
+        """
+        slices = plan.schedule.slices
+        words = self._describe(batch, slices, batch.input_spec) if self._has_inputs else ""
+        (microbatches, samples), inputs = self._inputs.announce([batch.microbatches, batch.num_samples or 0], words)
+        targets = ""
+        if self._targets is not None:
+            words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
+            _, targets = self._targets.announce([], words)
+        first = self._first_sample(plan, batch.microbatches, samples)
+        _require_alike(batch, microbatches, samples)
+        sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
+        units = self._first_of_each_size(sizes, slices)
+        extras = tuple(batch.extra_specs(unit) for unit in units.values())
+        key = (plan.mode, sizes, first, inputs, targets, extras)
+
+        def make() -> Units:
+            return self._make(plan, batch, sizes, first, self._given(plan, inputs, targets, extras))
+
+        return self._units.get(key, make)
+
+    def any_shape(self) -> UnitShape:
+        """Return the shape of units that were settled before, for a rank that has none in this step.
+
+        Raises `UsageError` where there were none.
+        """
+        if self._latest is None:
+            raise UsageError("the first step of a replica needs samples, by which the shapes of what travels are found")
+        return self._latest
+
+    def _given(
+        self, plan: Plan, inputs: str, targets: str, extras: Sequence[tuple[tuple[str, TreeSpec], ...]]
+    ) -> list[UnitSpec]:
+        """Return what units of each size are given."""
+        of_targets = self._read(targets) if targets else [None] * len(extras)
+        return [
+            UnitSpec(plan.mode, of_inputs, beside if target is None else (*beside, (TARGETS, target)))
+            for of_inputs, beside, target in zip(self._read(inputs), extras, of_targets, strict=True)
+        ]
+
+    def _make(self, plan: Plan, batch: Batch, sizes: Sizes, first: int, given: Sequence[UnitSpec]) -> Units:
+        slices, shapes = plan.schedule.slices, dict[int, UnitShape]()
+        for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
+            shapes[size] = self._shapes.get(spec, partial(self._shape, plan, spec, batch, unit))
+        if shapes:
+            self._latest = next(iter(shapes.values()))
+        else:
+            self.any_shape()
+        by_unit = [shapes.get(size) for size in sizes for _ in range(slices)]
+        empty = frozenset(unit for unit, shape in enumerate(by_unit) if shape is None)
+        return Units(by_unit, samples_of(sizes, slices, first), empty, sum(sizes))
+
+    def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
+        model, samples, parcels = self._model, spec.inputs.samples, self._find(spec, batch, unit)
+        blocks = list(map(on_meta, model.outlines))
+        require_planned_skips(plan, model.cuts, parcels, blocks)
+        require_own_memory(model.cuts, parcels, blocks)
+        cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
+        context = model.sequences.context_of(samples)
+        tokens = samples.shape[1] if len(samples.shape) > 1 else 0
+        return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels))
+
+    def _first_of_each_size(self, sizes: Sizes, slices: int) -> dict[int, int]:
+        """Return the first unit of each size that is computed."""
+        found: dict[int, int] = {}
+        for microbatch, size in enumerate(sizes):
+            if size or self._model.computes_empty_units:
+                found.setdefault(size, microbatch * slices)
+        return found
+
+    def _describe(self, batch: Batch, slices: int, spec_of: Callable[[int], TreeSpec]) -> str:
+        """Return what the units of each size are given, in words."""
+        sizes = sizes_of(batch.num_samples or 0, batch.microbatches, len(batch.extras) // slices)
+        specs = tuple(spec_of(unit) for unit in self._first_of_each_size(sizes, slices).values())
+        return self._words.get(specs, lambda: json.dumps([to_words(spec) for spec in specs]))
+
+    def _read(self, text: str) -> list[TreeSpec]:
+        return self._specs.get(text, lambda: [from_words(words) for words in json.loads(text)])
+
+    def _first_sample(self, plan: Plan, microbatches: int, samples: int) -> int:
+        """Return the number of this replica's first sample in the whole batch, where anything depends on it."""
+        model = self._model
+        if plan.mode != "train" or not self.draws or model.num_replicas == 1:
+            return model.replica * samples
+        table = torch.zeros(2, model.num_replicas, dtype=torch.int64, device=self._device)
+        if self._has_inputs and self._groups.context.index == 0:
+            table[:, model.replica] = torch.tensor([samples, microbatches])
+        self._groups.metrics.all_reduce(table).wait()
+        counts, of_replicas = table.tolist()
+        if len(set(of_replicas)) > 1:
+            raise MisfitError(f"the replicas have {of_replicas} microbatches; give every rank the same `microbatches`")
+        return sum(counts[: model.replica])
+
+
+def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
+    """Raise `MisfitError` where this rank has another step than the first stage's."""
+    if batch.microbatches != microbatches:
+        raise MisfitError(
+            f"this rank's step has {batch.microbatches} microbatches, but that of the first stage's rank has "
+            f"{microbatches}; give every rank the same `microbatches`"
+        )
+    if batch.num_samples not in (None, samples):
+        raise MisfitError(
+            f"this rank is given targets or extras of {batch.num_samples} samples, but the inputs have {samples}"
+        )
+
+
+def _structure(parcels: Sequence[Parcel]) -> str:
+    """Return how what blocks leave is built, whatever its shapes, in words."""
+    return " | ".join(
+        f"{parcel.output.tree} {' '.join(parcel.names)} {parcel.has_loss:d} {[str(s.dtype) for s in parcel.specs]}"
+        for parcel in parcels
+    )

@@ -1,0 +1,233 @@
+"""Two runs of the same steps held against each other: on a mesh, and in one process.
+
+    one process, twice          in the run's precision and in float64: their distance is what rounding does here
+    tolerance of a tensor       `SLACK` times that distance, and at least a few units in the last place
+    mesh against one process    in the order in which a step makes things, so that the first that differs is the cause
+
+    step 0   outputs, block by block ─▶ gradients, last block first ─▶ weights      step 1   …
+
+Tolerances that follow from the run itself: Li et al. 2025, "TTrace: Lightweight Error Checking and Diagnosis for
+Distributed Training" (arXiv 2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+from quintsched.plan import Plan
+
+from ..parallel.context.context import SequenceShard
+from .recording import BEFORE, Kind, Made, Recording
+
+SLACK = 8.0
+"""How many times what rounding did in one process a mesh may differ: it adds up in another order."""
+
+LAST_PLACES = 64.0
+"""At least so many units in the last place of a tensor's largest number."""
+
+EXACT = 1e-12
+"""The tolerance of float64, times max(1, the largest number)."""
+
+Key = tuple[int, Kind, str, int, int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a tensor of the mesh is not that of one process.
+
+    `difference` is the largest of any number; `where` says what it is, and on which rank, in words.
+    """
+
+    step: int
+    kind: Kind
+    name: str
+    rank: int
+    difference: float
+    tolerance: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where} differs by {self.difference:.1e}, tolerance {self.tolerance:.1e}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it: all differences, in the order in which a step makes things, and how much was compared.
+
+    `closest` is the largest difference of what agrees, as a share of its tolerance; `skipped` names what could not be
+    compared, since one process makes nothing of the kind.
+    """
+
+    differences: tuple[Difference, ...]
+    compared: int
+    closest: float
+    steps: int
+    ranks: int
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def explain(self) -> str:
+        """Return the outcome in words: the first difference is the cause of later ones, or their closest sign."""
+        end = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
+        if self.is_equal:
+            return (
+                f"equal: {self.compared} tensors of {self.steps} steps on {self.ranks} ranks; the largest difference "
+                f"is {self.closest:.2f} of its tolerance{end}"
+            )
+        first, others = self.differences[0], self.differences[1:]
+        later = f"\n{len(others)} more differ after it, such as: {others[0]}" if others else ""
+        return f"different: {first}; all that comes before it agrees{end}{later}"
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the outcome as JSON has it."""
+        return {"equal": self.is_equal, **asdict(self)}
+
+
+def compare(
+    mesh: Sequence[Recording], alone: Recording, precise: Recording, plan: Plan, names: Sequence[str] = ()
+) -> Comparison:
+    """Compare what the ranks of a mesh made with what one process made, and the same in float64.
+
+    `names` are those of the blocks' classes, for words.
+    """
+    wanted, exact = _by_key(alone), _by_key(precise)
+    found: list[tuple[tuple[float, ...], Difference]] = []
+    skipped: dict[str, None] = {}
+    compared, closest = 0, 0.0
+    for recording in mesh:
+        view = _View(plan, recording.coordinates)
+        for made in recording.made:
+            key = (made.step, made.kind, made.name, made.unit // plan.schedule.slices, made.place)
+            part = view.of(wanted[key], made) if key in wanted else None
+            if part is None:
+                skipped[f"{made.kind} {made.name}"] = None
+                continue
+            tolerance = _tolerance(wanted[key], exact[key])
+            difference = _distance(made.tensor, part)
+            compared += 1
+            if difference <= tolerance:
+                closest = max(closest, difference / tolerance)
+            else:
+                where = _words(made, recording, plan, names)
+                found.append(
+                    (
+                        _order(made, recording.rank),
+                        Difference(made.step, made.kind, made.name, recording.rank, difference, tolerance, where),
+                    )
+                )
+    found += _figures(mesh, alone, precise)
+    ordered = tuple(difference for _, difference in sorted(found, key=lambda one: one[0]))
+    return Comparison(ordered, compared, closest, len(alone.figures), len(mesh), tuple(skipped))
+
+
+def _by_key(recording: Recording) -> dict[Key, Tensor]:
+    return {(made.step, made.kind, made.name, made.unit, made.place): made.tensor for made in recording.made}
+
+
+class _View:
+    """What a rank of the mesh sees of what one process has made."""
+
+    def __init__(self, plan: Plan, coordinates: Mapping[str, int]) -> None:
+        self._slices = plan.schedule.slices
+        self._tokens = SequenceShard(plan.mesh.axis_size("cp"), coordinates.get("cp", 0))
+        self._tp, self._tp_rank = plan.mesh.axis_size("tp"), coordinates.get("tp", 0)
+
+    def of(self, full: Tensor, made: Made) -> Tensor | None:
+        """Return the part of a full tensor that belongs to what was made; None where its shape is none of a part."""
+        if made.offsets is not None:
+            places = tuple(slice(a, a + n) for a, n in zip(made.offsets, made.tensor.shape, strict=True))
+            return full[places]
+        for part in self._parts(full, made.unit % self._slices):
+            if part.shape == made.tensor.shape:
+                return part
+        return None
+
+    def _parts(self, full: Tensor, number: int) -> Iterator[Tensor]:
+        """Yield what an output may be of the full one: some of its tokens, and of its last dimension (cut logits)."""
+        rows = full
+        if self._slices > 1 and full.dim() > 1 and full.shape[1] % self._slices == 0:
+            rows = full.chunk(self._slices, 1)[number]
+        try:
+            rows = self._tokens.cut("output", rows)
+        except MisfitError:
+            rows = full
+        yield from (rows, full)
+        if rows.dim() > 1 and rows.shape[1] % self._tp == 0:
+            yield rows.chunk(self._tp, 1)[self._tp_rank]
+        if rows.dim() > 1 and rows.shape[-1] % self._tp == 0:
+            yield rows.chunk(self._tp, -1)[self._tp_rank]
+
+
+def _tolerance(found: Tensor, exact: Tensor) -> float:
+    if not found.is_floating_point():
+        return 0.0
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    if found.dtype == torch.float64:
+        return EXACT * max(1.0, largest)
+    return SLACK * _distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference; two that are not finite in the same way do not differ."""
+    if not a.numel():
+        return 0.0
+    if not a.is_floating_point():
+        return float((a != b).any().item())
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(same, 0.0, (a - b).abs()).max().item()
+    return gap if math.isfinite(gap) else math.inf
+
+
+KINDS: Mapping[Kind, int] = {"output": 0, "gradient": 1, "weight": 2}
+
+
+def _order(made: Made, rank: int) -> tuple[float, ...]:
+    block = int(made.name.partition(".")[0])
+    return (made.step, KINDS[made.kind], -block if made.kind == "gradient" else block, made.unit, made.place, rank)
+
+
+def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -> str:
+    at = ", ".join(f"{axis}={coordinate}" for axis, coordinate in recording.coordinates.items())
+    rank = f"rank {recording.rank} ({at})" if at else f"rank {recording.rank}"
+    block = int(made.name.partition(".")[0])
+    of_class = f" ({names[block]})" if block < len(names) else ""
+    if made.kind != "output":
+        when = f"step {made.step}" if made.step != BEFORE else "before the first step"
+        return f"{when}: the {made.kind} of {made.name} in block {block}{of_class}, on {rank},"
+    replica, unit = divmod(made.unit, plan.schedule.num_units)
+    microbatch, number = divmod(unit, plan.schedule.slices)
+    piece = f", slice {number}" if plan.schedule.slices > 1 else ""
+    return (
+        f"step {made.step}: the output of block {block}{of_class} for microbatch {microbatch}{piece} of replica "
+        f"{replica}, on {rank},"
+    )
+
+
+def _figures(
+    mesh: Sequence[Recording], alone: Recording, precise: Recording
+) -> Iterator[tuple[tuple[float, ...], Difference]]:
+    """Yield where losses and norms differ: behind all tensors of their step."""
+    for recording in mesh:
+        for step, (mine, its, exact) in enumerate(zip(recording.figures, alone.figures, precise.figures, strict=True)):
+            for name, figure in mine.items():
+                rounding = abs(its[name] - exact[name])
+                tolerance = SLACK * rounding + 1e-5 * abs(exact[name]) if rounding else EXACT * max(1.0, abs(its[name]))
+                gap = abs(figure - its[name])
+                if not gap <= tolerance and not (math.isnan(figure) and math.isnan(its[name])):
+                    words = f"step {step}: the {name.replace('_', ' ')} on rank {recording.rank}"
+                    yield (
+                        (step, 3, 0, 0, 0, recording.rank),
+                        Difference(step, "output", name, recording.rank, gap, tolerance, words),
+                    )

@@ -1,0 +1,338 @@
+"""One family on one mesh: trained by the engine and in one process, from the same weights, and judged.
+
+    drawn model ─┬─▶ split ─▶ Engine on every rank (threads of this process) ─▶ losses, gradients, weights ─┐
+                 └─▶ its own forward, microbatch by microbatch, in one process ──────────────────────────────┴─▶ verdict
+
+In float64 losses of all steps, gradients of the last and weights after it have to be equal to 1e-9; what models compute
+in float32 whatever their weights are is done in float64 then, or else its rounding would be what is compared. bf16 is
+judged by how far its gradients are from those of float64: at most 1.5 times as far as those of one process in bf16.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import quintsched as qs
+from quintsched.errors import QuintschedError, StallError
+from quintsched.runtime import Engine, Transport, run_local, split
+
+from .catalogue import SAMPLES, Batch, Family, Inputs, drawn, loss_of
+
+MICROBATCHES, STEPS = 4, 2
+TOLERANCE, BF16_FACTOR = 1e-9, 1.5
+TIMEOUT_S = 60.0
+
+Result = Literal["equal", "refused", "wrong", "crash", "hang"]
+BAD: tuple[Result, ...] = ("wrong", "crash", "hang")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A column of the matrix: how the four microbatches of a step are run."""
+
+    mesh: str
+    schedule: str = "1f1b"
+    zero: int = 0
+    sequence_parallel: bool = False
+    bf16: bool = False
+
+    @property
+    def plan(self) -> qs.Plan:
+        """The plan; replicas share the microbatches."""
+        replicas = qs.Mesh.parse(self.mesh).axis_size("dp")
+        return qs.compile(self.schedule, mesh=self.mesh, microbatches=MICROBATCHES // replicas, zero=self.zero)
+
+    def takes(self, family: Family) -> bool:
+        """Whether the family has this cell: sequences are cut where attention is causal."""
+        return family.causal or "cp" not in self.mesh
+
+
+MESHES: Mapping[str, Mesh] = {
+    "pp2 zb-h1": Mesh("pp=2", "zb-h1"),
+    "pp4 1f1b": Mesh("pp=4"),
+    "tp2": Mesh("tp=2"),
+    "sp": Mesh("tp=2", sequence_parallel=True),
+    "cp2": Mesh("cp=2"),
+    "dp2 ZeRO-1": Mesh("dp=2", zero=1),
+    "dp2 ZeRO-3": Mesh("dp=2", zero=3),
+    "bf16 dp2·pp2": Mesh("dp=2,pp=2", bf16=True),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a cell, and why."""
+
+    result: Result
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training leaves: tensors by the model's own names."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    """Of the last step; none where ranks hold shards of them."""
+    weights: dict[str, Tensor]
+
+
+def judge(family: Family, mesh: Mesh) -> Verdict:
+    """Train the family on the mesh, and say what became of it."""
+    steps: list[int] = []
+    try:
+        ranks = _train_on(family, mesh, steps.append)
+    except StallError as error:
+        return Verdict("hang", _line(error))
+    except QuintschedError as error:
+        return Verdict("crash" if steps else "refused", _line(error))
+    except Exception as error:
+        return Verdict("crash", f"{type(error).__name__}: {_line(error)}")
+    return _judge_bf16(family, ranks) if mesh.bf16 else _judge_float64(train_alone(family), ranks)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _judge_float64(alone: Trained, ranks: Sequence[Trained]) -> Verdict:
+    missing = alone.weights.keys() - {name for rank in ranks for name in rank.weights}
+    if missing:
+        return Verdict("wrong", f"no rank has {sorted(missing)[0]!r}")
+    found = {f"loss of step {step}": loss for rank in ranks for step, loss in _loss_errors(rank, alone)}
+    for kind in ("gradients", "weights"):
+        whole: dict[str, Tensor] = getattr(alone, kind)
+        for rank in ranks:
+            for name, tensor in ((name, t) for name, t in getattr(rank, kind).items() if name in whole):
+                found[f"{kind} of {name}"] = max(_error(tensor, whole[name]), found.get(f"{kind} of {name}", 0.0))
+    place, worst = max(found.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    return Verdict("equal" if worst <= TOLERANCE else "wrong", f"{worst:.1e} ({place})")
+
+
+def _loss_errors(found: Trained, expected: Trained) -> Iterable[tuple[int, float]]:
+    for step, (one, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        yield step, abs(one - other) / max(1.0, abs(other))
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max()))) if found.numel() else 0.0
+
+
+def _judge_bf16(family: Family, ranks: Sequence[Trained]) -> Verdict:
+    exact, alone = train_alone(family, sgd=True), train_alone(family, bf16=True)
+    mine = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
+    if mine.keys() != alone.gradients.keys():
+        return Verdict("wrong", f"gradients of other weights: {sorted(mine.keys() ^ alone.gradients.keys())[0]!r}")
+    factor = _distance(mine, exact.gradients) / _distance(alone.gradients, exact.gradients)
+    losses = [abs(loss - right) for rank in ranks for loss, right in zip(rank.losses, exact.losses, strict=True)]
+    bound = max(abs(loss - right) for loss, right in zip(alone.losses, exact.losses, strict=True))
+    far = max(losses) > BF16_FACTOR * max(bound, 2**-9 * max(map(abs, exact.losses)))
+    return Verdict("equal" if factor <= BF16_FACTOR and not far else "wrong", f"{factor:.2f} times one process's error")
+
+
+def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    squares = [(found[name].double() - exact[name]).square().sum() for name in exact]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+class Doubles(TorchFunctionMode):
+    """Keeps in float64 what is in float64, where code turns it to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if is_double and func is Tensor.float:
+            return args[0]
+        if is_double and (torch.float32 in given.values() or any(arg is torch.float32 for arg in args)):
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            given = {name: torch.float64 if arg is torch.float32 else arg for name, arg in given.items()}
+        return func(*args, **given)
+
+
+@cache
+def model_of(family: Family) -> nn.Module:
+    """The family's model, drawn once; who trains it takes a copy."""
+    return drawn(family.build)
+
+
+@cache
+def batches_of(family: Family) -> list[Batch]:
+    """The batches of all steps."""
+    random = torch.Generator().manual_seed(1)
+    return [family.batch(random) for _ in range(STEPS)]
+
+
+class Noting(torch.optim.Optimizer):
+    """An optimizer of torch's that keeps the gradients which it was given last, by names."""
+
+    noted: dict[str, Tensor]
+
+    def step(self, closure: Any = None) -> None:
+        """Note the gradients, and step."""
+        given = [(name, p) for group in self.param_groups for name, p in self._named(group)]
+        self.noted = {name: p.grad.clone() for name, p in given if p.grad is not None}
+        super().step(closure)
+
+    @staticmethod
+    def _named(group: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
+        return zip(group["param_names"], group["params"], strict=True)
+
+
+class NotingAdamW(Noting, torch.optim.AdamW):
+    """AdamW."""
+
+
+class NotingSGD(Noting, torch.optim.SGD):
+    """SGD: what it does to weights is no larger where gradients are rounded."""
+
+
+def _optimizer(bf16: bool) -> Callable[[Iterable[tuple[str, nn.Parameter]]], Noting]:
+    def build(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Noting:
+        return NotingSGD(named_parameters, lr=0.05) if bf16 else NotingAdamW(named_parameters, lr=1e-2, eps=1e-6)
+
+    return build
+
+
+def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> list[Trained]:
+    plan, model, batches = mesh.plan, model_of(family), batches_of(family)
+    aliases = _aliases(model)
+
+    def run(transport: Transport) -> Trained:
+        with nullcontext() if mesh.bf16 else Doubles():
+            return train(transport)
+
+    def train(transport: Transport) -> Trained:
+        mine = copy.deepcopy(model)
+        parts = split(mine.float() if mesh.bf16 else mine)
+        engine = Engine(
+            plan,
+            parts,
+            loss_of,
+            _optimizer(mesh.bf16),
+            dtype=torch.bfloat16 if mesh.bf16 else None,
+            sequence_parallel=mesh.sequence_parallel,
+            transport=transport,
+            bucket_mb=0.05,
+        )
+        losses = []
+        for step, batch in enumerate(batches):
+            part = _share(batch, engine.replica, engine.num_replicas)
+            losses.append(float(engine.step(part.inputs, part.targets).loss))
+            stepped(step)
+        weights = engine.full_weights()
+        gradients = {} if mesh.zero else _noted(engine) if mesh.bf16 else _full_gradients(engine)
+        names = {name: aliases.get(own, own) for name, own in parts.own_names.items()}
+        own = ({names.get(name, name): t for name, t in found.items()} for found in (gradients, weights))
+        return Trained(losses, *own)
+
+    return run_local(plan.mesh.size, run, timeout_s=TIMEOUT_S, rules="nccl")
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return every name of what a model saves with the first of them."""
+    firsts: dict[int, str] = {}
+    found = model.state_dict(keep_vars=True)
+    return {name: firsts.setdefault(id(tensor), name) for name, tensor in found.items()}
+
+
+def _noted(engine: Engine) -> dict[str, Tensor]:
+    return {name: g for optimizer in engine.optimizers.values() for name, g in optimizer.noted.items()}  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _full_gradients(engine: Engine) -> dict[str, Tensor]:
+    """Return the last gradients as the engine puts weights together: in their place."""
+    for optimizer in engine.optimizers.values():
+        assert isinstance(optimizer, Noting)
+        for group in optimizer.param_groups:
+            for name, parameter in optimizer._named(group):
+                if name in optimizer.noted:
+                    parameter.copy_(optimizer.noted[name])
+    return engine.full_weights()
+
+
+def _share(batch: Batch, place: int, count: int) -> Batch:
+    """Return one of `count` equal parts of a batch."""
+    size = SAMPLES // count
+    rows = slice(place * size, (place + 1) * size)
+    return Batch(_each(batch.inputs, lambda tensor: tensor[rows]), batch.targets[rows])
+
+
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    return {name: change(tensor) for name, tensor in inputs.items()}
+
+
+@cache
+def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Trained:
+    """Train in one process with nothing of ours; `bf16` works on float32 masters, as SGD does then."""
+    model = copy.deepcopy(model_of(family))
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if bf16:
+        model = _in_bf16(model, batches_of(family)[0])
+        masters = {name: master.float() for name, master in masters.items()}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: nn.Parameter(m, requires_grad=name in trained) for name, m in masters.items()}
+    optimizer = _optimizer(bf16 or sgd)((name, p) for name, p in parameters.items() if name in trained)
+    losses = []
+    for batch in batches_of(family):
+        with nullcontext() if bf16 else Doubles():
+            loss, gradients = _step_alone(model, batch, torch.float32 if bf16 else torch.float64)
+        losses.append(loss)
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(parameters[name])
+    saved, aliases = model.state_dict(), _aliases(model)
+    weights = {name: saved[name] for name in dict.fromkeys(aliases.values())} | {
+        n: p.detach() for n, p in parameters.items()
+    }
+    return Trained(losses, optimizer.noted, weights)
+
+
+def _in_bf16(model: nn.Module, batch: Batch) -> nn.Module:
+    """Return the model with its weights in bf16; its buffers stay float32 where it runs like that."""
+    kept = copy.deepcopy(model).float()
+    for parameter in kept.parameters():
+        parameter.data = parameter.data.bfloat16()
+    try:
+        _step_alone(copy.deepcopy(kept), batch, torch.float32)
+    except RuntimeError:
+        return model.bfloat16()
+    return kept
+
+
+def _step_alone(model: nn.Module, batch: Batch, summed_in: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of a batch, and its gradients, added up over the microbatches and divided by what counts at last.
+
+    Norms of transformers compute in float32 whatever the weights are, so that it matters when that is done.
+    """
+    dtype = next(model.parameters()).dtype
+    pieces = [_share(batch, k, MICROBATCHES) for k in range(MICROBATCHES)]
+    weight = sum(float((piece.targets != -100).sum()) for piece in pieces)
+    total, gradients = 0.0, {}
+    for piece in pieces:
+        inputs = _each(piece.inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        loss, _ = loss_of(model(inputs) if isinstance(inputs, Tensor) else model(**inputs), piece.targets)
+        loss.backward()
+        total += float(loss.detach()) / weight
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.to(summed_in)
+                gradients[name] = gradients[name] + grad if name in gradients else grad
+                parameter.grad = None
+    return total, {name: gradient / weight for name, gradient in gradients.items()}

@@ -1,0 +1,165 @@
+"""Models that are traced: the chain of their segments is the model, while it trains and while it does not."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime.splitting.proof import chain
+from quintsched.runtime.splitting.traced import segments
+from quintsched.runtime.splitting.tracing import trace
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        return x + self.fc2(F.gelu(self.fc1(x)))
+
+
+class Stage(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.widen = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+
+    def forward(self, x):
+        return self.blocks(self.widen(x))
+
+
+class Vision(nn.Module):
+    """As timm has it: a stem, a weight beside it, stages in stages, and two heads that differ once it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, WIDTH)
+        self.places = nn.Parameter(torch.randn(3, WIDTH))
+        self.stages = nn.Sequential(Stage(2), Stage(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head, self.other = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 5)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x, mask=None):
+        x = self.stem(x) + self.places
+        x = x if mask is None else x * mask
+        x = self.norm(self.stages(x)).mean(1)
+        return self.head(x) + self.other(x) if self.training else (self.head(x) + self.other(x)) / 2
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first(x) * torch.rand(WIDTH))
+
+
+class Asking(Drawing):
+    def forward(self, x):
+        return self.second(self.first(x)) if x.sum() > 0 else self.first(x)
+
+
+class TwoWays(nn.Module):
+    """Two values cross every cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.ModuleList([Block() for _ in range(3)]), nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        y = x.flip(1)
+        for left, right in zip(self.left, self.right, strict=True):
+            x, y = left(x), right(y) + 0.5 * x
+        return x * y
+
+
+def drawn(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def inputs(width=4, samples=8):
+    return torch.randn(samples, 3, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_chain_is_the_model(training):
+    model = drawn(Vision).train(training)
+    parts = segments(model)
+    assert len(parts) == 10
+    assert torch.equal(chain([part.train(training) for part in parts], inputs()), model(inputs()))
+
+
+def test_stages_are_opened_and_every_weight_has_its_name():
+    model = drawn(Vision)
+    parts = split(model)
+    assert sum(name.startswith("stages.") and name.endswith("fc1.weight") for name in parts.own_names.values()) == 5
+    assert {*parts.own_names.values()} == set(model.state_dict())
+    assert all(name.partition(".")[2] == own for name, own in parts.own_names.items())
+
+
+def test_several_values_cross_a_cut():
+    model = drawn(TwoWays)
+    parts = segments(model)
+    assert len(parts) > 3
+    assert torch.equal(chain(parts, inputs(WIDTH)), model(inputs(WIDTH)))
+
+
+@pytest.mark.parametrize("kind", [Drawing, Asking])
+def test_what_looks_at_numbers_or_draws_them_is_not_traced(kind):
+    assert segments(drawn(kind)) is None
+    with pytest.raises(UsageError, match=r"split\(model, "):
+        split(drawn(kind))
+
+
+def test_inputs_that_a_trace_does_not_have_are_named():
+    parts = segments(drawn(Vision))
+    with pytest.raises(MisfitError, match="the model takes x; it was given x, mask"):
+        parts[0]({"x": inputs(), "mask": inputs()})
+
+
+def test_tracing_touches_no_other_thread():
+    model, found = drawn(Vision), []
+    expected = model(inputs())
+    work = [threading.Thread(target=lambda: [trace(model, True) for _ in range(10)]) for _ in range(2)]
+    for thread in work:
+        thread.start()
+    while any(thread.is_alive() for thread in work):
+        found.append(model(inputs()))
+    assert found
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize(("kind", "width"), [(Vision, 4), (TwoWays, WIDTH)])
+def test_it_trains_as_in_one_piece(kind, width):
+    model, batch = drawn(kind), inputs(width)
+    plan = qs.compile("zb-h1", mesh="pp=2", microbatches=4)
+
+    def loss(output, targets):
+        return (output.flatten(1).sum(1) - targets).square().sum(), len(targets)
+
+    def work(transport):
+        parts = split(copy.deepcopy(model))
+        sgd = torch.optim.SGD
+        engine = Engine(plan, parts, loss, lambda p: sgd(p, lr=0.01), transport=transport)
+        engine.step(batch, batch[:, 0, 0])
+        return {parts.own_names[name]: weight for name, weight in engine.full_weights().items()}
+
+    found = {name: weight for rank in run_local(2, work) for name, weight in rank.items()}
+    plain = copy.deepcopy(model)
+    for piece in batch.split(2):
+        loss(plain(piece), piece[:, 0, 0])[0].backward()
+    for name, parameter in plain.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / len(batch)
+        assert torch.allclose(found[name], parameter - 0.01 * gradient, rtol=0, atol=1e-12), name

@@ -1,0 +1,176 @@
+"""Models of transformers: split by their own forward, they give the numbers that they give in one piece."""
+
+import copy
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, run_local, split
+
+transformers = pytest.importorskip("transformers")
+
+IDS, LENGTH, SAMPLES, MICROBATCHES = 64, 8, 8, 4
+
+
+def model_of(kind="llama", **settings):
+    torch.manual_seed(0)
+    sizes = {
+        "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "gemma2": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "head_dim": 8,
+        },
+        "mistral": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    }[kind]
+    config = transformers.CONFIG_MAPPING[kind](
+        **{**sizes, "vocab_size": IDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **settings}
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).double()
+
+
+def batch(length=LENGTH):
+    ids = torch.randint(3, IDS, (SAMPLES, length), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(length) < torch.arange(SAMPLES)[:, None] % 4 + length - 3).long()
+    return ids, mask, ids.masked_fill(mask == 0, -100)
+
+
+def plain_losses(model, steps=2, *, mask=None, labels=None):
+    ids, _, _ = batch()
+    labels = ids if labels is None else labels
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        weight, total = (labels[:, 1:] != -100).sum(), 0.0
+        for rows in torch.arange(SAMPLES).chunk(MICROBATCHES):
+            given = {} if mask is None else {"attention_mask": mask[rows]}
+            logits = model(ids[rows], **given).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[rows, 1:].flatten(), ignore_index=-100, reduction="sum"
+            )
+            (loss / weight).backward()
+            total += loss.item() / weight.item()
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def split_losses(model, plan, give, steps=2, **settings):
+    def work(transport):
+        blocks = split(copy.deepcopy(model))
+        engine = Engine(
+            plan, blocks, blocks.loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **settings
+        )
+        return [give(engine).loss.item() for _ in range(steps)]
+
+    return run_local(plan.mesh.size, work)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "schedule", "settings"),
+    [
+        ("llama", "pp=2", "zb-h1", {}),
+        ("llama", "cp=2,pp=2", "1f1b", {}),
+        ("llama", "tp=2,pp=2", "1f1b", {"sequence_parallel": True}),
+        ("gpt2", "cp=2,tp=2", "gpipe", {"context": "gather"}),
+        ("gpt2", "pp=2", "seq-1f1b", {}),
+        ("gemma2", "pp=2", "1f1b", {}),
+    ],
+)
+def test_a_model_trains_as_in_one_piece(kind, mesh, schedule, settings):
+    model = model_of(kind)
+    plan = qs.compile(
+        schedule, mesh=mesh, microbatches=MICROBATCHES, **({"slices": 2} if schedule == "seq-1f1b" else {})
+    )
+    ids, _, _ = batch()
+    found = split_losses(model, plan, lambda engine: engine.step(ids, ids), **settings)
+    assert found == [pytest.approx(plain_losses(model), rel=1e-9)] * plan.mesh.size
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padded_batches(attention):
+    model = model_of("llama", attn_implementation=attention)
+    ids, mask, labels = batch()
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=MICROBATCHES)
+    expected = plain_losses(copy.deepcopy(model), mask=mask, labels=labels)
+    as_extra = split_losses(model, plan, lambda engine: engine.step(ids, labels, attention_mask=mask))
+    whole = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    as_batch = split_losses(model, plan, lambda engine: engine.step(whole, labels))
+    assert as_extra == as_batch == [pytest.approx(expected, rel=1e-9)] * 2
+
+
+def test_a_window_is_kept_where_sequences_come_in_slices():
+    model = model_of("mistral", sliding_window=3, num_key_value_heads=2)
+    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=MICROBATCHES, slices=2)
+    ids, _, _ = batch()
+    found = split_losses(model, plan, lambda engine: engine.step(ids, ids))
+    assert found == [pytest.approx(plain_losses(model), rel=1e-9)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "said"),
+    [
+        ("gemma2", {"sliding_window": 3, "attn_logit_softcapping": None}, "attends to a window of 3 tokens"),
+        ("gemma2", {}, "attends with softcap"),
+        ("gpt2", {"attn_pdrop": 0.1}, "dropout of 0.1"),
+        ("mpt", {}, "gives other numbers where sequences are cut into 2"),
+    ],
+)
+def test_attention_that_slices_cannot_have_is_refused(kind, model, said):
+    ids, _, _ = batch()
+    plan = qs.compile("gpipe", mesh="cp=2", microbatches=MICROBATCHES)
+    with pytest.raises(MisfitError, match=said):
+        split_losses(model_of(kind, **model), plan, lambda engine: engine.step(ids, ids))
+
+
+def test_a_loss_that_shifts_is_refused_where_sequences_are_cut():
+    def shifting(logits, labels):
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    plan = qs.compile("gpipe", mesh="cp=2", microbatches=MICROBATCHES)
+
+    def work(transport):
+        Engine(plan, split(model_of()), shifting, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
+
+    with pytest.raises(MisfitError, match="the loss shifts its targets by a token"):
+        run_local(2, work)
+
+
+KINDS = {
+    "bert": ("AutoModelForMaskedLM", {}),
+    "albert": ("AutoModelForMaskedLM", {}),
+    "mpnet": ("AutoModelForMaskedLM", {}),
+    "vit": ("AutoModelForImageClassification", {"image_size": 16, "patch_size": 8}),
+    "t5": ("AutoModelForSeq2SeqLM", {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}),
+    "bart": (
+        "AutoModelForSeq2SeqLM",
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_models_prove_equal(kind):
+    auto, settings = KINDS[kind]
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": IDS,
+    }
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[kind](**(sizes | settings), max_position_embeddings=32)
+    model = getattr(transformers, auto).from_config(config).double()
+    blocks = split(model)
+    assert len(blocks) >= 4
+    own = dict(model.named_parameters(remove_duplicate=False))
+    assert set(blocks.own_names.values()) <= model.state_dict().keys()
+    assert {id(own[name]) for name in blocks.own_names.values() if name in own} == {id(p) for p in model.parameters()}

@@ -1,0 +1,218 @@
+"""Buffers that forwards change are the same on all replicas: those of one process, or as the user says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.comm import Transport, run_local
+
+from ..toys import sgd
+
+CHANNELS, SAMPLES, STEPS = 3, 8, 3
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(len(output))
+
+
+def averaging() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(CHANNELS, CHANNELS, 3, padding=1),
+        nn.BatchNorm1d(CHANNELS),
+        nn.Tanh(),
+        nn.InstanceNorm1d(CHANNELS, affine=True, track_running_stats=True, momentum=0.2),
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, SAMPLES, CHANNELS, 6, generator=random, dtype=torch.float64)
+    return x, y
+
+
+def plainly(blocks: Blocks, size: int) -> dict[str, Tensor]:
+    """Train in one process, `size` samples at a time."""
+    model = build_model(blocks, 0, torch.float64)
+    optimizer = sgd(list(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(part.split(size) for part in batch(step)), strict=True):
+            (squares(model(x), y)[0] / SAMPLES).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[dict[str, Tensor]]:
+    def run(transport: Transport) -> dict[str, Tensor]:
+        engine = Engine(plan, blocks, squares, sgd, dtype=torch.float64, transport=transport, **options)
+        for step in range(STEPS):
+            engine.step(*(part.chunk(engine.num_replicas)[engine.replica] for part in batch(step)))
+        return engine.full_weights()
+
+    return run_local(plan.mesh.size, run, timeout_s=60)
+
+
+def require_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    assert {name for of_rank in found for name in of_rank} == set(expected)
+    for of_rank in found:
+        for name, tensor in of_rank.items():
+            assert torch.allclose(tensor.double(), expected[name].double(), rtol=1e-9, atol=1e-11), name
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"schedule": "1f1b", "mesh": "dp=2,pp=2", "microbatches": 2},
+        {"schedule": "zb-h1", "mesh": "pp=2", "microbatches": 4},
+        {"schedule": "interleaved-1f1b", "mesh": "pp=2", "microbatches": 4, "chunks": 2},
+        {"schedule": "1f1b", "mesh": "dp=2", "microbatches": 2, "recompute": 1},
+        {"schedule": "1f1b", "mesh": "dp=4", "microbatches": 1, "zero": 3},
+    ],
+    ids=str,
+)
+def test_running_statistics_are_those_of_one_process(request_of: dict[str, Any]) -> None:
+    blocks: Blocks = [averaging] * 4
+    require_equal(trained(qs.compile(**request_of), blocks), plainly(blocks, 2))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(CHANNELS, CHANNELS, 1), nn.BatchNorm1d(CHANNELS), nn.Tanh())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_shared_statistics_are_those_of_the_union_of_microbatches(zero: int) -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero)
+    halves = [(part.view(2, 2, 2, CHANNELS, 6).transpose(0, 1).flatten(0, 2)) for part in batch(0)]
+    assert all(half.shape == part.shape for half, part in zip(halves, batch(0), strict=True))
+    blocks: Blocks = [normed] * 3
+    expected = together(blocks)
+    require_equal(trained(plan, blocks, buffers="sync"), expected)
+    synced: Blocks = [lambda: nn.SyncBatchNorm.convert_sync_batchnorm(normed())] * 3
+    require_equal(trained(plan, synced), expected)
+
+
+def together(blocks: Blocks) -> dict[str, Tensor]:
+    """Train in one process on microbatches that are unions of those of the same number of two replicas."""
+    model = build_model(blocks, 0, torch.float64)
+    optimizer = sgd(list(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (x, other_x), (y, other_y) = (part.chunk(2) for part in batch(step))
+        for number in range(2):
+            inputs, targets = (
+                torch.cat([one.chunk(2)[number], other.chunk(2)[number]]) for one, other in ((x, other_x), (y, other_y))
+            )
+            (squares(model(inputs), targets)[0] / SAMPLES).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def test_the_first_replica_may_say_what_buffers_are() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
+    merged, first = trained(plan, [normed] * 2), trained(plan, [normed] * 2, buffers="first")
+    for name, tensor in first[0].items():
+        assert torch.equal(tensor, first[1][name])
+        averages = "running" in name or "tracked" in name
+        assert averages != torch.allclose(tensor.double(), merged[0][name].double())
+
+
+class Remembering(nn.Module):
+    """Has a buffer that a forward changes; whether replicas differ in it is up to it."""
+
+    def __init__(self, differs: bool) -> None:
+        super().__init__()
+        self.layer, self.differs = nn.Linear(6, 6), differs
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not x.is_meta:
+            self.seen += x.detach().sum() if self.differs else 1.0
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_other_buffers_have_to_be_the_same_or_are_those_of_the_first() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
+    counted = trained(plan, [lambda: Remembering(False)])
+    assert [found["0.seen"] for found in counted] == [2.0 * STEPS] * 2
+    with pytest.raises(qs.MisfitError, match=r"the buffer '0.seen' changes in a forward, and replicas have different"):
+        trained(plan, [lambda: Remembering(True)])
+    one, other = trained(plan, [lambda: Remembering(True)], buffers="first")
+    assert one["0.seen"] == other["0.seen"]
+    with pytest.raises(qs.MisfitError, match=r"the buffer '0.seen' changes in a forward; .* buffers='first'"):
+        trained(plan, [lambda: Remembering(False)], buffers="refuse")
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "refuse": ({"mesh": "dp=2"}, {"buffers": "refuse"}, r"'0\.1' changes in every forward.*buffers='sync'"),
+    "twins": ({"schedule": "dualpipe", "mesh": "pp=2", "microbatches": 4}, {}, "runs two copies of its block"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_statistics_that_would_differ_are_refused_before_the_first_step(why: str) -> None:
+    request_of, options, words = REFUSALS[why]
+    plan = qs.compile(**{"schedule": "1f1b", "microbatches": 2, **request_of})
+    with pytest.raises(qs.MisfitError, match=words):
+        trained(plan, [normed] * 4, **options)
+
+
+class Sequences(nn.Module):
+    """A batch norm over the features of all tokens (samples, tokens, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor, context: object = None, past: object = None) -> Tensor:
+        return self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def test_slices_of_sequences_share_their_statistics_or_are_refused() -> None:
+    def of_numbers(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        return (output - target).square().sum(), float(output.numel())
+
+    def losses(mesh: str, **options: Any) -> list[float]:
+        plan = qs.compile(mesh=mesh, **{"schedule": "1f1b", "microbatches": 2, **options.pop("plan", {})})
+
+        def run(transport: Transport) -> list[float]:
+            engine = Engine(plan, [Sequences] * 2, of_numbers, sgd, dtype=torch.float64, transport=transport, **options)
+            x, y = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            return [engine.step(x, y).loss.item() for _ in range(3)]
+
+        return run_local(plan.mesh.size, run, timeout_s=60)[0]
+
+    assert losses("cp=2", buffers="sync") == pytest.approx(losses("dp=1"), rel=1e-9)
+    with pytest.raises(qs.MisfitError, match=r"0.norm \(BatchNorm1d\) averages over all tokens, and mesh cp=2 cuts se"):
+        losses("cp=2")
+    with pytest.raises(qs.MisfitError, match="seq-1f1b gives it slices of sequences"):
+        losses("pp=1", plan={"schedule": "seq-1f1b", "slices": 2})
+
+
+@pytest.mark.parametrize("block", [nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_norms_keep_their_type_in_bf16(block: type[nn.Module]) -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Conv2d(3, 3, 1), block(3)
+            self.register_buffer("inv_freq", torch.rand(4))
+            self.register_buffer("turns", torch.rand(4, dtype=torch.complex64))
+            self.register_buffer("table", torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x))  # type: ignore[no-any-return]
+
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+    engine = Engine(plan, [Rotary], squares, sgd, dtype=torch.bfloat16)
+    engine.step(torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2))
+    types = {name: tensor.dtype for name, tensor in engine.stages[0].blocks["0"].state_dict().items()}
+    kept = {name for name, dtype in types.items() if dtype not in (torch.bfloat16, torch.int64)}
+    stays = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "inv_freq", "turns"}
+    assert kept == stays
+    assert types["table"] == types["layer.weight"] == torch.bfloat16

@@ -1,0 +1,115 @@
+"""Weights that are frozen: from the start, or for a while; with every sharding, and whole stages of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.comm import Transport, run_local
+
+WIDTH, STEPS = 4, 5
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(len(output))
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def frozen() -> nn.Module:
+    return layer().requires_grad_(False)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64)
+    return x, y
+
+
+def thaw(blocks: dict[str, nn.Module], step: int) -> None:
+    """Train the last block alone, then one more in every step; rest block 3 for a step."""
+    for number, block in blocks.items():
+        block.requires_grad_(int(number) >= 3 - step and not (number == "3" and step == 3))
+
+
+def plainly(blocks: Blocks, *, gradually: bool) -> dict[str, Tensor]:
+    model = build_model(blocks, 0, torch.float64)
+    optimizer = adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
+    for step in range(STEPS):
+        if gradually:
+            thaw(dict(model.named_children()), step)
+        optimizer.zero_grad()
+        x, y = batch(step)
+        (squares(model(x), y)[0] / len(x)).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def trained(plan: qs.Plan, blocks: Blocks, *, gradually: bool, **options: Any) -> dict[str, Tensor]:
+    def run(transport: Transport) -> dict[str, Tensor]:
+        engine = Engine(plan, blocks, squares, adamw, dtype=torch.float64, transport=transport, **options)
+        for step in range(STEPS):
+            if gradually:
+                thaw({n: b for stage in engine.stages.values() for n, b in stage.blocks.items()}, step)
+            x, y = (part.chunk(engine.num_replicas)[engine.replica] for part in batch(step))
+            engine.step(x, y)
+        return engine.full_weights()
+
+    return {name: weight for found in run_local(plan.mesh.size, run, timeout_s=60) for name, weight in found.items()}
+
+
+PLANS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "mesh": "dp=2,pp=2"},
+    {"schedule": "zb-h1", "mesh": "pp=4"},
+    {"schedule": "1f1b", "mesh": "dp=2", "zero": 1},
+    {"schedule": "1f1b", "mesh": "dp=2", "zero": 3},
+    {"schedule": "1f1b", "mesh": "pp=2", "recompute": 1},
+]
+
+
+@pytest.mark.parametrize("request_of", PLANS, ids=str)
+@pytest.mark.parametrize("gradually", [False, True])
+def test_frozen_weights_stay_and_all_else_is_as_in_one_process(request_of: dict[str, Any], gradually: bool) -> None:
+    blocks: Blocks = [layer] * 4 if gradually else [frozen, frozen, layer, frozen]
+    found = trained(qs.compile(**request_of, microbatches=2), blocks, gradually=gradually)
+    for name, weight in plainly(blocks, gradually=gradually).items():
+        assert torch.allclose(found[name], weight, atol=1e-12), name
+
+
+def test_what_was_frozen_at_first_is_not_trained_in_silence() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [frozen, layer], squares, adamw)
+    x, y = (part.float() for part in batch(0))
+    engine.step(x, y)
+    engine.stages[0].blocks["0"].requires_grad_(True)
+    with pytest.raises(qs.MisfitError, match=r"0\.0\.weight is to be trained, but was frozen when the engine was made"):
+        engine.step(x, y)
+    engine.stages[0].blocks["0"].requires_grad_(False)
+    engine.step(x, y)
+
+
+TIES = {"weight": ("0.weight", "3.weight")}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_tied_weight_may_be_frozen_as_a_whole(stages: int) -> None:
+    def still() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    ties = {"weight": (0, 1)} if stages == 2 else {}
+    plan = qs.compile("1f1b", mesh=f"pp={stages}", microbatches=2, tied=ties)
+    found = trained(plan, [still, layer, layer, still], gradually=False, tied=TIES)
+    assert torch.equal(found["0.weight"], found.get("3.weight", found["0.weight"]))
+    with pytest.raises(qs.MisfitError, match=r"\(0.weight, 3.weight\) is trained in one block and frozen in"):
+        trained(plan, [still, layer, layer, lambda: nn.Linear(WIDTH, WIDTH)], gradually=False, tied=TIES)
