@@ -40,13 +40,7 @@ from .optim.given import OptimizerGiven, builder_of
 from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import (
-    require_long_sight,
-    require_loss_of_slices,
-    require_runnable,
-    require_stages,
-    require_usable,
-)
+from .requirements import require_loss_of_slices, require_runnable, require_stages, require_usable
 from .splitting.split import Split
 from .stage.losses import for_slices
 from .stage.microbatches import without_samples
@@ -130,14 +124,13 @@ class Engine(RankView, CheckpointFiles):
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
-        require_usable(blocks, {"loss_fn": loss_fn, **(metrics or {})})
         if isinstance(blocks, Split):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
         self.transport = transport or connect_for(plan, timeout_s)
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
-        require_long_sight(plan, blocks)
+        require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)
         self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)

@@ -55,7 +55,8 @@ class StepSettler:
 
     def refuse(self, error: MisfitError | UsageError) -> None:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
-        self._inputs.refuse(error)
+        if self._inputs.refuse(error) and self._targets is not None:
+            self._targets.refuse(error)
 
     def settle(self, plan: Plan, batch: Batch) -> Units:
         """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
