@@ -161,17 +161,25 @@ def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None)
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
 
 
-def outlines(blocks: Blocks, *, apart: bool) -> list[nn.Module]:
-    """Return the blocks without data, on the meta device; if `apart`, what is cut in place later stays whole here.
+def outlines(built: Sequence[nn.Module], *, apart: bool) -> list[nn.Module]:
+    """Return blocks (see `on_meta`) without data; if `apart`, what is cut in place later stays whole here.
 
-    Modules that PyTorch has sharded are not cut, and returned as they are.
+    Modules that PyTorch has sharded are not cut, and returned as they are. Raises `MisfitError` for one that cannot be
+    copied.
     """
-    return [
-        copy.deepcopy(block, _meta_twins(block))
-        if apart and isinstance(block, nn.Module) and not is_sharded(block)
-        else on_meta(block)
-        for block in blocks
-    ]
+    return [_outline(number, block) if apart else block for number, block in enumerate(built)]
+
+
+def _outline(number: int, block: nn.Module) -> nn.Module:
+    if is_sharded(block) or all(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
+        return block
+    try:
+        return copy.deepcopy(block, _meta_twins(block))
+    except Exception as error:
+        raise MisfitError(
+            f"block {number} ({type(block).__name__}) cannot be copied: {error}; tensor parallelism cuts blocks in "
+            "place, so give the engine a function that builds it"
+        ) from error
 
 
 def _meta_twins(module: nn.Module) -> dict[int, Any]:

@@ -24,6 +24,8 @@ class ColumnRowPair:
     group: Group
     columns: int = 1
     is_between: bool = False
+    is_gathered: bool = False
+    """Whether sliced tokens were gathered where they entered the module, and the row has not sliced them yet."""
     _last: tuple[Tensor, Tensor] | None = None
 
     def enter(self, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
@@ -34,5 +36,5 @@ class ColumnRowPair:
 
     def leave(self) -> None:
         """Note that a row has taken what the columns gave."""
-        self.is_between = False
+        self.is_between = self.is_gathered = False
         self._last = None

@@ -182,6 +182,8 @@ class KeyedDropout(nn.Dropout):
         masks, site: what it draws by, and its name in the model.
         pair: while a forward is between column and row, the last dimension is this rank's shard of the features.
         was_between: whether it was there in its last forward; a part of this may run again in a backward.
+        was_gathered: whether sliced tokens had been gathered by then.
+        shards: the ranks of which each is always given its shard of the features.
         sequence: elsewhere the tokens here are this rank's slice of those of the unit: slice `index` of
             `size` equal ones, one behind the other.
     """
@@ -190,6 +192,8 @@ class KeyedDropout(nn.Dropout):
     site: str
     pair: ColumnRowPair | None = None
     was_between: bool = False
+    was_gathered: bool = False
+    shards: Group | None = None
     sequence: Group | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -219,8 +223,9 @@ class KeyedDropout(nn.Dropout):
         keys = self.masks.keys(self.site, x.device)
         if torch._C._current_graph_task_id() == -1:
             self.was_between = self.pair is not None and self.pair.is_between
-        cut = self.pair.group if self.pair is not None and self.was_between else None
-        sliced = None if cut is not None else self.sequence
+            self.was_gathered = self.pair is not None and self.pair.is_gathered
+        cut = self.pair.group if self.pair is not None and self.was_between else self.shards
+        sliced = None if cut is not None or self.was_gathered else self.sequence
         return words(keys, x.shape, unit.positions, cut, sliced) >= round(self.p * 2**32)
 
     def _get_name(self) -> str:

@@ -134,7 +134,8 @@ def build_stages(
                 _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
         key_dropouts(module, number, masks)
         take_over_synced(module)
-        choice = prover.choose(number, module)
+        builder = None if isinstance(blocks[number], nn.Module) else blocks[number]
+        choice = prover.choose(number, module, builder)
         apply_expert_parallel(module, groups.experts, groups.context)
         cut = tensor.apply(number, module, choice)
         prover.note(number, cut)
@@ -147,11 +148,12 @@ def build_stages(
     return {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
 
 
-def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> None:
+def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor: Group) -> None:
     """Raise `MisfitError` for modules that cannot be cut into stages, and by tp and ep, each by itself.
 
     These are modules that were cut before, and a weight that modules of several stages hold, or several modules that
-    are cut: each stage trains what it holds, so the copies would diverge silently.
+    are cut: each stage trains what it holds, so the copies would diverge silently. `blocks` are as `on_meta` has them,
+    so that functions that build several around one weight are found too.
     """
     _require_whole(blocks)
     homes: dict[int, tuple[int, int]] = {}
@@ -159,7 +161,7 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
         stage = cuts.index(numbers)
         for number in numbers:
             block = blocks[number]
-            for name, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+            for name, parameter in block.named_parameters():
                 first_stage, first = homes.setdefault(id(parameter), (stage, number))
                 if first != number and (first_stage != stage or tensor.size > 1):
                     raise MisfitError(
@@ -170,11 +172,9 @@ def require_separate(blocks: Blocks, cuts: Sequence[range], tensor: Group) -> No
                     )
 
 
-def _require_whole(blocks: Blocks) -> None:
+def _require_whole(blocks: Sequence[nn.Module]) -> None:
     """Raise `MisfitError` for a module that was cut before, in place, as by another engine: it would be cut again."""
     for number, block in enumerate(blocks):
-        if not isinstance(block, nn.Module):
-            continue
         if any(shard_of(parameter) is not None for parameter in block.parameters()):
             raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")
         if any(layer.group.size > 1 for layer in mixtures(block).values()):

@@ -7,6 +7,7 @@ batch  ──▶ units, each with what of it this rank needs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
 from ..parallel.expert.moe import leave_uncompiled
+from ..parallel.expert.report import expert_report
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
 from ..parallel.synced_norm import SyncedNorms
@@ -41,6 +43,8 @@ from .losses import target_stages
 from .microbatches import BatchCutter
 from .same_data import SameData
 from .tied_weights import TiedWeights
+
+_logger = logging.getLogger("quintsched.runtime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +107,9 @@ class RankModel:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         options, tensor = self.options, self._groups.tensor
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
-        require_separate(blocks, self.cuts, tensor)
-        self.outlines = outlines(blocks, apart=tensor.size > 1)
+        built = [on_meta(block) for block in blocks]
+        require_separate(built, self.cuts, tensor)
+        self.outlines = outlines(built, apart=tensor.size > 1)
         self.tensor = TensorCuts(
             self.outlines,
             tensor,
@@ -113,6 +118,12 @@ class RankModel:
             cut_logits=options.cut_logits,
             proved=options.prove != "none",
         )
+        if (
+            self.expert_shares is not None
+            and "; on all ranks alike" in self.expert_shares
+            and self._transport.rank == 0
+        ):
+            _logger.warning("%s", self.expert_shares)
         self.target_stages = target_stages(self.cuts, self.outlines, self.plan.layout, self.tensor.tokens)
 
     def _build(self, blocks: Blocks) -> None:
@@ -182,6 +193,12 @@ class RankModel:
         """In the first steps, raise `MisfitError` where ranks of a replica are not given the same (collective)."""
         needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
         self.same_data.require(plan.mode, needed, extras)
+
+    @property
+    def expert_shares(self) -> str | None:
+        """What ep shares out, in a line; None without it."""
+        size = self._groups.experts.size
+        return expert_report(self.outlines, size) if size > 1 else None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -27,6 +27,11 @@ class RankView:
         return self._model.tensor.report
 
     @property
+    def expert_shares(self) -> str | None:
+        """Which experts are shared out over ep, and which are on all of its ranks, in a line; None without ep."""
+        return self._model.expert_shares
+
+    @property
     def needs_inputs(self) -> bool:
         """Whether this rank holds a first stage, and so has to be given inputs."""
         return self._model.needs_inputs

@@ -169,6 +169,8 @@ class Trainer:
                 self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
+            if self.engine.expert_shares is not None:
+                reporter.say(self.engine.expert_shares)
             if self.engine.zero_split is not None:
                 reporter.say(self.engine.zero_split)
             reporter.record(

@@ -82,7 +82,8 @@ class KeyedDraws(TorchFunctionMode):
         keys = self._masks.keys(f"{site}{seed}", device)
         if torch.Size(shape[:-1]).numel() == samples:  # a row for each sample, none of tokens
             return words(keys, shape, None, cut, None)
-        return words(keys, shape, unit.positions, cut, None if cut is not None else self._sliced(number))
+        is_whole = cut is not None or any(pair.is_gathered for pair in self._pairs[number])
+        return words(keys, shape, unit.positions, cut, None if is_whole else self._sliced(number))
 
     def seed(self, seed: str) -> int:
         """Return a seed for what is drawn now."""

@@ -20,13 +20,13 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group, ReduceOp
 from ..tensor.choice import Choice
-from ..tensor.cuts import Cut
+from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.rules import RuleData
 from .arrivals import Arrival, Arrivals, guesses
 from .bench import Bench, Finding, Kind
 from .trial import Figures, Setting
-from .ways import Way, alone, pairs_of, replicated, ways_of
+from .ways import Way, alone, replicated, ways_of
 
 _logger = logging.getLogger("quintsched.runtime")
 

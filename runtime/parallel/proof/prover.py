@@ -12,7 +12,7 @@ normalise, sort or mix features. A rank runs one twin at a time, so that it hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from ...comm.control import first_said
 from ...job.choices import Proofs
 from ..context.context import ContextParallel
 from ..tensor.choice import Choice
-from ..tensor.cuts import Cut
+from ..tensor.cuts import Cut, pairs_of
 from ..tensor.model_cuts import TensorCuts
 from ..tensor.pairs import part_pairs
 from ..tensor.rules import RuleData, is_built_in
@@ -37,7 +37,7 @@ from .chooser import Chooser
 from .kinds import kind_of
 from .trial import Figures, Setting
 from .twins import Blueprint
-from .ways import Way, alone, paired_ways, pairs_of, replicated
+from .ways import Way, alone, paired_ways, replicated
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -80,15 +80,18 @@ class Prover:
         self._numbers: dict[int, Kind] = {}
         self._is_done = which == "none"
 
-    def choose(self, number: int, block: nn.Module) -> Choice:
-        """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this."""
+    def choose(self, number: int, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> Choice:
+        """Take note of a block that is whole yet, and return how it is cut; all ranks of tp call this.
+
+        `builder` builds the block once more, should it not be possible to copy it.
+        """
         cuts = self._tensor.cuts[number]
         if not self._wants(number, block, cuts):
             return Choice()
         name = kind_of(block, cuts, str(number))
         if name not in self._kinds:
             try:
-                blueprint = Blueprint(block)
+                blueprint = Blueprint(block, builder)
             except Exception as error:
                 return self._unproved(number, block, cuts, error)
             kind = self._kinds[name] = Kind(number, blueprint, cuts)

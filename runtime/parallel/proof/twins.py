@@ -9,10 +9,13 @@ what is cut wrongly.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from math import prod
 
 import torch
 from torch import Tensor, nn
+
+from ...blocks.blocks import build_block, on_meta
 
 SEED = 20_240_229
 
@@ -23,15 +26,31 @@ def at_work(dtype: torch.dtype) -> torch.dtype:
 
 
 class Blueprint:
-    """A block as it was before anything was cut, without its weights; its buffers are copies."""
+    """A block as it was before anything was cut, without its weights; its buffers are copies.
 
-    def __init__(self, block: nn.Module) -> None:
+    One that cannot be copied is built again, where there is a `builder`; otherwise the error is raised.
+    """
+
+    def __init__(self, block: nn.Module, builder: Callable[[], nn.Module] | None = None) -> None:
         metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in block.parameters()}
-        self.bare = copy.deepcopy(block, dict[int, object](metas))
+        self._builder: Callable[[], nn.Module] | None = None
+        try:
+            self.bare = copy.deepcopy(block, dict[int, object](metas))
+        except Exception:
+            self.bare = block if builder is None else on_meta(builder)
+            again = {id(parameter) for parameter in self.bare.parameters()}
+            if any(id(parameter) in again for parameter in block.parameters()):  # it returns what it has built before
+                raise
+            self._builder = builder
+
+    def _copy(self) -> nn.Module:
+        if self._builder is None:
+            return copy.deepcopy(self.bare)
+        return build_block(self._builder, 0, SEED)
 
     def draw(self, device: torch.device) -> nn.Module:
         """Return a twin in evaluation mode: no dropout, and no statistics that it would change."""
-        twin = copy.deepcopy(self.bare)
+        twin = self._copy()
         generator = torch.Generator(device).manual_seed(SEED)
         drawn: dict[int, nn.Parameter] = {}
         for module in twin.modules():

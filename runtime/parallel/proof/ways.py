@@ -23,14 +23,6 @@ Way = dict[str, RuleData]
 """Rules for the layers of one pair, by their names in the whole model."""
 
 
-def pairs_of(cuts: Sequence[Cut]) -> list[list[Cut]]:
-    """Return the cuts by the module whose layers they are: columns and rows that feed each other."""
-    pairs: dict[tuple[int, bool, str], list[Cut]] = {}
-    for cut in cuts:
-        pairs.setdefault((id(cut.pair), cut.is_paired, cut.family), []).append(cut)
-    return list(pairs.values())
-
-
 def replicated(cuts: Iterable[Cut]) -> Way:
     """Return rules that leave layers whole."""
     return {cut.path: TensorSplit.REPLICATE.value for cut in cuts}

@@ -27,7 +27,7 @@ from ..expert.moe import mixtures
 from ..expert.tensor_boundary import TensorBoundary
 from .column_linear import Entry
 from .consistency import require_same, watch_gradient
-from .cuts import Cut, cut_weights, is_linear
+from .cuts import Cut, cut_weights, is_linear, pairs_of
 from .layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .rules import Rules, find_cuts, require_pairs
@@ -104,13 +104,14 @@ def apply_tensor_parallel(
     for scope in (child for child in module.modules() if child in scopes):  # those within others after them
         inside = [cut for cut in cuts if cut.is_paired and cut.pair is scope]
         join_pair(scope, [made[id(cut)] for cut in inside], group)
-        if sequence_parallel and gathers_before and inside[0].owners[0] is not module:
-            gather_tokens_before(inside[0].owners[0], [made[id(cut)] for cut in inside], group)
     for layer in mixtures(module).values():
         layer.set_boundary(TensorBoundary(group, cut=layer in bounded, sliced=sequence_parallel))
     for dropout in module.modules() if sequence_parallel else ():
         if isinstance(dropout, KeyedDropout):
             dropout.sequence = group
+    for pair in pairs_of(cuts) if sequence_parallel and gathers_before else ():
+        if pair[0].is_paired and pair[0].owners[0] is not module:
+            gather_tokens_before(pair[0].owners[0], [made[id(cut)] for cut in pair], group)
     if not sequence_parallel:
         _watch_replicated(module, cuts, group, partial)
     return module

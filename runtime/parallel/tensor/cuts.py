@@ -8,7 +8,7 @@ A column whose adapter is added to its output has the adapter's second matrix cu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -105,6 +105,14 @@ def cut_width(cut: Cut) -> int:
 def cut_weights(cut: Cut) -> Iterator[nn.Parameter]:
     """Yield the parameters of which each rank has a shard."""
     return (p for name, p in cut.layer.named_parameters() if cut.split is not TensorSplit.ROW or name != "bias")
+
+
+def pairs_of(cuts: Sequence[Cut]) -> list[list[Cut]]:
+    """Return the cuts by the module whose layers they are: columns and rows that feed each other."""
+    pairs: dict[tuple[int, bool, str], list[Cut]] = {}
+    for cut in cuts:
+        pairs.setdefault((id(cut.pair), cut.is_paired, cut.family), []).append(cut)
+    return list(pairs.values())
 
 
 def is_adapted(module: nn.Module) -> bool:

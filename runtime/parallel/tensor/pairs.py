@@ -61,12 +61,10 @@ def join_pair(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> No
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear | KeyedDropout):
             layer.pair = pair
     for adapted in filter(is_cut_adapter, scope.modules()):
-        of_adapter = None
-        if isinstance(adapted.base_layer, RowParallelLinear):
-            of_adapter = ColumnRowPair(group, is_between=True)
+        is_row = isinstance(adapted.base_layer, RowParallelLinear)
         for layer in adapted.get_submodule("lora_dropout").modules():
             if isinstance(layer, KeyedDropout):
-                layer.pair = of_adapter
+                layer.pair, layer.shards = None, group if is_row and adapted.base_layer in layers else layer.shards
 
 
 def is_cut_adapter(module: nn.Module) -> bool:
@@ -106,17 +104,23 @@ def _shard_features(width: int, group: Group, module: nn.Module, args: tuple[Any
     return output.chunk(group.size, -1)[group.index]
 
 
-def gather_tokens_before(scope: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
+def gather_tokens_before(owner: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
     """Gather sliced tokens where they enter a module, instead of where they enter each of its columns."""
-    for layer in layers:
-        if isinstance(layer, ColumnParallelLinear):
-            layer.entry = "none"
-    scope.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+    columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
+    for column in columns:
+        column.entry = "none"
+    owner.register_forward_pre_hook(partial(_gather_tokens, group, columns[0].pair), with_kwargs=True)
+    for adapted in filter(is_cut_adapter, owner.modules()):
+        for dropout in adapted.get_submodule("lora_dropout").modules():
+            if isinstance(dropout, KeyedDropout) and adapted.base_layer in columns:
+                dropout.sequence = None
 
 
 def _gather_tokens(
-    group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: Group, pair: ColumnRowPair | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if pair is not None:
+        pair.is_gathered = True
     if args:
         return (all_gather(args[0], group, TOKENS), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -137,5 +141,5 @@ def part_pairs(block: nn.Module) -> bool:
     for module in block.modules():
         _restore_sizes(module)
         if isinstance(module, KeyedDropout):
-            module.pair = None
+            module.pair = module.shards = None
     return True

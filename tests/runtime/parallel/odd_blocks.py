@@ -353,13 +353,13 @@ class FusedExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.num_heads = HEADS
-        self.gate = nn.Linear(WIDTH, 4)
-        self.up_proj = nn.Parameter(torch.randn(4, WIDTH, HIDDEN) / 4)
-        self.down_proj = nn.Parameter(torch.randn(4, HIDDEN, WIDTH) / 6)
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.Module()
+        self.experts.up_proj = nn.Parameter(torch.randn(4, WIDTH, HIDDEN) / 4)
+        self.experts.down_proj = nn.Parameter(torch.randn(4, HIDDEN, WIDTH) / 6)
 
     def forward(self, x: Tensor) -> Any:
-        y = F.gelu(torch.einsum("btd,edh->bteh", x, self.up_proj))
-        return x + torch.einsum("bteh,ehd,bte->btd", y, self.down_proj, self.gate(x).softmax(-1))
+        y = F.gelu(torch.einsum("btd,edh->bteh", x, self.experts.up_proj))
+        return x + torch.einsum("bteh,ehd,bte->btd", y, self.experts.down_proj, self.gate(x).softmax(-1))
 
 
 class TokensMixed(Mlp):
@@ -623,6 +623,27 @@ class BertSelf(nn.Module):
         return mixed.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size)
 
 
+class Adapted(Attention):
+    """With LoRA, as PEFT writes it."""
+
+    def set_up(self) -> None:
+        for name in ("q_proj", "v_proj", "o_proj"):
+            setattr(self, name, Adapter(getattr(self, name)))
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, WIDTH, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.3)})
+
+    def forward(self, x: Tensor) -> Any:
+        given = self.base_layer(x)
+        return given + 2 * self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+
+
 class TiedInside(nn.Module):
     """Two MLPs that are one."""
 
@@ -637,7 +658,7 @@ class TiedInside(nn.Module):
 
 PAIRED = {
     LayerNormBetween, SlopeBetween, PReLUBetween, InPlaceBetween, TwiceUsed, Recurrent, Gates,
-    GatesInTurns, PerHeadNorms, WideNorms, GroupedQueries, CountedHeads, Flat, Parallel, Turned, Bert, Mixture,
+    GatesInTurns, PerHeadNorms, WideNorms, GroupedQueries, CountedHeads, Flat, Parallel, Turned, Bert, Mixture, Adapted,
 }  # fmt: skip
 """Those that can be cut in pairs at tp=2."""
 
@@ -646,7 +667,7 @@ ODD: list[type[nn.Module]] = [
     for name, found in list(globals().items())
     if isinstance(found, type)
     and issubclass(found, nn.Module)
-    and name not in ("Mlp", "Attention", "Conv1D", "BertSelf")
+    and name not in ("Mlp", "Attention", "Conv1D", "BertSelf", "Adapter")
 ]
 
 BLIND = {block for block in ODD if issubclass(block, Attention | Bert | Turned)} | {

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.connection import connect_for
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear
 
+from ..launch.test_processes import run as run_command
+from ..test_matrix_processes import ROOT
 from ..toys import sgd
-from .odd_blocks import BLIND, COUNTING, ODD, PAIRED, TOKENS, WIDTH
+from .odd_blocks import (
+    BLIND,
+    COUNTING,
+    ODD,
+    PAIRED,
+    TOKENS,
+    WIDTH,
+    ChosenMixture,
+    FusedExperts,
+    Mixture,
+    PerHeadNorms,
+    SoftmaxBetween,
+    Turned,
+    WideNorms,
+)
 
 X, Y = (torch.randn(4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 2))
 
@@ -78,6 +99,56 @@ def test_over_other_meshes(block: type[nn.Module], mesh: str, more: dict[str, An
     assert ran
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_what_is_proved_may_be_compiled() -> None:
+    for block in (PerHeadNorms, WideNorms, SoftmaxBetween):
+        assert is_equal([block], "tp=2", compiled=True)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_short_types_are_cut_alike(dtype: torch.dtype) -> None:
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
+
+    def run(transport: Transport) -> str | None:
+        blocks = [PerHeadNorms, SoftmaxBetween, Mixture]
+        engine = Engine(plan, blocks, loss, sgd, dtype=dtype, transport=transport)
+        engine.step(X, Y)
+        return engine.tensor_cuts
+
+    assert run_local(2, run)[0] == "tp=2 cuts 22 of 44 weights; whole: 2.gate; one by one: 1.fc1, 1.fc2"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, _, err = run_command(sys.executable, *torchrun, "-m", __name__, str(tmp_path), timeout_s=100)
+    assert code == 0, err
+    for block in PROCESSES:
+        found = torch.load(tmp_path / f"{block.__name__}.pt")
+        for name, weight in alone(block).items():
+            assert (found[name] - weight).abs().max() <= 1e-9 * max(1.0, float(weight.abs().max())), name
+
+
+PROCESSES = (PerHeadNorms, WideNorms, SoftmaxBetween, Turned)
+
+
+def main(folder: Path) -> None:
+    """Train on one rank of two."""
+    dist.init_process_group("gloo")
+    for block in PROCESSES:
+        plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
+        transport = connect_for(plan, 60)
+        weights, _ = train(transport, "tp=2", [block])
+        if transport.rank == 0:
+            torch.save(weights, folder / f"{block.__name__}.pt")
+    dist.destroy_process_group()
+
+
 class Anchor(nn.Module):
     """Takes what sequences that are cut need, so that nobody says that no block does."""
 
@@ -93,3 +164,29 @@ class Anchor(nn.Module):
 def test_where_sequences_are_cut(block: type[nn.Module], mesh: str, more: dict[str, Any]) -> None:
     counts = block in COUNTING and "slices" in more
     assert is_equal([block, Anchor], mesh, **more)[0] == (block not in BLIND and not counts)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2"])
+@pytest.mark.parametrize("block", [Mixture, ChosenMixture, FusedExperts])
+def test_experts_of_others_are_replicas_over_ep_and_named(
+    block: type[nn.Module], mesh: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
+
+    def run(transport: Transport) -> tuple[Mapping[str, Tensor], str | None]:
+        engine = Engine(plan, [block], loss, sgd, dtype=torch.float64, transport=transport)
+        share = slice(2 * engine.replica, 2 * engine.replica + 2)
+        for _ in range(2):
+            engine.step(X[share], Y[share])
+        return engine.full_weights(), engine.expert_shares
+
+    for weights, said in run_local(plan.mesh.size, run):
+        for name, weight in alone(block).items():
+            assert (weights[name] - weight).abs().max() <= 1e-9 * max(1.0, float(weight.abs().max())), name
+        assert str(said).startswith("ep=2 shares out no experts; on all ranks alike, as over dp: 0.experts (")
+    assert "shares out no experts" in caplog.text
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -519,3 +519,35 @@ def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[s
     for block, why in ((HalfSeeing, "not all of its attentions use"), (Blind, "its forward does not take")):
         with pytest.raises(MisfitError, match=rf"block 2 \({block.__name__}\).* gives other numbers .*{why} `{name}`"):
             train(mesh, [Seeing, Mlp, block], **more)
+
+
+class Uncopied(Mlp):
+    """Cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> Uncopied:
+        raise TypeError("there is one of it")
+
+
+def test_blocks_that_cannot_be_copied_are_built_again_or_kept_whole_or_refused() -> None:
+    weights, cut, _ = train("tp=2", [Uncopied, Timm])
+    require_equal(weights, trained_alone([Uncopied, Timm], {}))
+    assert "0.fc1.weight" in cut
+    with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied: there is one of it; .* a function"):
+        train("tp=2", [Uncopied()])
+    built = Uncopied()
+    with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied"):
+        train("tp=2", [lambda: built])
+
+
+def test_functions_that_build_around_one_weight_are_found() -> None:
+    mlp, weight = Mlp(), nn.Parameter(torch.zeros(32, WIDTH))
+
+    def tied() -> nn.Module:
+        block = Mlp()
+        block.fc1.weight = weight
+        return block
+
+    for blocks in ([lambda: mlp, lambda: mlp], [tied, Mlp, tied]):
+        for mesh in ("tp=2", "pp=2"):
+            with pytest.raises(MisfitError, match=r"blocks 0 and \d share the weight 'fc1.weight'|'norm.weight'"):
+                train(mesh, blocks)

@@ -1,0 +1,122 @@
+"""LoRA by PEFT on models of transformers, with gradient checkpointing: the numbers of one process on every mesh."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine, split
+from quintsched.runtime.comm import Transport, run_local
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of the libraries are theirs
+
+IDS, LENGTH, SAMPLES, STEPS = 32, 6, 8, 2
+
+
+def llama() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=IDS, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    config.use_cache = False
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=IDS, n_embd=16, n_layer=2, n_head=4, n_positions=64)
+    config.use_cache = False
+    return transformers.GPT2LMHeadModel(config)
+
+
+def adapted(
+    model: Any, *, dtype: torch.dtype = torch.float64, drop: float = 0.0, reentrant: bool | None = None
+) -> nn.Module:
+    """A model with LoRA, the same whenever it is made; `reentrant`: with gradient checkpointing, and of which kind."""
+    torch.manual_seed(0)
+    targets = ["c_attn", "c_proj"] if model is gpt2 else ["q_proj", "v_proj", "down_proj"]
+    config = peft.LoraConfig(
+        r=4, target_modules=targets, lora_dropout=drop, fan_in_fan_out=model is gpt2, init_lora_weights=False
+    )
+    made = peft.get_peft_model(model().to(dtype), config)
+    made = made.double() if dtype == torch.float64 else made
+    if reentrant is not None:
+        made.enable_input_require_grads()
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return made.get_base_model().train()  # type: ignore[no-any-return]
+
+
+def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, float]:
+    logits = output["logits"] if isinstance(output, dict) else output
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten(), reduction="sum")
+    return loss, float(targets.numel())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(IDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+    return ids, ids.roll(-1, 1)
+
+
+def losses(model: nn.Module, request_of: dict[str, Any], **options: Any) -> list[float]:
+    plan = qs.compile(**{"schedule": "1f1b", "microbatches": 4, **request_of})
+    models = [copy.deepcopy(model) for _ in range(plan.mesh.size)]
+
+    def run(transport: Transport) -> list[float]:
+        blocks = split(models[transport.rank])
+        engine = Engine(plan, blocks, cross_entropy, adamw, transport=transport, **options)
+        found = []
+        for step in range(STEPS):
+            x, y = (part.chunk(engine.num_replicas)[engine.replica] for part in batch(step))
+            found.append(engine.step(x, y).loss.item())
+        return found
+
+    return run_local(plan.mesh.size, run, timeout_s=60)[0]
+
+
+def plainly(model: nn.Module) -> list[float]:
+    optimizer, found = adamw([p for p in model.parameters() if p.requires_grad]), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, weight = cross_entropy(model(input_ids=batch(step)[0]), batch(step)[1])
+        (loss / weight).backward()
+        optimizer.step()
+        found.append(loss.item() / weight)
+    return found
+
+
+def test_adapters_of_a_split_model_are_trained_as_in_one_process() -> None:
+    model = adapted(llama)
+    alone = losses(model, {"mesh": "dp=1"})
+    assert alone == pytest.approx(plainly(copy.deepcopy(model)), rel=1e-7)  # its norms are of float32
+    for request_of in ({"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1}, {"mesh": "tp=2"}):
+        assert losses(model, request_of) == pytest.approx(alone, rel=1e-8)
+
+
+@pytest.mark.parametrize("model", [llama, pytest.param(gpt2, marks=pytest.mark.slow)])
+def test_dropout_and_checkpointing_of_layers_change_nothing(model: Any) -> None:
+    alone = losses(adapted(model, drop=0.3), {"mesh": "dp=1"})
+    for reentrant, request_of in (
+        (True, {"mesh": "pp=2", "schedule": "zb-h1"}),
+        (False, {"mesh": "tp=2"}),
+        (False, {"mesh": "dp=2", "microbatches": 2, "zero": 3}),
+    ):
+        checkpointed = adapted(model, drop=0.3, reentrant=reentrant)
+        assert losses(checkpointed, request_of) == pytest.approx(alone, rel=1e-7), request_of
+
+
+def test_a_base_of_bf16_has_adapters_of_float32() -> None:
+    model = adapted(llama, dtype=torch.bfloat16)
+    types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    assert types == {torch.float32}
+    alone = losses(model, {"mesh": "dp=1"})
+    assert losses(model, {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1}) == pytest.approx(alone, rel=1e-4)
+    assert alone == pytest.approx(plainly(copy.deepcopy(model)), rel=2e-2)
