@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
-from ..stage.explain import explained
 from ..stage.microbatches import Batch
+from ..steps.explain import explained
 from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .compute.forward import bind_fwd
 from .host_copies import bind_fetch_act, bind_offload_act, with_room

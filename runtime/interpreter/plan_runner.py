@@ -33,11 +33,11 @@ from ..stage.forward import StageForward
 from ..stage.losses import require_planned_losses
 from ..stage.mean_losses import WeighedLoss
 from ..stage.microbatches import Batch
-from ..stage.outputs import OutputJoiner
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from ..steps.settle import StepSettler, UnitSpec
-from ..steps.units import Latest, Units, UnitShape
+from ..steps.outputs import OutputJoiner
+from ..steps.settle import StepSettler
+from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock

@@ -28,8 +28,8 @@ from ...blocks.blocks import TARGETS, Parcel
 from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
-from ...stage.explain import called
 from ...stage.forward import UNIT, Extras, Outputs, apart
+from ...steps.explain import called
 from ..cells import Cell, Parts
 from ..rank_state import ComputeState, Saved, Start
 

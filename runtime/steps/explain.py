@@ -16,7 +16,7 @@ from quintsched.ir.instructions import Instruction
 from ..autograd.run_backward import run_backward
 from ..blocks.blame import block_of, frames, place_of
 from ..blocks.trees import TreeSpec
-from .forward import StageForward
+from ..stage.forward import StageForward
 
 
 def explained(

@@ -23,7 +23,7 @@ from ..comm import Group
 from ..comm.autograd_collectives import all_gather
 from ..parallel.context.context import whole_sequences
 from ..parallel.mesh_groups import MeshGroups
-from .rank_model import RankModel
+from ..stage.rank_model import RankModel
 
 
 class OutputJoiner:
