@@ -63,9 +63,11 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
     Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
     """
     from ..job.jobfile import load_job
+    from ..job.sinks import require_sinks
 
     traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
     job = load_job(arguments.config, [*arguments.set, *traced])
+    require_sinks(job.log.sinks)
     job, plan, notes = _planned(job, arguments.plan)
     if job.runtime.transport != "local" and not alone:
         plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))

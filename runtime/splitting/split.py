@@ -8,8 +8,10 @@ A model of which no example is given is traced, if it can be (`traced`).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from quintsched.errors import UsageError
 from ..blocks.blocks import Block
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
+from .building import BlockBuilder, built_without_weights, materialised
 from .experiments import find_riders, find_unneeded
 from .flow import Flow, Span, capture
 from .frame import Frame
@@ -69,6 +72,12 @@ class Split(Sequence[Block]):
         self.config, self.loss_fn = config, loss_fn
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
+    def of(self, blocks: Sequence[Block]) -> Split:
+        """Return the same of other blocks, which have the same weights by the same names."""
+        other = copy.copy(self)
+        other._blocks = list(blocks)
+        return other
+
     def __len__(self) -> int:
         return len(self._blocks)
 
@@ -84,7 +93,7 @@ class Split(Sequence[Block]):
 
 
 def split(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     *,
     blocks: Sequence[str] | None = None,
     example: Tensor | Mapping[str, Any] | None = None,
@@ -94,7 +103,9 @@ def split(
 
     Args:
         model: an `nn.Sequential`, a model of transformers, one whose forward can be traced (timm's, for example), or
-            any module whose forward calls a list of layers one after the other.
+            any module whose forward calls a list of layers one after the other. A function that builds one of the
+            last two kinds has no rank hold it whole: each makes the weights of its own blocks, under the engine's
+            seed, as the model itself starts them.
         blocks: the names of the modules that are blocks, in the order in which they are called, patterns among them
             (["embed", "layers.*", "norm", "head"]); None: the entries of its lists of modules.
         example: small inputs of two samples or more: what the forward is called with, a tensor or a mapping by name.
@@ -105,36 +116,63 @@ def split(
         UsageError: there are no such modules, or no layers, or no inputs.
         MisfitError: the model cannot be split so, or its blocks give other numbers.
     """
+    if not isinstance(model, nn.Module):
+        return _built(model, blocks, example, prove)
     if isinstance(model, nn.Sequential) and blocks is None:
         return _sequential(model)
     if blocks is None and example is None and not transformers.is_one(model):
         parts = segments(model)
         if parts is not None:
             return _traced(model, parts)
-    layers = find_layers(model) if blocks is None else named_layers(model, blocks)
     inputs = _example(model, example)
-    origin, names = _origin(model, layers, inputs)
+    origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
-    own_names = {
-        f"{number}.{name}": f"{prefix}{name}"
-        for number, (block, prefix) in enumerate(zip(made, names, strict=True))
-        for name in block.state_dict()
-    }
-    tied = untie(made)
-    is_known = transformers.is_one(model)
+    found = _found(model, made, prefixes)
     if prove:
         require_equal(model, made, inputs, origin.select)
-    if prove and is_known and example is None:
+    if prove and transformers.is_one(model) and example is None:
         require_equal(model, made, transformers.example(model, longer=True), origin.select)
+    return found
+
+
+def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str]) -> Split:
+    """Return blocks with all that is known of them; weights that they share are taken apart."""
+    own_names = {
+        f"{number}.{name}": f"{prefix}{name}"
+        for number, (block, prefix) in enumerate(zip(made, prefixes, strict=True))
+        for name in block.state_dict()
+    }
+    is_known = transformers.is_one(model)
     return Split(
         made,
-        tied=tied,
+        tied=untie(made),
         own_names=own_names,
         config=getattr(model, "config", None),
         conversions=transformers.conversions(model) if is_known else (),
         generation_config=getattr(model, "generation_config", None),
         loss_fn=transformers.loss_of(model) if is_known else None,
     )
+
+
+MOST_PROVED = 20_000_000
+"""So many weights of a model that is built without any are made for its proof, on every rank."""
+
+
+def _built(
+    build: Callable[[], nn.Module],
+    names: Sequence[str] | None,
+    example: Tensor | Mapping[str, Any] | None,
+    prove: bool,
+) -> Split:
+    """Split a model that is built without weights; the blocks are functions that make theirs."""
+    model = built_without_weights(build)
+    if prove and sum(p.numel() for p in model.parameters()) <= MOST_PROVED:
+        split(materialised(model), blocks=names, example=example)
+    origin, prefixes = _origin(model, names, _example(model, example))
+    made = [_block(model, origin, number) for number in range(len(origin.spans))]
+    found = _found(model, made, prefixes)
+    builders = [BlockBuilder(model, partial(_block, model, origin, number)) for number in range(len(made))]
+    return found.of(builders)
 
 
 def _sequential(model: nn.Sequential) -> Split:
@@ -181,8 +219,9 @@ def _inputs(model: nn.Module) -> tuple[str, ...]:
     return names
 
 
-def _origin(model: nn.Module, layers: Sequence[str], inputs: Mapping[str, Any]) -> tuple[Origin, list[str]]:
+def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str, Any]) -> tuple[Origin, list[str]]:
     """Find out what passes between the layers; return also with what the names of each block's weights begin."""
+    layers = find_layers(model) if blocks is None else named_layers(model, blocks)
     frame = Frame(model, layers)
     select = transformers.select if transformers.is_one(model) else _first
     settings = transformers.settings(model) if transformers.is_one(model) else {}

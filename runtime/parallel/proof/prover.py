@@ -164,7 +164,10 @@ class Prover:
                 f"{setting.slices} where there was one; run it with a schedule that does not slice"
             )
         whole = self._bench.whole(kind, arrival, setting)
-        if whole is None or self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
+        if whole is None:
+            self._part_unproved(kind)
+            return ""
+        if self._bench.find(kind, arrival, setting, whole, kind.choice) is None:
             return ""
         by_cut = Setting(tensor=setting.tensor)
         finding = self._bench.find(kind, arrival, by_cut, whole, kind.choice)
@@ -183,6 +186,14 @@ class Prover:
             )
         finding = self._bench.find(kind, arrival, setting, whole, kind.choice)
         return self._refused_slices(kind, finding) if finding is not None else ""
+
+    def _part_unproved(self, kind: Kind) -> None:
+        """Part the pairs of blocks that nobody can prove, unless a rule wants them or tokens are sliced."""
+        is_asked, is_sliced = self._tensor.are_ruled(kind.cuts), self._tensor.tokens.inside(kind.number)
+        if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
+            return
+        if {part_pairs(block) for block in kind.blocks} == {True}:
+            _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
     def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
         """Part the pairs of a kind's blocks where that helps; return whether it does."""

@@ -551,3 +551,19 @@ def test_functions_that_build_around_one_weight_are_found() -> None:
         for mesh in ("tp=2", "pp=2"):
             with pytest.raises(MisfitError, match=r"blocks 0 and \d share the weight 'fc1.weight'|'norm.weight'"):
                 train(mesh, blocks)
+
+
+class Alone(Softmax):
+    """Cannot be run by others than a step: it wants to be in training."""
+
+    def between(self, y: Tensor) -> Tensor:
+        if not self.training:
+            raise RuntimeError("never evaluated")
+        return super().between(y)
+
+
+def test_what_nobody_can_prove_is_parted(caplog: pytest.LogCaptureFixture) -> None:
+    weights, cut, _ = train("tp=2", [Mlp, Alone])
+    require_equal(weights, trained_alone([Mlp, Alone], {}))
+    assert "1.fc1.weight" in cut
+    assert "block 1 (Alone) over tp=2: its layers are cut one by one, for it is not proved" in caplog.text

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import Engine, build_model, run_local, split
 
 WIDTH, IDS = 8, 11
 
@@ -230,3 +230,31 @@ class Asking(NanoGPT):
 def test_what_is_wrong_is_said(model, arguments, said):
     with pytest.raises(UsageError, match=said):
         split(model, **arguments)
+
+
+def test_a_model_of_ones_own_is_built_without_weights():
+    class Drawn(Shared):
+        def forward(self, ids):
+            return super().forward(ids)
+
+    blocks = split(Drawn, example=ids())
+    model = build_model(blocks, seed=1)
+    assert {name for name, _ in model.named_parameters()} == set(blocks.own_names)
+    assert not any(p.is_meta or p.isnan().any() for p in model.parameters())
+
+
+def test_weights_that_nothing_sets_are_refused():
+    with pytest.raises(MisfitError, match="nothing sets"):
+        split(NanoGPT, example=ids())
+
+
+def test_shapes_are_found_in_the_type_that_is_trained_in(nano):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport):
+        blocks = split(copy.deepcopy(nano).float(), example=ids())
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.bfloat16, transport=transport)
+        return engine.step(ids(), ids()).loss.item()
+
+    first, second = run_local(2, work)
+    assert first == second == pytest.approx(loss(nano(ids())[0], ids())[0].item() / ids().numel(), rel=0.02)

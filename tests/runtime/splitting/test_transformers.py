@@ -1,13 +1,15 @@
 """Models of transformers: split by their own forward, they give the numbers that they give in one piece."""
 
 import copy
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import Engine, build_model, run_local, split
 
 transformers = pytest.importorskip("transformers")
 
@@ -174,3 +176,50 @@ def test_other_kinds_of_models_prove_equal(kind):
     own = dict(model.named_parameters(remove_duplicate=False))
     assert set(blocks.own_names.values()) <= model.state_dict().keys()
     assert {id(own[name]) for name in blocks.own_names.values() if name in own} == {id(p) for p in model.parameters()}
+
+
+def build_llama():
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=IDS)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def built_losses(mesh):
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
+
+    def work(transport):
+        blocks = split(build_llama)
+        assert not any(isinstance(block, torch.nn.Module) for block in blocks)
+        engine = Engine(
+            plan,
+            blocks,
+            blocks.loss_fn,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            transport=transport,
+            dtype=torch.float64,
+            seed=3,
+        )
+        ids, _, _ = batch()
+        return [engine.step(ids, ids).loss.item() for _ in range(2)]
+
+    return run_local(plan.mesh.size, work)
+
+
+def test_a_model_built_without_weights_starts_alike_on_every_mesh():
+    (alone,) = built_losses("dp=1")
+    assert built_losses("pp=2") == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def test_weights_that_are_made_block_by_block_are_the_models_own():
+    blocks, whole = split(build_llama), build_llama()
+    assert not any(p.is_meta for p in build_model(blocks).parameters())
+    for name, weight in build_model(blocks, seed=1).named_parameters():
+        own = whole.get_parameter(blocks.own_names[name])
+        assert own.shape == weight.shape
+        assert weight.std().item() == pytest.approx(own.std().item(), rel=0.3, abs=1e-6)
+
+
+def test_the_example_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["huggingface.py", "--steps", "2"])
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / "huggingface.py"))
+    assert "after 2 steps the loss is" in capsys.readouterr().out
