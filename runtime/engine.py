@@ -23,7 +23,7 @@ from quintsched.simulation.message_slots import MAX_SENDS
 
 from .blocks.blocks import Blocks
 from .comm import Transport
-from .comm.connection import connect_for
+from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
@@ -85,7 +85,8 @@ class Engine(RankView, CheckpointFiles):
             "sync" batch norms in every forward, take those of the "first" replica, or "refuse" (see `stage.buffers`).
         sequence_parallel: whether tokens are sharded over tp between column/row pairs.
         tied: name → the weights that are one, "<block>.<name in the block>"; the plan ties the same names.
-        compiled: whether torch.compile compiles each stage (collectives and products that are cut or put off stay out).
+        compiled: whether torch.compile compiles each stage (collectives, products that are cut or put off, and blocks
+            that draw other than by nn.Dropout stay out). A wait may then take half an hour.
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
@@ -128,7 +129,7 @@ class Engine(RankView, CheckpointFiles):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
-        self.transport = transport or connect_for(plan, timeout_s)
+        self.transport = transport or connect_for(plan, patience_s(timeout_s, compiled=compiled))
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)

@@ -240,7 +240,7 @@ class RuntimeConfig(Settings):
     trace_steps: int = Field(default=8, ge=1)
     """How many steps are traced."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without progress after which a run counts as stalled."""
+    """Seconds without progress after which a run counts as stalled; with `compile` at least half an hour."""
 
 
 class CheckpointConfig(Settings):

@@ -87,18 +87,19 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
 def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) -> None:
     """Train the job on the transport it names."""
     from ..comm import run_local
-    from ..comm.connection import connect_for
+    from ..comm.connection import connect_for, patience_s
 
+    timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
             lambda transport: train(job, plan, transport, resume, notes),
-            job.runtime.timeout_s,
+            timeout_s,
             rules=rules,
         )
         return
-    transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
+    transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules)
     try:
         train(job, plan, transport, resume, notes)
     except BaseException as error:
