@@ -7,7 +7,7 @@ other shapes by itself on the meta device, and all compare a hash of what they f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,17 @@ def find_shapes(
 
 
 def trace_shapes(
-    blocks: Blocks, inputs: TreeSpec, extras: Mapping[str, TreeSpec], dtype: torch.dtype | None = None
+    blocks: Blocks,
+    inputs: TreeSpec,
+    extras: Mapping[str, TreeSpec],
+    dtype: torch.dtype | None = None,
+    results: Sequence[object] = (),
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
-    `dtype` is that of the weights; None leaves them as they are built.
-    Raises `MisfitError` that names the block that cannot take what the one before gives.
+    `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what blocks
+    have given when they ran, on the meta device. Raises `MisfitError` that names the block that cannot take what the
+    one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
@@ -106,7 +111,11 @@ def trace_shapes(
         watch.hold(weights.values())
         try:
             with torch.no_grad():
-                result = torch.func.functional_call(bare, weights, (given,), taken, tie_weights=False)
+                result = (
+                    results[number]
+                    if results
+                    else torch.func.functional_call(bare, weights, (given,), taken, tie_weights=False)
+                )
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
         watch.note(number)
@@ -157,6 +166,12 @@ def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[s
         f"block {number} cannot take {TreeSpec.of(given)}: {error} (in {place_of(error, number, module)}"
         f"{''.join(f', {word}' for word in none)}; shapes are found by running the blocks on torch's meta device)"
     )
+
+
+def wants_data(error: MisfitError) -> bool:
+    """Whether shapes could not be found since a block looks at data (`.item()`, masks), or is not made for meta."""
+    cause = error.__cause__
+    return isinstance(cause, NotImplementedError) or (cause is not None and "meta" in str(cause).lower())
 
 
 def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:

@@ -23,7 +23,7 @@ from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, accepted_extras
-from ..blocks.shapes import agree, trace_shapes
+from ..blocks.shapes import agree, trace_shapes, wants_data
 from ..comm import Group, ReduceOp, Transport
 from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
@@ -37,6 +37,7 @@ from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from ..steps.outputs import OutputJoiner
 from ..steps.settle import StepSettler
+from ..steps.trial import Trial
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
@@ -200,7 +201,19 @@ class PlanRunner:
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
         """Return what every block leaves for the next, of a unit; raises `MisfitError`."""
-        return trace_shapes(self._model.outlines, spec.inputs, dict(spec.extras), self._model.options.dtype)
+        model, is_first = self._model, spec.mode not in self.interpreters
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        except MisfitError as error:
+            if not wants_data(error):
+                raise
+            if not is_first and (model.computes_empty_units or model.plan.zero.shards_weights):
+                raise MisfitError(
+                    f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
+                    "one shape: pad sequences to one length, and give as many samples in every step"
+                ) from error
+            return Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
 
     def run(self, step: PreparedStep, calls: list[Call] | None = None, *, wants_outputs: bool = False) -> StepResult:
         """Run what was prepared; `calls` take the place of the bound calls.

@@ -255,7 +255,10 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
         found = [TreeSpec.of(output) for output in outputs]
         if found != list(map(TreeSpec.plain, agreed.specs)):
             gave = " + ".join(map(str, found))
-            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {agreed}")
+            raise MisfitError(
+                f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: the shape of what a stage "
+                "leaves must not depend on its data"
+            )
 
     def hand_on(outputs: Outputs) -> Start:
         output, shape = outputs[0], current.units.shapes[unit]
