@@ -27,6 +27,7 @@ from ..blocks.shapes import agree, trace_shapes, wants_data
 from ..comm import Group, ReduceOp, Transport
 from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
+from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.forward import StageForward
@@ -72,6 +73,8 @@ class RunOptions:
     metrics: Mapping[str, MetricFn]
     clip: float | None
     """Threshold of the global gradient norm; None: gradients are not scaled."""
+    scale: LossScale
+    """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
 
@@ -135,7 +138,7 @@ class PlanRunner:
         self.steps = StepCount()
         self._latest: Interpreter | None = None
         self._is_broken = False
-        self._usual_samples = 0
+        self._usual_samples = self._samples_before = 0
         self._loss: LossFn = options.loss_fn
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
@@ -215,10 +218,18 @@ class PlanRunner:
                 ) from error
             return Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
 
-    def run(self, step: PreparedStep, calls: list[Call] | None = None, *, wants_outputs: bool = False) -> StepResult:
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for those of further batches."""
+        return self._state.gradients.reducer.accumulates
+
+    def run(
+        self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True, wants_outputs: bool = False
+    ) -> StepResult:
         """Run what was prepared; `calls` take the place of the bound calls.
 
-        Where somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
+        Without `last` its gradients are kept, and the next batch of a training adds to them. Where
+        somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -234,16 +245,21 @@ class PlanRunner:
             for stage in self._model.stages.values():
                 stage.require_known_weights()
         self._latest, self._is_broken = interpreter, True
-        state.current.number, state.current.units = self.steps.total, step.units
-        state.current.outputs = {} if wants_outputs else None
+        current, trains = state.current, state.flows.trains
+        current.number, current.units, current.last = self.steps.total, step.units, last
+        current.samples_before = self._samples_before if trains else 0
+        current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared:
-            interpreter.run(step.batch, self.steps.in_run, calls)
+            interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
-        if state.flows.trains and not outcome.empty:
+        if trains:
+            before = self._samples_before + self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else before
+        if trains and last and not outcome.empty:
             self.steps.in_run += 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
@@ -312,6 +328,7 @@ class PlanRunner:
             usual_samples=self._usual_samples,
             device=self._transport.device,
             loss_fn=self._loss,
+            scale=options.scale,
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
@@ -334,6 +351,7 @@ class PlanRunner:
             masters=self._state.masters,
             steppers=self._state.steppers,
             clip=options.clip,
+            scale=options.scale,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)

@@ -92,7 +92,7 @@ def _bind_training(
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
-            start = start.with_loss(auxiliary)
+            start = start.with_loss(auxiliary, state.scale.value)
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
@@ -239,6 +239,8 @@ def _with_unit(
         assert shape is not None
         step = current.number if trains else -1 - current.number
         positions = shape.positions(unit % slices, slices, device)
+        before = current.samples_before
+        samples = range(before + samples.start, before + samples.stop)
         return {**extras_of(given), UNIT: Unit(step, samples, positions)}
 
     return extras
@@ -285,4 +287,4 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
         with torch.no_grad():
             for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
                 column.append((unit, called(f"metric {name!r}", metric, output, targets)))
-    return Start().with_loss(loss)
+    return Start().with_loss(loss, state.scale.value)
