@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -27,7 +28,11 @@ from quintsched.files.atomic import write_whole
 from quintsched.files.strictjson import parse_strict
 
 from ..engine import Engine
-from .manifest import MANIFEST, file_name, make_manifest, read_manifest
+from ..job.config import CheckpointConfig
+from .manifest import MANIFEST, DcpManifest, file_name, make_manifest, read_dcp_manifest, read_manifest
+
+LOADER = "loader.state"
+"""The name of where a rank's loader is, beside its tensors."""
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -48,15 +53,21 @@ class Checkpoints:
     directory: Path
     keep: int
 
-    def save(self, engine: Engine, step: int, progress: Mapping[str, Any]) -> None:
-        """Save every rank's state after `step`; all ranks call this. Raises `UsageError` if it cannot be written."""
+    def save(self, engine: Engine, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
+        """Save every rank's state after `step`, and where its loader is; all ranks call this.
+
+        Raises `UsageError` if it cannot be written.
+        """
         folder = self._folder(step)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if engine.transport.rank == 0:
                 (folder / MANIFEST).unlink(missing_ok=True)
             engine.everyone.barrier()
-            data = save(_apart({name: tensor.cpu().contiguous() for name, tensor in engine.state_dict().items()}))
+            state = engine.state_dict()
+            if loader is not None:
+                state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
+            data = save(_apart({name: tensor.cpu().contiguous() for name, tensor in state.items()}))
             _write(folder / file_name(engine.transport.rank), data)
             digests = engine.everyone.gather_bytes(hashlib.sha256(data).digest())
             if engine.transport.rank == 0:
@@ -67,6 +78,9 @@ class Checkpoints:
     ) -> None:
         manifest = make_manifest(step, _plan_digest(engine), engine.plan.mesh, digests, progress)
         _write(folder / MANIFEST, manifest.to_json())
+        self._drop_old(step)
+
+    def _drop_old(self, step: int) -> None:
         kept = self._complete_steps()[-self.keep :]
         for other in self._steps():
             if other not in kept and other < step:
@@ -77,7 +91,11 @@ class Checkpoints:
         return max(self._complete_steps(), default=None)
 
     def load(self, engine: Engine, step: int) -> dict[str, Any]:
-        """Load this rank's state of `step` into the engine and return the progress.
+        """Load this rank's state of `step` into the engine and return the progress; raises as `load_all`."""
+        return self.load_all(engine, step)[0]
+
+    def load_all(self, engine: Engine, step: int) -> tuple[dict[str, Any], bytes | None]:
+        """Load this rank's state of `step` into the engine; return the progress, and where the loader was.
 
         Raises `InputError` for a damaged or missing file, `MisfitError` for a checkpoint of another plan.
         """
@@ -97,10 +115,12 @@ class Checkpoints:
         if hashlib.sha256(data).hexdigest() != file.sha256:
             raise InputError(f"{path}: the file is damaged: its SHA-256 is not that of the manifest")
         try:
-            engine.load_state_dict(load(data))
+            state = load(data)
         except SafetensorError as error:
             raise InputError(f"{path}: not a safetensors file: {error}") from error
-        return manifest.progress
+        loader = state.pop(LOADER, None)
+        engine.load_state_dict(state)
+        return manifest.progress, None if loader is None else loader.numpy().tobytes()
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
@@ -112,6 +132,57 @@ class Checkpoints:
 
     def _complete_steps(self) -> list[int]:
         return [step for step in self._steps() if (self._folder(step) / MANIFEST).exists()]
+
+
+class DcpCheckpoints(Checkpoints):
+    """The same in PyTorch's distributed format, which a run on another mesh goes on from.
+
+    DIR/step-00000120/.metadata, __0_0.distcp …    see `interchange.save_dcp`
+    DIR/step-00000120/manifest.json                only now the checkpoint counts
+    """
+
+    def save(self, engine: Engine, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
+        """Save the state after `step`, and where the loader of each replica is; all ranks call this."""
+        folder = self._folder(step)
+        with _writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            engine.save_dcp(folder, beside={} if loader is None else {_loader_of(engine): loader})
+            if engine.transport.rank == 0:
+                manifest = DcpManifest(
+                    format="quintsched.dcp", version=1, step=step, replicas=engine.num_replicas, progress=dict(progress)
+                )
+                _write(folder / MANIFEST, manifest.to_json())
+                self._drop_old(step)
+            engine.everyone.barrier()
+
+    def load_all(self, engine: Engine, step: int) -> tuple[dict[str, Any], bytes | None]:
+        """Load the state of `step` into the engine; return the progress, and where the loader was.
+
+        Raises `InputError` for a damaged checkpoint, `MisfitError` for one of another model, or whose loaders were
+        those of another number of replicas.
+        """
+        folder = self._folder(step)
+        manifest = read_dcp_manifest(folder / MANIFEST, step)
+        loaded = engine.load_dcp(folder, beside=[_loader_of(engine)])
+        state = loaded.beside.get(_loader_of(engine))
+        if isinstance(state, bytes) and manifest.replicas != engine.num_replicas:
+            raise MisfitError(
+                f"{folder}: its loaders are those of {manifest.replicas} replicas, but here there are "
+                f"{engine.num_replicas}; resume with as many (dp x ep)"
+            )
+        return manifest.progress, state if isinstance(state, bytes) else None
+
+
+def _loader_of(engine: Engine) -> str:
+    return f"loader.replica{engine.replica}"
+
+
+def checkpoints_of(config: CheckpointConfig) -> Checkpoints | None:
+    """Return the checkpoints of a job, in the format that it names; None where it saves nothing."""
+    if config.dir is None:
+        return None
+    kind = DcpCheckpoints if config.format == "dcp" else Checkpoints
+    return kind(Path(config.dir), config.keep)
 
 
 def remembered(path: Path, measure: Callable[[], list[float]]) -> list[float]:

@@ -53,6 +53,36 @@ class Manifest(BaseModel):
         return self.model_dump_json(indent=1).encode()
 
 
+class DcpManifest(BaseModel):
+    """What a checkpoint in PyTorch's distributed format says of itself; `replicas` are those whose loaders it has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    format: Literal["quintsched.dcp"]
+    version: Literal[1]
+    step: int = Field(ge=0)
+    replicas: int = Field(ge=1)
+    progress: dict[str, Any]
+
+    def to_json(self) -> bytes:
+        """Return the text of the file."""
+        return self.model_dump_json(indent=1).encode()
+
+
+def read_dcp_manifest(path: Path, step: int) -> DcpManifest:
+    """Read the manifest at `path`, which is that of `step`; raises `InputError`."""
+    try:
+        manifest = DcpManifest.model_validate(parse_strict(path.read_bytes()))
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
+    except ValidationError as error:
+        raise InputError(f"{path}: {describe_faults(error)}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if manifest.step != step:
+        raise InputError(f"{path}: /step: it is the manifest of step {manifest.step}, but lies in the folder of {step}")
+    return manifest
+
+
 def file_name(rank: int) -> str:
     """Return the name of a rank's file in the folder of a checkpoint."""
     return f"rank-{rank:05d}.safetensors"

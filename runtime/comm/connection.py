@@ -15,6 +15,8 @@ from ..job.choices import Rules, WireName
 from . import LocalTransport, LocalWorld, Transport, connect
 from .device import device_kind, find_accelerator, has_device_for_each, library_of
 
+COMPILING_S = 1800.0
+
 
 def connect_for(plan: Plan, timeout_s: float, name: WireName = "auto", rules: Rules | None = None) -> Transport:
     """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
@@ -29,6 +31,14 @@ def connect_for(plan: Plan, timeout_s: float, name: WireName = "auto", rules: Ru
         return connect(library, timeout_s, rules=rules)
     kind = device_kind(library)
     return LocalTransport(LocalWorld(1, kind, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
+
+
+def patience_s(timeout_s: float, *, compiled: bool) -> float:
+    """Return how long a wait may take: half an hour at least where ranks compile, which is no stall.
+
+    A rank that dies is noticed all the same, when its connection closes.
+    """
+    return max(timeout_s, COMPILING_S) if compiled else timeout_s
 
 
 def choose_library() -> str:

@@ -4,11 +4,12 @@
                                        ├─ gather_batch(dataset.train, indices) ─▶ inputs, targets
     BatchSampler(…).batches(epoch) ────┘
 
-Every rank computes the same batches from (seed, epoch) alone, so ranks that need data agree without a message.
-Imports `job`.
+Every rank computes the same batches from (seed, epoch) alone, so ranks that need data agree without a message. In place
+of a data set, `Loaders` are a user's own. Imports `job`.
 """
 
 from .dataset import IGNORED_TARGET, Dataset, DataSpec, Normalization, Split, gather_batch
+from .loaders import Loaders
 from .sampler import PADDING, BatchSampler
 from .sources import load_dataset
 
@@ -18,6 +19,7 @@ __all__ = [
     "BatchSampler",
     "DataSpec",
     "Dataset",
+    "Loaders",
     "Normalization",
     "Split",
     "gather_batch",

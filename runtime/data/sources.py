@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.user_code import call_object, names_file
+from quintsched.user_code import call_object, load_object, names_file
 
 from ..job.config import DataConfig
 from ..job.settings import read_settings
 from .dataset import Dataset, Normalization, Split
 from .idx import read_image_label_pair
+from .loaders import Loaders
 from .sampler import BatchSampler
 from .text import TextOptions, load_text
 
@@ -25,17 +28,18 @@ MNIST = Normalization(mean=0.1307 * 255, std=0.3081 * 255)
 """Of the 0…255 grey values of MNIST."""
 
 
-def load_dataset(config: DataConfig) -> Dataset:
-    """Return the data set of a job.
+def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) -> Dataset | Loaders:
+    """Return the data set of a job, or the loaders of one replica.
 
-    A user's function gets the options by name, and `path` where one is given; it returns a Dataset. "text" is the
+    A user's function gets the options by name, `path` where one is given, and `replica` and `num_replicas` if it takes
+    them; it returns a Dataset, a loader, or Loaders. "text" is the
     file at the path. Any other name with a path means the MNIST files in that directory; "digits" without one is
     scikit-learn's.
     Raises UsageError for an unknown name, for options nobody reads and for files that are missing, InputError for
     broken files.
     """
     if names_file(config.name):
-        return _load_user(config)
+        return _load_user(config, {"replica": replica, "num_replicas": num_replicas})
     path = None if config.path is None else Path(config.path)
     if config.name == "text":
         return load_text(path, read_settings(TextOptions, config.options, "job", prefix="data.options"))
@@ -50,12 +54,20 @@ def load_dataset(config: DataConfig) -> Dataset:
     return _load_digits()
 
 
-def _load_user(config: DataConfig) -> Dataset:
+def _load_user(config: DataConfig, replicas: Mapping[str, int]) -> Dataset | Loaders:
     path = {} if config.path is None else {"path": config.path}
-    dataset = call_object(config.name, **{**config.options, **path})
-    if not isinstance(dataset, Dataset):
-        raise UsageError(f"data.name: {config.name} returned a {type(dataset).__name__}, not a quintsched Dataset")
-    return dataset
+    function = load_object(config.name)
+    taken = inspect.signature(function).parameters if callable(function) else {}
+    asked = {name: number for name, number in replicas.items() if name in taken}
+    found = call_object(config.name, **{**asked, **config.options, **path})
+    if isinstance(found, Dataset | Loaders):
+        return found
+    if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping | Iterator):
+        raise UsageError(
+            f"data.name: {config.name} returned a {type(found).__name__}, not a quintsched Dataset, a loader, or "
+            "Loaders"
+        )
+    return Loaders(found)
 
 
 def _load_idx(folder: Path) -> Dataset:

@@ -75,11 +75,11 @@ class Exchange:
         save_dcp(Path(path), weights, self.steps.total, beside, self._everyone, self.groups.world.index)
 
     def load_dcp(
-        self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str] = ()
-    ) -> tuple[LoadedWeights, Mapping[str, object]]:
-        """See `CheckpointFiles.load_dcp`; return also the values of these names, None where there is none."""
+        self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str]
+    ) -> LoadedWeights:
+        """See `CheckpointFiles.load_dcp`."""
         with self._writing() as held:
-            loaded = load_dcp(
+            loaded, step = load_dcp(
                 Path(path),
                 self._weights(held),
                 self._everyone,
@@ -88,8 +88,8 @@ class Exchange:
                 optimizer=optimizer,
                 beside=beside,
             )
-        self.steps.before = loaded.step - self.steps.in_run
-        return loaded.weights, loaded.beside
+        self.steps.before = step - self.steps.in_run
+        return loaded
 
     def _weights(self, held: Sequence[HeldTensor]) -> list[SavedWeight]:
         """Return this rank's tensors, each by all names that it has in the model; of copies, the first one speaks."""
@@ -172,19 +172,26 @@ class CheckpointFiles:
         """
         self._exchange.save_pretrained(path, dtype, max_file_bytes)
 
-    def save_dcp(self, path: str | Path) -> None:
+    def save_dcp(self, path: str | Path, *, beside: Mapping[str, object] | None = None) -> None:
         """Write weights and optimizer state as `torch.distributed.checkpoint` does, each rank its shards (collective).
 
         Any mesh loads it, and so does PyTorch without us: see docs/checkpoints.md. What was in the folder before stays
-        until the new files are whole.
+        until the new files are whole. `beside` are further values by name, plain data; where several ranks have the
+        same name, the first one's counts.
 
         Raises, on all ranks alike, `UsageError` where it cannot be written, `MisfitError` for optimizer state that is
         neither a weight's shape nor whole.
         """
-        self._exchange.save_dcp(path, {})
+        self._exchange.save_dcp(path, beside or {})
 
     def load_dcp(
-        self, path: str | Path, *, fresh: Sequence[str] = (), strict: bool = True, optimizer: bool = True
+        self,
+        path: str | Path,
+        *,
+        fresh: Sequence[str] = (),
+        strict: bool = True,
+        optimizer: bool = True,
+        beside: Sequence[str] = (),
     ) -> LoadedWeights:
         """Take over a checkpoint of `torch.distributed.checkpoint`, of whatever mesh or program (collective).
 
@@ -195,10 +202,11 @@ class CheckpointFiles:
             fresh: patterns on names of weights that the checkpoint need not have: they keep their initial values.
             strict: whether a tensor that no weight takes is an error.
             optimizer: whether the optimizer's state is taken over too, where there is one; settings of groups are not.
+            beside: names of further values that are wanted, as `save_dcp` took them.
 
-        Returns what stayed fresh, and what was not used.
+        Returns what stayed fresh, what was not used, and the values beside.
 
         Raises, on all ranks alike, `UsageError` where there is no such folder, `InputError` for one that is damaged or
         lacks a tensor, `MisfitError` for other shapes, or tensors beyond the model's.
         """
-        return self._exchange.load_dcp(path, fresh, strict=strict, optimizer=optimizer)[0]
+        return self._exchange.load_dcp(path, fresh, strict=strict, optimizer=optimizer, beside=beside)

@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,15 +26,6 @@ from .names import Prefix, find_prefix, matches
 from .save_dcp import MODEL, STATE, STEP, Kept, SavedWeight
 
 
-@dataclass(frozen=True)
-class LoadedState:
-    """What came of a checkpoint: which weights it lacked or had beyond, its step, and values of this rank's own."""
-
-    weights: LoadedWeights
-    step: int
-    beside: Mapping[str, object]
-
-
 @torch.no_grad()
 def load_dcp(
     path: Path,
@@ -45,16 +36,16 @@ def load_dcp(
     strict: bool,
     optimizer: bool,
     beside: Sequence[str] = (),
-) -> LoadedState:
-    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_dcp`. All ranks call this."""
+) -> tuple[LoadedWeights, int]:
+    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_dcp`. Return also its step."""
     table = everyone.together(lambda: read_table(path))
     everyone.together(lambda: _require_sane(path, table))
     with PieceReader(path, table) as pieces:
         loader = _Loader(path, table, pieces, _prefix(table, weights, everyone))
         loaded = loader.compare(weights, everyone, fresh, strict=strict)
         everyone.together(lambda: loader.load(weights, optimizer=optimizer))
-        found = everyone.together(lambda: (loader.step(), {name: loader.value(name) for name in beside}))
-        return LoadedState(loaded, *found)
+        step, values = everyone.together(lambda: (loader.step(), {name: loader.value(name) for name in beside}))
+        return replace(loaded, beside=values), step
 
 
 def _require_sane(path: Path, table: Metadata) -> None:

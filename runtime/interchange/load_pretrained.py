@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,10 +38,12 @@ class LoadedWeights:
     Attributes:
         fresh: weights that the checkpoint lacks, by our names: they keep their initial values.
         unused: tensors that no weight takes.
+        beside: values that were asked for besides, by name; None where there is none.
     """
 
     fresh: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    beside: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from quintsched.request import CompileRequest, Entry, entries
 
 from .choices import BufferChoice, ContextMethod, Precision, Proofs, StrictRules, TransportName, ZeroSplit
 from .settings import Settings
+from .sinks import SinkConfig
 from .tensor_rules import read_rule
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -209,6 +210,8 @@ class TrainConfig(Settings):
     """Passes over the training samples."""
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
+    accumulate: int = Field(default=1, ge=1)
+    """Into how many batches these are divided, whose gradients are added up before the optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()
@@ -239,7 +242,7 @@ class RuntimeConfig(Settings):
     trace_steps: int = Field(default=8, ge=1)
     """How many steps are traced."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without progress after which a run counts as stalled."""
+    """Seconds without progress after which a run counts as stalled; with `compile` at least half an hour."""
 
 
 class CheckpointConfig(Settings):
@@ -251,6 +254,8 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; 0: one at the end of each epoch."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""
+    format: Literal["native", "dcp"] = "native"
+    """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
 
 
 class LogConfig(Settings):
@@ -260,6 +265,14 @@ class LogConfig(Settings):
     """A file of JSON lines; none: no file."""
     every: int = Field(default=50, ge=1)
     """Steps between two lines."""
+    sinks: Annotated[
+        tuple[
+            Annotated[SinkConfig, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)],
+            ...,
+        ],
+        Field(strict=False),
+    ] = ()
+    """Who else takes the figures, each by name or as {name: wandb, options: {project: mine}}; see `sinks`."""
 
 
 class JobConfig(Settings):

@@ -63,9 +63,11 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
     Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
     """
     from ..job.jobfile import load_job
+    from ..job.sinks import require_sinks
 
     traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
     job = load_job(arguments.config, [*arguments.set, *traced])
+    require_sinks(job.log.sinks)
     job, plan, notes = _planned(job, arguments.plan)
     if job.runtime.transport != "local" and not alone:
         plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
@@ -85,18 +87,19 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
 def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) -> None:
     """Train the job on the transport it names."""
     from ..comm import run_local
-    from ..comm.connection import connect_for
+    from ..comm.connection import connect_for, patience_s
 
+    timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
             lambda transport: train(job, plan, transport, resume, notes),
-            job.runtime.timeout_s,
+            timeout_s,
             rules=rules,
         )
         return
-    transport = connect_for(plan, job.runtime.timeout_s, job.runtime.transport, job.runtime.rules)
+    transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules)
     try:
         train(job, plan, transport, resume, notes)
     except BaseException as error:

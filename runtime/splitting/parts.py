@@ -32,12 +32,13 @@ class _LayerBlock:
 
     _origin: Origin
     _number: int
+    training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         origin = self._origin
         call = origin.spans[self._number].calls.start
         with _seeing(self, origin.frame, sight := origin.sight_of(given)):
-            args, kwargs = origin.arguments(self._number, hidden, given, sight)
+            args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
             try:
                 made = super().forward(*args, **kwargs)  # type: ignore[misc]
             except Exception:
@@ -160,11 +161,11 @@ class Segment(nn.Module):
     def _settle(self, *, is_meta: bool) -> None:
         """Let the frame have the block's modules as they are now; where only shapes matter, its own."""
         frame = self._place.frame
+        for name, parent, key, stand_in in self._place.slots:
+            parent._modules[key] = stand_in if is_meta else self.get_submodule(name)
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
         if dtype is not None:
             frame.cast(dtype)
-        for name, parent, key, stand_in in self._place.slots:
-            parent._modules[key] = stand_in if is_meta else self.get_submodule(name)
         for name in self._weights:
             owner, _, key = name.rpartition(".")
             frame.root.get_submodule(owner)._parameters[key] = self.get_submodule(owner)._parameters[key]

@@ -45,7 +45,9 @@ class Segment(nn.Module):
         """Run the steps on what the segment before has left, or on the model's inputs."""
         graph = self.graphs[self.training]
         names = [node.name for node in graph.nodes if node.op == "placeholder"]
-        result = fx.Interpreter(self, graph=graph).run(*_by_names(given, names))
+        steps = fx.Interpreter(self, graph=graph)
+        steps.extra_traceback = False
+        result = steps.run(*_by_names(given, names))
         return Carry(result) if isinstance(result, tuple) else result
 
 

@@ -63,6 +63,7 @@ class StageDraws:
         self._drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         self._mode = None if all(map(is_built_in, blocks.values())) else self._watch()
         self._since: int | None = None
+        self._is_compiled = False
         self._alarms = masks.alarms
 
     def _watch(self) -> KeyedDraws:
@@ -85,6 +86,7 @@ class StageDraws:
         """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""
 
         fast = run if compiled is None or self._beside is not None else compiled
+        self._is_compiled = self._is_compiled or compiled is not None
 
         def keyed(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
             unit: Unit | None = extras.get(UNIT)
@@ -124,6 +126,12 @@ class StageDraws:
             self._since = unit.step
         elif self._since != unit.step and not self._mode.has_drawn:
             self._mode = None
+        elif self._since == unit.step - 1 and self._is_compiled:
+            _logger.warning(
+                "blocks %s draw random numbers other than by nn.Dropout, and are not compiled",
+                ", ".join(map(str, self._blocks)),
+            )
+            self._since = -1
         elif self._since == unit.step - 1 and self._alarms:
             numbers = ", ".join(map(str, self._blocks))
             _logger.warning(

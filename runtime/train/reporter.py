@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quintsched.errors import UsageError
 
+from .sinks import Sinks
+
 Record = dict[str, object]
 Say = Callable[[str], None]
 
@@ -22,11 +24,11 @@ Say = Callable[[str], None]
 class Reporter:
     """Writes records as JSON lines (NaN as null) to a file that is appended to, and lines of text to `say`.
 
-    Only the rank that reports gets one with a path and a `say` that speaks.
+    Only the rank that reports gets one with a path and a `say` that speaks. `sinks` take its records besides.
     """
 
     def __init__(self, path: str | None, say: Say, *, show_progress: bool = False) -> None:
-        self._say = say
+        self._say, self.sinks = say, Sinks()
         self._file: TextIO | None = None
         self._progress = _progress_bar() if show_progress else None
         if path is not None:
@@ -37,7 +39,8 @@ class Reporter:
                 raise UsageError(f"{path}: cannot write the log: {error.strerror}") from error
 
     def record(self, record: Mapping[str, object]) -> None:
-        """Write one record to the log; raises `UsageError` if that fails."""
+        """Write one record to the log, and give it to the sinks; raises `UsageError` if the log fails."""
+        self.sinks.take(record)
         if self._file is None:
             return
         try:
@@ -66,6 +69,7 @@ class Reporter:
             self._progress.advance(self._progress.task_ids[0])
 
     def __enter__(self) -> Reporter:
+        self.sinks.__enter__()
         if self._progress is not None:
             self._progress.start()
         return self
@@ -77,6 +81,7 @@ class Reporter:
             self._progress.stop()
         if self._file is not None:
             self._file.close()
+        self.sinks.__exit__(kind, error, trace)
 
 
 def _progress_bar() -> Progress:

@@ -9,13 +9,12 @@ Every rank runs the same loop and knows the same figures; rank 0 writes them dow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, field
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import numpy as np
 import torch
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -27,21 +26,24 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
-from ..checkpoint.checkpoints import Checkpoints, remembered
-from ..comm import Group, Transport
+from ..blocks.trees import map_tensors
+from ..checkpoint.checkpoints import checkpoints_of, remembered
+from ..comm import Transport
 from ..comm.clock import now_s
-from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
 from ..engine import Engine
 from ..interpreter.tally import StepResult
 from ..job.choices import Precision
 from ..job.config import JobConfig
+from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
 from ..verification.recording import Recording
+from .feed import open_feed
 from .losses import correct_sum, cross_entropy_sum
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
 from .reporter import Record, Reporter
+from .sinks import Sink, Sinks
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -78,19 +80,28 @@ class Trainer:
         plan: the plan; `job.plan_of` makes it from the job.
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
+        sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
 
     Raises what loading the data, building the model and the engine raise.
     """
 
-    def __init__(self, job: JobConfig, plan: Plan, transport: Transport, reporter: Reporter | None = None) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        plan: Plan,
+        transport: Transport,
+        reporter: Reporter | None = None,
+        *,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         self.job = job
         self.plan = plan
+        require_sinks(job.log.sinks)
         self._reporter = reporter or Reporter(None, lambda _: None)
-        dataset = load_dataset(job.data) if _needs_data(plan, transport.rank) else None
-        self._train_split = dataset.train if dataset else None
-        self._validation_split = dataset.validation if dataset else None
-        sizes = _broadcast_sizes(dataset, plan, transport)
-        blocks, tied, optimizer = build_model(job.model, sizes.spec), tied_weights(job.model), job.train.optimizer
+        if transport.rank == 0:
+            self._reporter.sinks = Sinks(job.log.sinks, sinks)
+        self._feed = open_feed(job.data, job.train, plan, transport)
+        blocks, tied, optimizer = build_model(job.model, self._feed.spec), tied_weights(job.model), job.train.optimizer
         undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
         self.engine = Engine(
             plan,
@@ -99,7 +110,7 @@ class Trainer:
             lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
             metrics={"accuracy": correct_sum},
             clip=job.train.clip,
-            block_costs=self._block_costs(blocks, sizes.spec, transport),
+            block_costs=self._block_costs(blocks, transport),
             bucket_mb=job.parallel.bucket_mb,
             dtype=DTYPES[job.runtime.precision],
             context=job.parallel.context,
@@ -114,18 +125,10 @@ class Trainer:
             seed=job.train.seed,
             transport=transport,
         )
-        self._train_batches = BatchSampler(
-            num_samples=sizes.num_train, batch_size=job.train.batch_size, seed=job.train.seed
-        )
-        self._validation_batches = BatchSampler(
-            num_samples=sizes.num_validation, batch_size=job.train.batch_size, seed=job.train.seed, shuffle=False
-        )
-        self._checkpoints = (
-            Checkpoints(Path(job.checkpoint.dir), job.checkpoint.keep) if job.checkpoint.dir is not None else None
-        )
-        self.progress = Progress(self._train_batches.num_batches)
+        self._checkpoints = checkpoints_of(job.checkpoint)
+        self.progress = Progress(self._feed.num_batches)
 
-    def _block_costs(self, blocks: Blocks, spec: DataSpec, transport: Transport) -> list[float] | None:
+    def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
 
         None where the plan says how many blocks each stage has.
@@ -136,20 +139,16 @@ class Trainer:
             return estimate_costs(blocks)
         costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
         if transport.rank == 0:
-            example = self._example(spec).to(transport.device)
+            example = self._example().to(transport.device)
             measured = self._remembered_costs(lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
-        _world(self.plan, transport).broadcast(costs, 0).wait()
+        transport.make_group([tuple(range(self.plan.mesh.size))]).broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
 
-    def _example(self, spec: DataSpec) -> Tensor:
-        """Return inputs like those of a microbatch: the first samples, or zeros where this rank reads none."""
-        samples = max(self.job.train.batch_size // self.plan.schedule.microbatches, 1)
-        dtype = DTYPES[self.job.runtime.precision]
-        if self._train_split is None:
-            return torch.zeros(samples, *spec.input_shape, dtype=dtype)
-        inputs, _ = gather_batch(self._train_split, np.arange(samples) % len(self._train_split))
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs
+    def _example(self) -> Tensor:
+        """Return inputs like those of a microbatch."""
+        inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1))
+        return inputs.to(DTYPES[self.job.runtime.precision]) if inputs.is_floating_point() else inputs
 
     def _remembered_costs(self, measure: Callable[[], list[float]]) -> list[float]:
         """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""
@@ -160,7 +159,7 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """The steps of all epochs."""
-        return self.job.train.epochs * self._train_batches.num_batches
+        return self.job.train.epochs * self._feed.num_batches
 
     def fit(self, *, resume: bool = False) -> list[Record]:
         """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
@@ -189,9 +188,9 @@ class Trainer:
         """Train at most so many steps from the start, and return what each of them makes on this rank."""
         self._load_pretrained()
         recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
-        for indices in islice(self._train_batches.batches(0), steps):
+        for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
             self._set_learning_rate()
-            self.engine.record_step(recording, *self._samples(self._train_split, indices))
+            self.engine.record_step(recording, inputs, targets, **extras)
             self.progress.step += 1
         return recording
 
@@ -212,7 +211,7 @@ class Trainer:
     def _train_epoch(self, traced: TracedSteps) -> None:
         progress, reporter = self.progress, self._reporter
         name = f"epoch {progress.epoch + 1}/{self.job.train.epochs}"
-        reporter.start_epoch(name, self._train_batches.num_batches, progress.batch)
+        reporter.start_epoch(name, self._feed.num_batches, progress.batch)
         window = Window(self.job.log.every)
         self.engine.clock.read_s()  # what validation computed belongs to no window
         began, first_batch = now_s(), progress.batch
@@ -222,7 +221,7 @@ class Trainer:
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
-            if self._is_due() and progress.batch < self._train_batches.num_batches:  # else: after the validation
+            if self._is_due() and progress.batch < self._feed.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
         steps = progress.batch - first_batch
@@ -233,21 +232,15 @@ class Trainer:
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
-        for indices in self._train_batches.batches(progress.epoch, start=progress.batch):
+        for inputs, targets, extras in self._feed.train(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            result = self.engine.step(*self._samples(self._train_split, indices))
+            *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
+            earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
+            result = self.engine.step(inputs, targets, **extras).with_earlier(earlier)
             traced.count(self.engine)
             progress.step += 1
             progress.batch += 1
             yield result
-
-    def _samples(self, split: Split | None, indices: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return this replica's samples of a batch; nothing on a rank that needs none."""
-        if split is None:
-            return None, None
-        engine = self.engine
-        count = len(indices) // engine.num_replicas
-        return gather_batch(split, indices[engine.replica * count : (engine.replica + 1) * count])
 
     def _set_learning_rate(self) -> None:
         train = self.job.train
@@ -307,12 +300,12 @@ class Trainer:
         return progress.step % every == 0 if every else progress.batch == 0
 
     def validate(self) -> dict[str, float]:
-        """Return loss and accuracy over the whole validation split, the same on every rank."""
+        """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
-        for indices in self._validation_batches.batches(0):
-            totals.add(self.engine.evaluate(*self._samples(self._validation_split, indices)))
+        for inputs, targets, extras in self._feed.validation():
+            totals.add(self.engine.evaluate(inputs, targets, **extras))
         sums = totals.read()
-        return {name: sums[name] / sums["weight"] for name in ("loss", "accuracy")}
+        return {name: sums[name] / sums["weight"] if sums else math.nan for name in ("loss", "accuracy")}
 
     def _watch_for_gain(self, loss: float) -> None:
         """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
@@ -328,7 +321,8 @@ class Trainer:
 
     def _save(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress))
+            state = self.engine.everyone.together(self._feed.state)
+            self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress), state)
 
     def _resume(self) -> bool:
         """Go on from the latest checkpoint, if there is one; rank 0 says which that is. Return whether there was."""
@@ -337,7 +331,7 @@ class Trainer:
         if step < 0 or self._checkpoints is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
             return False
-        saved, where = self._checkpoints.load(self.engine, step), self._checkpoints.directory
+        (saved, state), where = self._checkpoints.load_all(self.engine, step), self._checkpoints.directory
         try:
             progress = _PROGRESS.validate_python(saved)
         except ValidationError as error:
@@ -347,45 +341,18 @@ class Trainer:
                 f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
                 f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
             )
+        self.engine.everyone.together(lambda: self._feed.restore(state, progress.batch))
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
         return True
 
 
-def _needs_data(plan: Plan, rank: int) -> bool:
-    """Whether a rank holds a first or last stage, and so reads the data."""
-    held = plan.layout.stages_of(plan.mesh.pp_rank(rank))
-    return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
+def _parts(batch: Any, count: int) -> list[Any]:
+    """Return a batch in so many parts, of as even numbers of samples as can be."""
 
+    def part(number: int) -> Any:
+        return map_tensors(
+            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) > 1 else tensor, batch
+        )
 
-def _world(plan: Plan, transport: Transport) -> Group:
-    return transport.make_group([tuple(range(plan.mesh.size))])
-
-
-def _broadcast(numbers: list[int] | None, plan: Plan, transport: Transport) -> list[int]:
-    """Send up to 15 numbers from the first rank that reads data to all others."""
-    source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
-    message = torch.zeros(16, dtype=torch.int64)
-    if numbers is not None:
-        message[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
-    message = message.to(transport.device)
-    _world(plan, transport).broadcast(message, source).wait()
-    count, *values = message.tolist()
-    return [int(value) for value in values[:count]]
-
-
-@dataclass(frozen=True)
-class _DataSizes:
-    """What every rank must know of the data, also those that do not read it."""
-
-    spec: DataSpec
-    num_train: int
-    num_validation: int
-
-
-def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> _DataSizes:
-    mine = None
-    if dataset is not None:
-        mine = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
-    num_train, num_validation, num_classes, *shape = _broadcast(mine, plan, transport)
-    return _DataSizes(DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation)
+    return [part(number) for number in range(count)] if count > 1 else [batch]

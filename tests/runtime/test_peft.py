@@ -48,7 +48,7 @@ def adapted(
     if reentrant is not None:
         made.enable_input_require_grads()
         made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    return made.get_base_model().train()  # type: ignore[no-any-return]
+    return made.train()  # type: ignore[no-any-return]
 
 
 def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, float]:
@@ -120,3 +120,9 @@ def test_a_base_of_bf16_has_adapters_of_float32() -> None:
     alone = losses(model, {"mesh": "dp=1"})
     assert losses(model, {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1}) == pytest.approx(alone, rel=1e-4)
     assert alone == pytest.approx(plainly(copy.deepcopy(model)), rel=2e-2)
+
+
+def test_prompts_that_a_wrapper_adds_are_refused() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(qs.UsageError, match="puts prompts before its inputs"):
+        split(peft.get_peft_model(llama(), config))

@@ -140,6 +140,42 @@ def test_blocks_that_draw_nothing_run_without_a_mode() -> None:
     assert modes == [True, True, False, False]
 
 
+class Loud(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.")
+def test_blocks_that_draw_are_not_compiled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randn(2, 4, WIDTH)
+    losses = []
+    for compiled in (False, True):
+        plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+        engine = Engine(plan, [Loud], squares, slow_sgd, compiled=compiled)
+        losses.append([engine.step(x, y).loss.item() for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert caplog.messages == ["blocks 0 draw random numbers other than by nn.Dropout, and are not compiled"]
+
+
+def test_draws_that_begin_late_are_keyed_from_then_on_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(Loud):
+        p = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(nn.Linear.forward(self, x), self.p, self.training)
+
+    block = Late()
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=2), [block], squares, slow_sgd)
+    for step in range(6):
+        block.p = 0.5 if step > 2 else 0.0
+        engine.step(*torch.zeros(2, 4, WIDTH))
+    (said,) = caplog.messages
+    assert said.startswith("blocks 0 draw random numbers since step 3, and did not in the first; those of that step")
+
+
 # ---------------------------------------------------------------- parts that run again within a backward
 
 

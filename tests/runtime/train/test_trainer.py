@@ -264,11 +264,11 @@ def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.
     loads: list[int] = []
     split = Split(inputs=np.zeros((8, 1, 8, 8), np.float32), targets=np.zeros(8, np.int64))
 
-    def load(_: object) -> Dataset:
+    def load(*_: object) -> Dataset:
         loads.append(1)
         return Dataset(name="d", train=split, validation=split, num_classes=4)
 
-    monkeypatch.setattr("quintsched.runtime.train.trainer.load_dataset", load)
+    monkeypatch.setattr("quintsched.runtime.train.feed.load_dataset", load)
     fit(config)
     assert len(loads) == 2
 

@@ -1,0 +1,188 @@
+"""What a training is fed with: a data set in memory, or loaders of the user's own.
+
+data set    first and last stages read it, each rank its replica's samples of batches that all ranks know
+loaders     every rank has those of its replica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+from quintsched.plan import Plan
+
+from ..comm import Group, Transport
+from ..comm.control import share_bytes
+from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
+from ..data.loaders import Batch, LoaderFeed, Loaders
+from ..job.config import DataConfig, TrainConfig
+
+
+class Feed(Protocol):
+    """Batches of one replica, for training and for validation."""
+
+    spec: DataSpec
+    num_batches: int
+
+    def train(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from number `start` on."""
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield all batches of validation."""
+
+    def example(self, samples: int) -> Tensor:
+        """Return inputs of so many samples, or zeros of their shape."""
+
+    def state(self) -> bytes | None:
+        """Return where the loader of training is; None: that follows from the epoch and the batch."""
+
+    def restore(self, state: bytes | None, batch: int) -> None:
+        """Go on from a state, `batch` batches into an epoch."""
+
+
+def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
+    """Return what a job is fed with (collective). Raises what loading raises, `MisfitError` where replicas differ."""
+    replica = _replica(plan, transport.rank)
+    reads = _needs_data(plan, transport.rank)
+    found = load_dataset(data, *replica) if reads else None
+    dataset = found if isinstance(found, Dataset) else None
+    sizes = _broadcast_sizes(dataset, plan, transport)
+    if sizes is not None:
+        return DatasetFeed(dataset, *sizes, train, replica)
+    loaders = load_dataset(data, *replica) if found is None else found
+    assert isinstance(loaders, Loaders)
+    return UserFeed(loaders, _world(plan, transport))
+
+
+class DatasetFeed:
+    """A data set in memory; `dataset` is None on ranks that do not read it."""
+
+    def __init__(
+        self,
+        dataset: Dataset | None,
+        spec: DataSpec,
+        num_train: int,
+        num_validation: int,
+        train: TrainConfig,
+        replica: tuple[int, int],
+    ) -> None:
+        self.spec, self._replica = spec, replica
+        self._splits = (dataset.train, dataset.validation) if dataset else (None, None)
+        size, seed = train.batch_size, train.seed
+        self._train = BatchSampler(num_samples=num_train, batch_size=size, seed=seed)
+        self._validation = BatchSampler(num_samples=num_validation, batch_size=size, seed=seed, shuffle=False)
+        self.num_batches = self._train.num_batches
+
+    def train(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from number `start` on."""
+        for indices in self._train.batches(epoch, start=start):
+            yield self._share(self._splits[0], indices)
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield all batches of validation."""
+        for indices in self._validation.batches(0):
+            yield self._share(self._splits[1], indices)
+
+    def _share(self, split: Split | None, indices: Any) -> Batch:
+        """Return this replica's samples of a batch; nothing on a rank that needs none."""
+        if split is None:
+            return None, None, {}
+        replica, num_replicas = self._replica
+        count = len(indices) // num_replicas
+        return *gather_batch(split, indices[replica * count : (replica + 1) * count]), {}
+
+    def example(self, samples: int) -> Tensor:
+        """Return inputs of so many samples, or zeros of their shape."""
+        split = self._splits[0]
+        if split is None:
+            return torch.zeros(samples, *self.spec.input_shape)
+        inputs, _ = gather_batch(split, np.arange(samples) % len(split))
+        return inputs
+
+    def state(self) -> bytes | None:
+        """Return None: batches follow from the epoch."""
+        return None
+
+    def restore(self, state: bytes | None, batch: int) -> None:
+        """Do nothing: batches follow from the epoch."""
+
+
+class UserFeed:
+    """The loaders of one replica."""
+
+    def __init__(self, loaders: Loaders, world: Group) -> None:
+        self.spec = loaders.spec
+        self._train = LoaderFeed(loaders.train, loaders.batches)
+        self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None)
+        self.num_batches = self._train.num_batches
+        mine = [self.num_batches, -1 if self._validation is None else self._validation.num_batches]
+        for rank, theirs in enumerate(share_bytes(world, repr(mine).encode())):
+            if theirs.decode() != repr(mine):
+                raise MisfitError(
+                    f"the loaders of rank {rank} have {theirs.decode()} batches (training, validation; -1: none), "
+                    f"those of rank {world.index} {mine}; give each replica as many, or say Loaders(…, batches=…)"
+                )
+
+    def train(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from number `start` on."""
+        yield from self._train.epoch(epoch, start)
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield all batches of validation, if there are such."""
+        if self._validation is not None:
+            yield from self._validation.epoch(0)
+
+    def example(self, samples: int) -> Tensor:
+        """Return zeros of the shape of inputs."""
+        return torch.zeros(samples, *self.spec.input_shape)
+
+    def state(self) -> bytes | None:
+        """Return where the loader of training is; None where it does not say."""
+        return self._train.state() if self._train.has_state else None
+
+    def restore(self, state: bytes | None, batch: int) -> None:
+        """Go on from a state; raises `MisfitError` in the middle of an epoch where there is none."""
+        if state is not None and self._train.has_state:
+            self._train.restore(state, batch)
+        elif batch:
+            raise MisfitError(
+                f"the checkpoint is {batch} batches into an epoch, but the loader has no state to go on from; use one "
+                "with state_dict and load_state_dict (torchdata's StatefulDataLoader), or save at the ends of epochs"
+            )
+
+
+def _replica(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return which replica of a batch a rank belongs to, and how many there are (dp x ep)."""
+    at, mesh = plan.mesh.coordinates(rank), plan.mesh
+    return at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0), mesh.axis_size("dp") * mesh.axis_size("ep")
+
+
+def _needs_data(plan: Plan, rank: int) -> bool:
+    """Whether a rank holds a first or last stage, and so reads the data."""
+    held = plan.layout.stages_of(plan.mesh.pp_rank(rank))
+    return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
+
+
+def _world(plan: Plan, transport: Transport) -> Group:
+    return transport.make_group([tuple(range(plan.mesh.size))])
+
+
+def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> tuple[DataSpec, int, int] | None:
+    """Send the sizes of a data set from the first rank that reads data to all others; None: there are loaders."""
+    source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
+    message = torch.zeros(16, dtype=torch.int64)
+    if dataset is not None:
+        numbers = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
+        message[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
+    message = message.to(transport.device)
+    _world(plan, transport).broadcast(message, source).wait()
+    count, *values = message.tolist()
+    if not count:
+        return None
+    num_train, num_validation, num_classes, *shape = values[:count]
+    return DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation

@@ -1,0 +1,217 @@
+"""Loaders of users' own: the batches that they give, and runs that go on exactly where they were."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.runtime.comm import run_local
+from quintsched.runtime.data.loaders import LoaderFeed, batch_of
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
+
+FILE = """
+from functools import partial
+
+import torch
+from torch import nn
+from quintsched.runtime.data import Loaders
+
+def build(data):
+    return [partial(nn.Linear, 6, 12), nn.Tanh, partial(nn.Linear, 12, 12), partial(nn.Linear, 12, 5)]
+
+random = torch.Generator().manual_seed(2)
+INPUTS, TARGETS = torch.randn(40, 6, generator=random), torch.randint(5, (40,), generator=random)
+ROWS = [(x, y) for x, y in zip(INPUTS, TARGETS)]
+
+class Shuffled:
+    '''Draws an order per epoch from a generator of its own, and says where it is.'''
+
+    def __init__(self, replica, num_replicas, endless=False):
+        self.generator = torch.Generator().manual_seed(7 + replica)
+        self.rows = torch.arange(40)[replica::num_replicas]
+        self.order, self.at, self.endless = None, 0, endless
+
+    def __len__(self):
+        return len(self.rows) // 4
+
+    def __iter__(self):
+        while True:
+            if self.order is None:
+                self.order, self.at = self.rows[torch.randperm(len(self.rows), generator=self.generator)], 0
+            while self.at + 4 <= len(self.order):
+                some = self.order[self.at : self.at + 4]
+                self.at += 4
+                yield INPUTS[some], TARGETS[some]
+            self.order = None
+            if not self.endless:
+                return
+
+    def state_dict(self):
+        return {"order": self.order, "at": self.at, "random": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.order, self.at = state["order"], state["at"]
+        self.generator.set_state(state["random"])
+
+def mine(replica, num_replicas):
+    return Shuffled(replica, num_replicas)
+
+def endless(replica, num_replicas):
+    return Loaders(Shuffled(replica, num_replicas, True), validation=[(INPUTS[:4], TARGETS[:4])], batches=7)
+
+def torchdata(replica, num_replicas):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    generator = torch.Generator().manual_seed(7 + replica)
+    rows = ROWS[replica::num_replicas]
+    return StatefulDataLoader(rows, batch_size=4, shuffle=True, generator=generator, drop_last=True)
+
+def forgetful():
+    return [(INPUTS[:4], TARGETS[:4])] * 5
+
+def uneven(replica):
+    return [(INPUTS[:4], TARGETS[:4])] * (5 - replica)
+
+def nothing():
+    return 3
+"""
+
+
+def job(tmp_path: Path, load: str, mesh: str = "dp=2,pp=2", **checkpoint: Any) -> JobConfig:
+    (tmp_path / "mine.py").write_text(FILE)
+    return JobConfig.model_validate(
+        {
+            "model": {"name": f"{tmp_path / 'mine.py'}:build"},
+            "data": {"name": f"{tmp_path / 'mine.py'}:{load}"},
+            "parallel": {"mesh": mesh, "microbatches": 2},
+            "train": {"epochs": 3, "batch_size": 8, "optimizer": {"name": "adam", "lr": 1e-2}},
+            "checkpoint": {"dir": str(tmp_path / "out"), "every": 3, "keep": 99, **checkpoint},
+        }
+    )
+
+
+def fit(job: JobConfig, *, resume: bool = False) -> list[dict[str, Tensor]]:
+    plan = plan_of(job)
+
+    def body(transport: Any) -> dict[str, Tensor]:
+        trainer = Trainer(job, plan, transport)
+        trainer.fit(resume=resume)
+        return trainer.engine.full_weights()
+
+    return run_local(plan.mesh.size, body)
+
+
+def forget_after(tmp_path: Path, step: int) -> None:
+    for folder in (tmp_path / "out").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+def require_alike(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("form", ["native", "dcp"])
+@pytest.mark.parametrize(
+    ("load", "step"), [("mine", 3), ("mine", 6), ("endless", 9), ("torchdata", 3), ("torchdata", 6)]
+)
+def test_a_run_goes_on_where_its_loaders_were(tmp_path: Path, load: str, step: int, form: str) -> None:
+    if load == "torchdata":
+        pytest.importorskip("torchdata")
+    settings = job(tmp_path, load, format=form)
+    expected = fit(settings)
+    assert (tmp_path / "out" / f"step-{step:08d}" / "manifest.json").exists()
+    forget_after(tmp_path, step)
+    require_alike(fit(settings, resume=True), expected)
+
+
+@pytest.mark.parametrize(("load", "step"), [("mine", 5), ("torchdata", 5), ("torchdata", 10)])
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path: Path, load: str, step: int) -> None:
+    if load == "torchdata":
+        pytest.importorskip("torchdata")
+    settings = job(tmp_path, load, every=0)
+    expected = fit(settings)
+    forget_after(tmp_path, step)
+    require_alike(fit(settings, resume=True), expected)
+
+
+def test_the_distributed_format_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    expected = fit(job(tmp_path, "mine", mesh="dp=2", format="dcp"))[0]
+    forget_after(tmp_path, 3)
+    found = {
+        name: tensor for rank in fit(job(tmp_path, "mine", format="dcp"), resume=True) for name, tensor in rank.items()
+    }
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    with pytest.raises(MisfitError, match="those of 2 replicas, but here there are 1"):
+        fit(job(tmp_path, "mine", mesh="pp=2", format="dcp"), resume=True)
+
+
+def test_a_loader_without_state_goes_on_at_ends_of_epochs_only(tmp_path: Path) -> None:
+    settings = job(tmp_path, "forgetful")
+    expected = fit(settings)
+    forget_after(tmp_path, 6)
+    with pytest.raises(MisfitError, match="1 batches into an epoch, but the loader has no state"):
+        fit(settings, resume=True)
+    shutil.rmtree(tmp_path / "out")
+    settings = job(tmp_path, "forgetful", every=0)
+    require_alike(fit(settings), expected)
+    forget_after(tmp_path, 5)
+    require_alike(fit(settings, resume=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ("uneven", r"the loaders of rank \d have \[[45], -1\] batches"),
+        ("nothing", "returned a int, not a quintsched Dataset"),
+    ],
+)
+def test_what_is_no_loader_is_refused(tmp_path: Path, load: str, message: str) -> None:
+    with pytest.raises(QuintschedError, match=message):
+        fit(job(tmp_path, load))
+
+
+def test_batches_come_in_three_shapes() -> None:
+    assert batch_of((1, 2)) == (1, 2, {})
+    assert batch_of([1, 2, {"mask": 3}]) == (1, 2, {"mask": 3})
+    assert batch_of({"labels": 2, "input_ids": 1, "mask": 3}) == (1, 2, {"mask": 3})
+    for odd in (1, (1,), {"x": 1}, {"labels": 1}):
+        with pytest.raises(UsageError, match="a batch is"):
+            batch_of(odd)
+
+
+def test_a_length_has_to_be_true() -> None:
+    class Says(list[Any]):
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(MisfitError, match="ended after 2 batches; its length says 3"):
+        list(LoaderFeed(Says([(1, 2)] * 2), None).epoch(0))
+    with pytest.raises(MisfitError, match="more batches than the 3"):
+        list(LoaderFeed(Says([(1, 2)] * 4), None).epoch(0))
+    with pytest.raises(UsageError, match="has no length"):
+        LoaderFeed((batch for batch in [(1, 2)]), None)
+
+
+def test_a_state_that_is_no_plain_data_is_refused() -> None:
+    class Odd(list[Any]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"file": Path("x")}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    with pytest.raises(UsageError, match="cannot be saved"):
+        LoaderFeed(Odd(), None).state()

@@ -1,0 +1,158 @@
+"""Figures given to others: each with its step, from rank 0 alone, closed however the run ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.runtime.comm import run_local
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.job.sinks import SinkConfig, require_sinks
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.worker import main
+from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime.train.sinks import Sinks
+from quintsched.runtime.train.trainer import Trainer
+
+FILE = """
+import json
+
+class Sink:
+    def __init__(self, path):
+        self.path, self.lines = path, []
+
+    def __call__(self, figures, *, step):
+        self.lines.append([step, figures])
+        if self.path.endswith("failing"):
+            raise ValueError("the disk is on fire")
+
+    def close(self):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(self.lines))
+
+def function(figures, *, step):
+    print(step, sorted(figures))
+
+number = 3
+"""
+
+
+def job(tmp_path: Path, *sinks: Any) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "model": {"options": {"hidden": 8, "depth": 2, "heads": 2}},
+            "parallel": {"mesh": "pp=2"},
+            "train": {"batch_size": 512},
+            "log": {"path": str(tmp_path / "log.jsonl"), "every": 1, "sinks": list(sinks)},
+        }
+    )
+
+
+def fit(job: JobConfig, **more: Any) -> None:
+    plan = plan_of(job)
+
+    def body(transport: Any) -> None:
+        reporter = Reporter(job.log.path if transport.rank == 0 else None, lambda _: None)
+        Trainer(job, plan, transport, reporter, **more).fit()
+
+    run_local(2, body)
+
+
+def test_a_users_class_is_given_what_the_log_says(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    sink = {"name": f"{tmp_path / 'mine.py'}:Sink", "options": {"path": str(tmp_path / "figures")}}
+    fit(job(tmp_path, sink))
+    taken = json.loads((tmp_path / "figures").read_text())
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()][1:]
+    assert [step for step, _ in taken] == [record["step"] for record in logged] == [1, 2, 3, 3]
+    assert [figures.get("train/loss") for _, figures in taken[:3]] == [record["loss"] for record in logged[:3]]
+    assert taken[3][1]["epoch/validation_loss"] == logged[3]["validation_loss"]
+    assert "train/event" not in taken[0][1]
+
+
+def test_a_sink_is_closed_where_it_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    sink = {"name": f"{tmp_path / 'mine.py'}:Sink", "options": {"path": str(tmp_path / "failing")}}
+    with pytest.raises(ValueError, match="the disk is on fire"):
+        fit(job(tmp_path, sink))
+    assert json.loads((tmp_path / "failing").read_text())[0][0] == 1
+
+
+def test_from_python_it_is_any_callable(tmp_path: Path) -> None:
+    taken: list[int] = []
+    fit(job(tmp_path), sinks=[lambda figures, *, step: taken.append(step)])
+    assert taken == [1, 2, 3, 3]
+
+
+def test_tensorboard_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(job(tmp_path, {"name": "tensorboard", "options": {"log_dir": str(tmp_path / "board")}}))
+    found = EventAccumulator(str(tmp_path / "board"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
+    assert "epoch/validation_accuracy" in found.Tags()["scalars"]
+
+
+WANDB = """
+calls = []
+
+class Run:
+    def log(self, figures, step): calls.append((step, figures))
+    def finish(self): calls.append("finished")
+
+def init(**options):
+    calls.append(options)
+    return Run()
+"""
+
+
+def test_weights_and_biases_is_sent_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    sinks = [SinkConfig(name="wandb", options={"project": "mine"})]
+    require_sinks(sinks)
+    with Sinks(sinks) as opened:
+        opened.take({"event": "step", "step": 4, "epoch": 1, "loss": 2.5, "expert_tokens": {"1.mlp": [3, 4]}})
+        opened.take({"event": "start", "step": 0})
+    import wandb
+
+    expected: Mapping[str, float] = {
+        "train/loss": 2.5,
+        "train/expert_tokens/1.mlp/0": 3.0,
+        "train/expert_tokens/1.mlp/1": 4.0,
+    }
+    assert wandb.calls == [{"project": "mine"}, (4, expected), "finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("tensorbord", {}, "there is no sink 'tensorbord'; did you mean 'tensorboard'?"),
+        ("wandb", {}, "'wandb' needs the package wandb, which is not installed; pip install wandb"),
+        ("mine.py:number", {}, "is a int, not a function or a class"),
+        ("mine.py:function", {"a": 1}, "nothing to build with options"),
+        ("mine.py:missing", {}, "missing"),
+    ],
+)
+def test_what_is_not_there_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("quintsched.runtime.job.sinks.find_spec", lambda name: None)
+    (tmp_path / "mine.py").write_text(FILE)
+    with pytest.raises(UsageError) as caught:
+        require_sinks([SinkConfig(name=name, options=options)])
+    assert message in str(caught.value)
+
+
+def test_the_command_ends_with_that_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text("log: {sinks: [tensorbord]}\nruntime: {transport: local}\n")
+    assert main(["--config", str(tmp_path / "job.yaml")]) == 2
+    assert "log.sinks: there is no sink 'tensorbord'" in capsys.readouterr().err
