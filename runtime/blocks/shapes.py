@@ -7,7 +7,7 @@ other shapes by itself on the meta device, and all compare a hash of what they f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,17 @@ def find_shapes(
 
 
 def trace_shapes(
-    blocks: Blocks, inputs: TreeSpec, extras: Mapping[str, TreeSpec], dtype: torch.dtype | None = None
+    blocks: Blocks,
+    inputs: TreeSpec,
+    extras: Mapping[str, TreeSpec],
+    dtype: torch.dtype | None = None,
+    results: Sequence[object] = (),
 ) -> list[Parcel]:
     """Return what every block leaves for the next, for one microbatch, found on the meta device: no data, no memory.
 
-    `dtype` is that of the weights; None leaves them as they are built.
-    Raises `MisfitError` that names the block that cannot take what the one before gives.
+    `dtype` is that of the weights; None leaves them as they are built. `results`, where there are any, are what blocks
+    have given when they ran, on the meta device. Raises `MisfitError` that names the block that cannot take what the
+    one before gives.
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
@@ -104,7 +109,7 @@ def trace_shapes(
                 ride.until = number
                 taken[name] = ride.tensor
         try:
-            result = _call_on_meta(module, given, taken, dtype)
+            result = results[number] if results else _call_on_meta(module, given, taken, dtype)
         except Exception as error:
             raise MisfitError(
                 f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(module).__name__}; shapes are "
@@ -128,6 +133,12 @@ def trace_shapes(
         )
         for number, (output, has_loss) in enumerate(left)
     ]
+
+
+def wants_data(error: MisfitError) -> bool:
+    """Whether shapes could not be found since a block looks at data (`.item()`, masks), or is not made for meta."""
+    cause = error.__cause__
+    return isinstance(cause, NotImplementedError) or (cause is not None and "meta" in str(cause).lower())
 
 
 def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:

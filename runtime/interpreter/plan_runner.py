@@ -22,10 +22,11 @@ from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, accepted_extras
-from ..blocks.shapes import agree, trace_shapes
+from ..blocks.shapes import agree, trace_shapes, wants_data
 from ..comm import Group, ReduceOp, Transport
 from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
+from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.forward import StageForward
@@ -35,6 +36,7 @@ from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from ..steps.settle import StepSettler, UnitSpec
+from ..steps.trial import Trial
 from ..steps.units import Latest, Units, UnitShape
 from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
@@ -69,6 +71,8 @@ class RunOptions:
     metrics: Mapping[str, MetricFn]
     clip: float | None
     """Threshold of the global gradient norm; None: gradients are not scaled."""
+    scale: LossScale
+    """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
 
@@ -132,7 +136,7 @@ class PlanRunner:
         self.steps = StepCount()
         self._latest: Interpreter | None = None
         self._is_broken = False
-        self._usual_samples = 0
+        self._usual_samples = self._samples_before = 0
         self._loss: LossFn = options.loss_fn
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
@@ -198,10 +202,29 @@ class PlanRunner:
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
         """Return what every block leaves for the next, of a unit; raises `MisfitError`."""
-        return trace_shapes(self._model.outlines, spec.inputs, dict(spec.extras), self._model.options.dtype)
+        model, is_first = self._model, spec.mode not in self.interpreters
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        except MisfitError as error:
+            if not wants_data(error):
+                raise
+            if not is_first and (model.computes_empty_units or model.plan.zero.shards_weights):
+                raise MisfitError(
+                    f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
+                    "one shape: pad sequences to one length, and give as many samples in every step"
+                ) from error
+            return Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
 
-    def run(self, step: PreparedStep, calls: list[Call] | None = None) -> StepResult:
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for those of further batches."""
+        return self._state.gradients.reducer.accumulates
+
+    def run(self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True) -> StepResult:
         """Run what was prepared; `calls` take the place of the bound calls.
+
+        Without `last` its gradients are kept, and the next batch of a training adds to them.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -217,15 +240,20 @@ class PlanRunner:
             for stage in self._model.stages.values():
                 stage.require_known_weights()
         self._latest, self._is_broken = interpreter, True
-        state.current.number, state.current.units = self.steps.total, step.units
+        current, trains = state.current, state.flows.trains
+        current.number, current.units, current.last = self.steps.total, step.units, last
+        current.samples_before = self._samples_before if trains else 0
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared:
-            interpreter.run(step.batch, self.steps.in_run, calls)
+            interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
-        if state.flows.trains and not outcome.empty:
+        if trains:
+            before = self._samples_before + self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else before
+        if trains and last and not outcome.empty:
             self.steps.in_run += 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
@@ -284,6 +312,7 @@ class PlanRunner:
             usual_samples=self._usual_samples,
             device=self._transport.device,
             loss_fn=self._loss,
+            scale=options.scale,
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
@@ -306,6 +335,7 @@ class PlanRunner:
             masters=self._state.masters,
             steppers=self._state.steppers,
             clip=options.clip,
+            scale=options.scale,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)

@@ -125,6 +125,8 @@ def split(
         parts = segments(model)
         if parts is not None:
             return _traced(model, parts)
+    if transformers.is_one(model):
+        transformers.require_whole_loss(model)
     inputs = _example(model, example)
     origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
@@ -167,6 +169,8 @@ def _built(
 ) -> Split:
     """Split a model that is built without weights; the blocks are functions that make theirs."""
     model = built_without_weights(build)
+    if transformers.is_one(model):
+        transformers.require_whole_loss(model)
     if prove and sum(p.numel() for p in model.parameters()) <= MOST_PROVED:
         split(materialised(model), blocks=names, example=example)
     origin, prefixes = _origin(model, names, _example(model, example))

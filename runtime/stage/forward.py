@@ -150,6 +150,9 @@ class StageForward:
         self.parcel = parcels[start + len(numbers) - 1]
         """What it leaves: its output, and what rides along from there or is taken past stages."""
         self._modules = tuple(blocks.values())
+        named = (f"{number} {type(block).__name__}" for number, block in blocks.items())
+        self.title = f"blocks {', '.join(named)}" if blocks else "no blocks"
+        """Its blocks, in words."""
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.draws = StageDraws(masks, blocks, sliced, beside)
         """What the blocks draw; where they do, they are given their unit (see `UNIT`)."""

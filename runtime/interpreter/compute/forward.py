@@ -90,7 +90,7 @@ def _bind_training(
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
-            start = start.with_loss(auxiliary)
+            start = start.with_loss(auxiliary, state.scale.value)
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
@@ -228,6 +228,8 @@ def _with_unit(
         assert shape is not None
         step = current.number if trains else -1 - current.number
         positions = shape.positions(unit % slices, slices, device)
+        before = current.samples_before
+        samples = range(before + samples.start, before + samples.stop)
         return {**extras_of(given), UNIT: Unit(step, samples, positions)}
 
     return extras
@@ -244,7 +246,10 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
         found = [TreeSpec.of(output) for output in outputs]
         if found != list(map(TreeSpec.plain, agreed.specs)):
             gave = " + ".join(map(str, found))
-            raise MisfitError(f"stage {stage} gave {gave}; the ranks agreed on {agreed}")
+            raise MisfitError(
+                f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: the shape of what a stage "
+                "leaves must not depend on its data"
+            )
 
     def hand_on(outputs: Outputs) -> Start:
         output, shape = outputs[0], current.units.shapes[unit]
@@ -271,4 +276,4 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
         with torch.no_grad():
             for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
                 column.append((unit, metric(output, targets)))
-    return Start().with_loss(loss)
+    return Start().with_loss(loss, state.scale.value)

@@ -1,0 +1,134 @@
+"""Shapes that only data can tell: where a block fails on the meta device, a unit runs through the blocks for real.
+
+    rank of stage 0    inputs ──▶ blocks 0 1 ──▶ what they gave, in words ──▶ all ranks of the pipeline
+                                             └─▶ tensors ──▶ rank of stage 1 ──▶ blocks 2 3 ──▶ …
+
+Each rank runs the stages that it holds, so that nobody needs the whole model. Nothing is left of it: no graph, and
+generators and buffers are as before. What leaves a block must have a shape that the shape of the inputs decides; else
+the step in which it has another says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError
+
+from ..autograd.kv_store import Past, Store
+from ..blocks.blocks import TARGETS, Carry, Parcel, accepted_extras, split_result
+from ..blocks.shapes import trace_shapes
+from ..blocks.tree_words import from_words, to_words
+from ..blocks.trees import TreeSpec, map_tensors, tensors_of
+from ..comm import Group
+from ..stage.microbatches import Batch
+from ..stage.rank_model import RankModel
+from .header import Announcer
+from .units import UnitSpec
+
+Gathered = Callable[[int], AbstractContextManager[None]]
+"""A context in which the full weights of a stage are resident."""
+
+
+class Trial:
+    """Runs units through the blocks of one rank and its pipeline.
+
+    Args:
+        model: this rank's stages.
+        pipeline: the ranks of its pipeline.
+        gathered: makes weights resident.
+    """
+
+    def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
+        self._model, self._pipeline, self._gathered = model, pipeline, gathered
+
+    def run(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
+        """Return what every block leaves for the next, of a unit (collective over the pipeline, and over replicas that
+        meet within stages).
+
+        Raises `MisfitError` on all ranks for a block that cannot take what it is given.
+        """
+        model, results = self._model, list[object]()
+        carried: tuple[Any, dict[str, Tensor]] = (None, {})
+        for stage in model.plan.routes[0].stages:
+            holder = model.plan.layout.rank_of(stage)
+            if holder == model.pp_rank:
+                if stage == model.plan.routes[0].stages[0]:
+                    carried = batch.input_tree.build(batch.inputs[unit]), {}
+                carried, found = self._run_stage(stage, carried, self._extras(spec, batch, unit), holder)
+            else:
+                words = Announcer(self._pipeline, holder, width=0).announce([], "")[1]
+                found, given, riders = json.loads(words)
+                carried = _empty(given, self._pipeline), {n: _empty(r, self._pipeline) for n, r in riders.items()}
+            results += [_on_meta(*words) for words in found]
+            for tensor in (*tensors_of(carried[0]), *carried[1].values()):
+                sent = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+                self._pipeline.broadcast(sent, holder).wait()
+        return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype, results)
+
+    def _run_stage(
+        self, stage: int, carried: tuple[Any, dict[str, Tensor]], extras: Mapping[str, Any], holder: int
+    ) -> tuple[tuple[Any, dict[str, Tensor]], list[Any]]:
+        """Run the blocks of a stage, and tell the others what they gave."""
+        (given, riders), found, announcer = carried, list[Any](), Announcer(self._pipeline, holder, width=0)
+        blocks = self._model.stages[stage].blocks
+        with self._gathered(stage), _untouched(blocks), torch.no_grad():
+            for number, block in blocks.items():
+                accepts = accepted_extras(block)
+                taken = {name: extra for name, extra in {**extras, **riders}.items() if accepts(name)}
+                try:
+                    given, fresh, auxiliary = split_result(block(given, **taken))
+                except Exception as error:
+                    words = f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(block).__name__})"
+                    announcer.refuse(MisfitError(words))
+                    raise MisfitError(words) from error
+                riders = {**riders, **fresh}
+                of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in fresh.items()}
+                found.append([to_words(TreeSpec.of(given)), of_riders, auxiliary is not None])
+        given, riders = map_tensors(Tensor.contiguous, given), {n: rider.contiguous() for n, rider in riders.items()}
+        of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in riders.items()}
+        announcer.announce([], json.dumps([found, to_words(TreeSpec.of(given)), of_riders]))
+        return (given, riders), found
+
+    def _extras(self, spec: UnitSpec, batch: Batch, unit: int) -> dict[str, Any]:
+        extras, samples = dict(batch.extras[unit]), spec.inputs.samples
+        if batch.targets:
+            extras[TARGETS] = batch.targets[unit]
+        context = self._model.sequences.context_of(samples)
+        if context is not None:
+            extras["context"] = context
+        slices = self._model.plan.schedule.slices
+        if slices > 1 and spec.mode == "train":
+            extras["past"] = Past(Store(), 0, slices, samples.shape[1])
+        return extras
+
+
+def _empty(words: str, group: Group) -> Any:
+    return from_words(words).empty(group.device)
+
+
+def _on_meta(output: str, riders: Mapping[str, str], has_loss: bool) -> object:
+    """Return what a block gave, without data."""
+    carry = Carry(from_words(output).empty("meta"), **{n: from_words(w).empty("meta") for n, w in riders.items()})
+    return (carry, torch.zeros((), device="meta")) if has_loss else carry
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """A context after which generators and buffers are as before."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu")}
+    others: dict[str, Any] = {"devices": []}
+    if devices:
+        others = {"devices": [*devices], "device_type": next(iter(devices)).type}
+    with torch.random.fork_rng(**others):
+        try:
+            yield
+        finally:
+            for buffer, before in kept:
+                buffer.detach().copy_(before)
