@@ -40,7 +40,7 @@ from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import require_long_sight, require_loss_of_slices, require_runnable, require_stages
+from .requirements import require_loss_of_slices, require_runnable, require_stages, require_usable
 from .splitting.split import Split
 from .stage.losses import for_slices
 from .stage.microbatches import without_samples
@@ -133,7 +133,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self.plan = plan
         self.transport = transport or connect_for(plan, patience_s(timeout_s, compiled=compiled))
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
-        require_long_sight(plan, blocks)
+        require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)
         self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
@@ -240,11 +240,19 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         return result
 
     def _settle(
-        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
+        self,
+        plan: Plan,
+        inputs: Any,
+        targets: Any,
+        extras: Mapping[str, Any],
+        microbatches: int | None = None,
+        *,
+        needs_loss: bool = True,
     ) -> PreparedStep:
         """Cut a batch, and settle with the other ranks what its units are."""
         try:
-            batch = self._model.batches(plan, inputs, self._prepare(targets), extras, microbatches)
+            prepared = None if targets is None else self._prepare(targets)
+            batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
         except (MisfitError, UsageError) as error:
             self._runner.refuse(plan, error)
             raise
@@ -320,12 +328,19 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
-        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
+    def evaluate(
+        self, inputs: Any, targets: Any, *, outputs: bool = False, microbatches: int | None = None, **extras: Any
+    ) -> StepResult:
+        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`.
+
+        With `outputs`, the result's `outputs` on ranks of the last stage are what the last block gives for this
+        replica's samples: one tree, whole over tp and cp, None on other ranks. Targets may then be None on all ranks:
+        no loss is found, and that of the result is not a number.
+        """
         plan = self._plans.evaluation(microbatches)
-        step = self._settle(plan, inputs, targets, extras, microbatches)
+        step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not outputs)
         with self._model.evaluating(), torch.no_grad():
-            return self._runner.run(step)
+            return self._runner.run(step, wants_outputs=outputs)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

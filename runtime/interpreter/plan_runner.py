@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +36,10 @@ from ..stage.mean_losses import WeighedLoss
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from ..steps.settle import StepSettler, UnitSpec
+from ..steps.outputs import OutputJoiner
+from ..steps.settle import StepSettler
 from ..steps.trial import Trial
-from ..steps.units import Latest, Units, UnitShape
+from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
@@ -221,10 +223,13 @@ class PlanRunner:
         """Whether gradients wait for those of further batches."""
         return self._state.gradients.reducer.accumulates
 
-    def run(self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True) -> StepResult:
+    def run(
+        self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True, wants_outputs: bool = False
+    ) -> StepResult:
         """Run what was prepared; `calls` take the place of the bound calls.
 
-        Without `last` its gradients are kept, and the next batch of a training adds to them.
+        Without `last` its gradients are kept, and the next batch of a training adds to them. Where
+        somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -243,6 +248,7 @@ class PlanRunner:
         current, trains = state.current, state.flows.trains
         current.number, current.units, current.last = self.steps.total, step.units, last
         current.samples_before = self._samples_before if trains else 0
+        current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared:
@@ -258,7 +264,17 @@ class PlanRunner:
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
                 self._settler.draws = self._most(drawn) > 0
-        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped, outcome.empty)
+        outputs = self._join_outputs(step) if wants_outputs else None
+        names = tuple(self._options.metrics)
+        return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
+
+    def _join_outputs(self, step: PreparedStep) -> Any:
+        current = step.interpreter.state.current
+        outputs, current.outputs = current.outputs or {}, None
+        shape = next((step.units.shapes[unit] for unit in outputs), None)
+        if shape is None:
+            return None
+        return OutputJoiner(self._model, self._groups)(outputs, shape.spec.inputs, dict(shape.spec.extras))
 
     def _settle_overlaps(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
@@ -357,6 +373,7 @@ class PlanRunner:
                 masks=model.masks,
                 inputs=shape.spec.inputs,
                 input_tree=lambda: current.batch.input_tree,
+                skips=flows.plan.skips,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,

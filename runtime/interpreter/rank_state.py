@@ -78,6 +78,7 @@ class CurrentStep:
 
     `number` says how many steps the training has made, over all its runs. Where gradients are accumulated, the batch is
     one part of the step's: `last` says whether it is the last one, and `samples_before` how many the others had.
+    `outputs` collects what the last block gives for each unit, where somebody wants to know.
     """
 
     batch: Batch = NOTHING
@@ -85,6 +86,7 @@ class CurrentStep:
     number: int = 0
     last: bool = True
     samples_before: int = 0
+    outputs: dict[int, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,6 +149,7 @@ class StepResult:
 
     `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
     says that it was not finite, so that no rank stepped its optimizer; `empty`, that no replica had samples.
+    `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage.
     """
 
     _figures: Figures
@@ -155,6 +157,7 @@ class StepResult:
     grad_norm: Tensor | None = None
     skipped: bool = False
     empty: bool = False
+    outputs: Any = None
     _earlier: tuple[Figures, ...] = ()
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:

@@ -213,16 +213,18 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> di
     )
 
 
-def _adapted(model: Any) -> Any:
+def _adapted(model: nn.Module) -> nn.Module:
     """Return the model that PEFT has put adapters into; its wrapper adds nothing to what they do."""
-    if not (hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None))):
+    configs, base = getattr(model, "peft_config", None), getattr(model, "get_base_model", None)
+    if configs is None or not callable(base):
         return model
-    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
         raise UsageError(
             f"the {type(model).__name__} puts prompts before its inputs, outside of the model's own forward; split a "
             "model with adapters in its layers, such as LoRA"
         )
-    return model.get_base_model()
+    found: nn.Module = base()
+    return found
 
 
 def _inputs(model: nn.Module) -> tuple[str, ...]:
