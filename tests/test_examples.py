@@ -35,6 +35,7 @@ JOBS = {
     "text_4d": "dp=2,pp=2,cp=2,tp=2",
     "offload": "pp=4",
     "moe_overlap": "ep=2,pp=2",
+    "finetune": "dp=2,pp=2",
 }
 
 
@@ -104,6 +105,21 @@ def test_an_offloaded_job_learns_what_one_rank_learns(tmp_path: Path) -> None:
     alone = train("offload", tmp_path / "one.jsonl", *settings, "parallel.mesh=dp=1")
     assert four == pytest.approx(alone, rel=1e-12)
     assert alone[-1] < alone[0]
+
+
+def test_a_model_of_transformers_learns_on_a_mesh_what_one_rank_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(ROOT)
+    settings = ("runtime.precision=float64", "train.epochs=2", "model.options.layers=2")
+    start = ("parallel.mesh=dp=1", "parallel.microbatches=4", f"checkpoint.export={tmp_path / 'model'}")
+    alone = train("finetune", tmp_path / "one.jsonl", *settings, *start, "log.every=1")
+    assert train("finetune", tmp_path / "four.jsonl", *settings) == pytest.approx(alone, rel=1e-6)  # norms: float32
+    assert alone[-1] < alone[0]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.num_hidden_layers == 2
+    further = train("finetune", tmp_path / "further.jsonl", *settings, f"model.pretrained={tmp_path / 'model'}")
+    assert further[0] < alone[0]
 
 
 def test_own_loop_is_short() -> None:

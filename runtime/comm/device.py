@@ -157,7 +157,7 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else stream
 
 
-GENERATORS = threading.Lock()
+GENERATORS = threading.RLock()
 """Held while torch's global generators are read, set, or seeded for a while: ranks that are threads share them."""
 
 

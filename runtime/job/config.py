@@ -73,7 +73,7 @@ class ModelConfig(Settings):
     """The section `model`: what is trained."""
 
     name: str = "vit"
-    """A built-in model, or a user's function: "my_file.py:build"."""
+    """A built-in model, or a user's function: "my_file.py:build", which returns blocks, or a model that is split."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The options of that model."""
     tied: dict[str, Names] = Field(default_factory=dict)
@@ -212,6 +212,9 @@ class TrainConfig(Settings):
     """Samples per step, over all microbatches and replicas together."""
     accumulate: int = Field(default=1, ge=1)
     """Into how many batches these are divided, whose gradients are added up before the optimizer steps."""
+    loss: str | None = None
+    """A function (output, targets) → a mean, or (sum, weight): "my_file.py:loss"; none: that of a model that was split,
+    else cross-entropy."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()
@@ -256,6 +259,8 @@ class CheckpointConfig(Settings):
     """How many of the latest checkpoints stay."""
     format: Literal["native", "dcp"] = "native"
     """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
+    export: str | None = None
+    """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
 
 
 class LogConfig(Settings):

@@ -2,11 +2,12 @@
 
 A model is a list of zero-argument builders, one per block: a rank calls those of its stages only.
 Adding a model is one module with an options class and a function, and one line in MODELS.
-Imports `parallel`, `blocks`, `data`, `autograd`, `job`.
+Imports `splitting`, `parallel`, `blocks`, `data`, `autograd`, `job`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,12 +17,13 @@ from torch import nn
 
 from quintsched.descriptions.model import Model
 from quintsched.errors import UsageError, suggest
-from quintsched.user_code import call_object, names_file
+from quintsched.user_code import call_object, load_object, names_file
 
-from ..blocks.blocks import Blocks
+from ..blocks.blocks import Blocks, seeded
 from ..data import DataSpec
 from ..job.config import ModelConfig
 from ..job.settings import Settings, read_settings
+from ..splitting.split import Split, split
 from .gpt import GPTOptions, gpt, gpt_sizes, gpt_tied
 from .moe_gpt import MoEGPTOptions, moe_gpt, moe_gpt_sizes
 from .vit import ViTOptions, vit, vit_sizes
@@ -57,15 +59,17 @@ MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
 )
 
 
-def build_model(config: ModelConfig, data: DataSpec) -> Blocks:
+def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
     """Return the blocks of a job's model.
 
-    A user's function ("my_file.py:build") is called with `data` and the options by name; it returns a list of
-    modules or of functions that build them.
+    A user's function ("my_file.py:build") is called with `data`, the options by name, and `pretrained` if it takes
+    that. It returns a list of modules or of functions that build them, what `split` returns, or a whole model, which is
+    split. Its weights are drawn under `seed`, on all ranks alike.
     Raises UsageError for an unknown name or wrong options, MisfitError where the data does not fit the model.
     """
     if names_file(config.name):
-        return _user_blocks(config.name, call_object(config.name, data, **config.options))
+        with seeded(seed, 0):
+            return _user_blocks(config.name, call_object(config.name, data, **_user_options(config)))
     kind = _kind(config.name)
     return kind.build(data, kind.read(config.options))
 
@@ -102,7 +106,19 @@ def _kind(name: str) -> ModelKind[Any]:
     return MODELS[name]
 
 
+def _user_options(config: ModelConfig) -> dict[str, Any]:
+    function = load_object(config.name)
+    taken = inspect.signature(function).parameters if callable(function) else {}
+    return ({"pretrained": config.pretrained} if "pretrained" in taken else {}) | config.options
+
+
 def _user_blocks(name: str, blocks: object) -> Blocks:
+    if isinstance(blocks, Split):
+        return blocks
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential):
+        return split(blocks)
     if not isinstance(blocks, (list, tuple, nn.Sequential)) or not all(callable(block) for block in blocks):
-        raise UsageError(f"model.name: {name} did not return a list of modules or of functions that build them")
+        raise UsageError(
+            f"model.name: {name} did not return a list of modules or of functions that build them, nor a model"
+        )
     return list(blocks)

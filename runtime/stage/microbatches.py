@@ -165,12 +165,12 @@ class BatchCutter:
         for name, given in needed.items():
             if name == "targets" and not flatten(given)[1]:
                 continue
-            samples = _most_rows(given)
+            samples = most_rows(given)
             if samples is None or (samples == 0 and self._replicas == 1):
                 shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
                 raise MisfitError(f"{name} {shape}cannot be cut into microbatches: there are no samples")
             return samples
-        samples = _most_rows(list(extras.values()))
+        samples = most_rows(list(extras.values()))
         return None if samples == 1 else samples  # what has one row may be for all samples alike
 
     def _targets(self, into: Division, targets: Any) -> Sequence[Any]:
@@ -251,7 +251,7 @@ def without_samples(tree: Any) -> Any:
     return map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor, tree)
 
 
-def _most_rows(tree: Any) -> int | None:
+def most_rows(tree: Any) -> int | None:
     """Return how many rows the tensor of a tree has that has most; None where no tensor has any dimension."""
     return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
 

@@ -10,13 +10,24 @@ If any of them has none, the logits are put together first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quintsched.errors import UsageError
+from quintsched.plan import Plan
+from quintsched.user_code import load_object
+
+from ..blocks.blocks import Blocks
 from ..comm import Group
 from ..data import IGNORED_TARGET
 from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy
+from ..splitting.adapters.transformers import CausalLMLoss, token_loss
+from ..splitting.split import Split
+from ..stage.losses import cuts_sequences
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None) -> tuple[Tensor, Tensor]:
@@ -42,6 +53,32 @@ def correct_sum(logits: Tensor, targets: Tensor, vocabulary: Group | None = None
     """
     predicted = logits.argmax(-1) if vocabulary is None else cut_argmax(logits, vocabulary)
     return (predicted == targets).sum().to(_at_least_float32(logits))
+
+
+def next_correct_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return how many successors are predicted right: `logits` (samples, tokens, K), `labels` the ids themselves."""
+    return correct_sum(logits[:, :-1], labels[:, 1:])
+
+
+def loss_of(name: str | None, blocks: Blocks) -> Callable[..., Any]:
+    """Return the loss of a job: its own, that of the model that was split, or cross-entropy.
+
+    Raises `UsageError` where the job names no function.
+    """
+    if name is None:
+        known = blocks.loss_fn if isinstance(blocks, Split) else None
+        return known or cross_entropy_sum
+    found = load_object(name)
+    if not callable(found):
+        raise UsageError(f"train.loss: {name} is a {type(found).__name__}, not a function of (output, targets)")
+    return found  # type: ignore[no-any-return]
+
+
+def accuracy_of(loss_fn: Callable[..., Any], plan: Plan) -> dict[str, Callable[..., Tensor]]:
+    """Return the metric "accuracy" where the loss is a cross-entropy of classes; for others there is none."""
+    if isinstance(loss_fn, CausalLMLoss):
+        return {"accuracy": correct_sum if cuts_sequences(plan) else next_correct_sum}
+    return {"accuracy": correct_sum} if loss_fn in (cross_entropy_sum, token_loss) else {}
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ Every rank runs the same loop and knows the same figures; rank 0 writes them dow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from itertools import islice
 from pathlib import Path
@@ -37,9 +37,11 @@ from ..job.config import JobConfig
 from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
+from ..splitting.split import Split
+from ..stage.microbatches import most_rows
 from ..verification.recording import Recording
 from .feed import open_feed
-from .losses import correct_sum, cross_entropy_sum
+from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
 from .reporter import Record, Reporter
@@ -101,14 +103,18 @@ class Trainer:
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
         self._feed = open_feed(job.data, job.train, plan, transport)
-        blocks, tied, optimizer = build_model(job.model, self._feed.spec), tied_weights(job.model), job.train.optimizer
+        blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
+        tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
+        loss_fn = loss_of(job.train.loss, blocks)
+        metrics = accuracy_of(loss_fn, plan)
+        self._figures = ("loss", *metrics)
         undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
         self.engine = Engine(
             plan,
             blocks,
-            cross_entropy_sum,
+            loss_fn,
             lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
-            metrics={"accuracy": correct_sum},
+            metrics=metrics,
             clip=job.train.clip,
             block_costs=self._block_costs(blocks, transport),
             bucket_mb=job.parallel.bucket_mb,
@@ -182,6 +188,7 @@ class Trainer:
             )
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
+            self._export()
         return self.progress.history
 
     def record(self, steps: int) -> Recording:
@@ -258,8 +265,7 @@ class Trainer:
             "event": "step",
             "step": self.progress.step,
             "epoch": self.progress.epoch + 1,
-            "loss": sums["loss"] / sums["weight"] if sums["weight"] else math.nan,
-            "accuracy": sums["accuracy"] / sums["weight"] if sums["weight"] else math.nan,
+            **self._means(sums),
             "grad_norm": math.nan if norm is None else norm.item(),
             "skipped": result.skipped,
             "step_s": seconds / window.every,
@@ -276,19 +282,16 @@ class Trainer:
             "event": "epoch",
             "epoch": progress.epoch,
             "step": progress.step,
-            "loss": totals["loss"] / totals["weight"],
-            "accuracy": totals["accuracy"] / totals["weight"],
-            "validation_loss": validation["loss"],
-            "validation_accuracy": validation["accuracy"],
+            **self._means(totals),
+            **{f"validation_{name}": mean for name, mean in validation.items()},
             "samples_per_s": steps * self.job.train.batch_size / seconds,
             "step_s": seconds / max(steps, 1),
         }
         progress.history.append(record)
         self._reporter.record(record)
         self._reporter.say(
-            f"epoch {progress.epoch}/{self.job.train.epochs}  loss {record['loss']:.4f}  accuracy "
-            f"{record['accuracy']:.2%}  validation loss {validation['loss']:.4f}  accuracy "
-            f"{validation['accuracy']:.2%}  {record['samples_per_s']:.0f} samples/s"
+            f"epoch {progress.epoch}/{self.job.train.epochs}  {_figures(record)}  validation {_figures(validation)}  "
+            f"{record['samples_per_s']:.0f} samples/s"
         )
         self._watch_for_gain(validation["loss"])
         if self._is_due() or progress.stopped or progress.epoch == self.job.train.epochs:
@@ -304,8 +307,12 @@ class Trainer:
         totals = Sums({})
         for inputs, targets, extras in self._feed.validation():
             totals.add(self.engine.evaluate(inputs, targets, **extras))
-        sums = totals.read()
-        return {name: sums[name] / sums["weight"] if sums else math.nan for name in ("loss", "accuracy")}
+        return self._means(totals.read())
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return loss, and accuracy where the loss is one of classes, per what counts; without any, NaN."""
+        weight = sums.get("weight", 0.0)
+        return {name: sums[name] / weight if weight else math.nan for name in self._figures}
 
     def _watch_for_gain(self, loss: float) -> None:
         """Stop once the validation loss has not fallen for `patience` epochs; rank 0 decides for all."""
@@ -323,6 +330,13 @@ class Trainer:
         if self._checkpoints is not None:
             state = self.engine.everyone.together(self._feed.state)
             self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress), state)
+
+    def _export(self) -> None:
+        """Write the trained weights for others, if the job wants them."""
+        directory = self.job.checkpoint.export
+        if directory is not None:
+            self.engine.save_pretrained(directory)
+            self._reporter.say(f"weights saved in {directory}")
 
     def _resume(self) -> bool:
         """Go on from the latest checkpoint, if there is one; rank 0 says which that is. Return whether there was."""
@@ -347,12 +361,19 @@ class Trainer:
         return True
 
 
+def _figures(means: Mapping[str, object]) -> str:
+    accuracy = f"  accuracy {means['accuracy']:.2%}" if "accuracy" in means else ""
+    return f"loss {means['loss']:.4f}{accuracy}"
+
+
 def _parts(batch: Any, count: int) -> list[Any]:
-    """Return a batch in so many parts, of as even numbers of samples as can be."""
+    """Return a batch in so many parts, of as even numbers of samples as can be; one row for all samples stays."""
+    samples = most_rows(batch)
 
     def part(number: int) -> Any:
         return map_tensors(
-            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) > 1 else tensor, batch
+            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) == samples else tensor,
+            batch,
         )
 
     return [part(number) for number in range(count)] if count > 1 else [batch]

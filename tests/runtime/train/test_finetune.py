@@ -1,0 +1,199 @@
+"""Fine-tuning as people do: padded batches of changing lengths, a smaller last one, LoRA, accuracy, `from_pretrained`.
+
+What a job makes of it on a mesh is what a plain loop of torch makes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import UsageError
+from quintsched.runtime import JobConfig, Trainer, plan_of
+from quintsched.runtime.comm import Transport, run_local
+
+from ..families.cells import Doubles
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of the libraries are theirs
+
+IDS, EPOCHS, RATE = 24, 2, 1e-2
+
+FILE = """
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from quintsched.runtime.data import Loaders
+
+random = torch.Generator().manual_seed(3)
+TEXTS = [torch.randint(24, (2 + 5 * n % 7,), generator=random) for n in range(14)]
+
+def build(data, pretrained=None, adapt=None):
+    if adapt is None:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pretrained))
+    from peft import LoraConfig, get_peft_model
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_pretrained(adapt, dtype=torch.float64)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).double()
+
+def load(replica, num_replicas):
+    def batches(texts, size=4 // num_replicas):
+        mine = texts[replica::num_replicas]
+        return [padded(mine[at : at + size]) for at in range(0, len(mine), size)]
+    return Loaders(batches(TEXTS[:11]), validation=batches(TEXTS[11:]))
+
+def padded(texts):
+    def stack(rows, value):
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    masks = [torch.ones_like(row) for row in texts]
+    return {"input_ids": stack(texts, 0), "attention_mask": stack(masks, 0), "labels": stack(texts, -100)}
+
+def halves(logits, labels):
+    losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses / 2, (labels[:, 1:] != -100).sum() / 2
+"""
+
+
+def gpt2() -> nn.Module:
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(vocab_size=IDS, n_embd=16, n_layer=2, n_head=4, n_positions=16, **drops)
+    made: nn.Module = transformers.GPT2LMHeadModel(config)
+    return made
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=IDS, **sizes))
+    return made
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> dict[str, Any]:
+    """The user's file, as Python reads it."""
+    (tmp_path / "mine.py").write_text(FILE)
+    found: dict[str, Any] = {}
+    exec(FILE, found)
+    return found
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    """Write a checkpoint whose logits differ enough for an accuracy."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model.double().save_pretrained(folder)  # type: ignore[operator]
+    return folder
+
+
+def finetuned(folder: Path, mesh: str, model: dict[str, Any], **train: Any) -> list[dict[str, float]]:
+    """Run a job on a mesh, save what it has trained, and return its figures of each epoch."""
+    job = JobConfig.model_validate(
+        {
+            "model": {"name": f"{folder}/mine.py:build", **model},
+            "data": {"name": f"{folder}/mine.py:load"},
+            "parallel": {"mesh": mesh, "microbatches": 2},
+            "train": {"epochs": EPOCHS, "batch_size": 4, "clip": 1.0, "optimizer": {"lr": RATE}, **train},
+            "checkpoint": {"export": f"{folder}/{mesh}"},
+            "runtime": {"precision": "float64"},
+        }
+    )
+
+    def run(transport: Transport) -> list[Any]:
+        with Doubles():
+            return Trainer(job, plan_of(job), transport).fit()
+
+    return run_local(plan_of(job).mesh.size, run, timeout_s=120)[0]
+
+
+def plainly(model: nn.Module, loaders: Any) -> list[dict[str, float]]:
+    """Train as one does without us; figures as the job's."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=RATE)
+
+    def of(batches: Any, *, trains: bool) -> tuple[float, float]:
+        figures = torch.zeros(3, dtype=torch.float64)
+        for batch in batches:
+            logits, labels = model(**batch).logits[:, :-1], batch["labels"][:, 1:]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            counted = (labels != -100).sum()
+            figures += torch.stack([loss.detach(), (logits.argmax(-1) == labels).sum(), counted])
+            if trains:
+                optimizer.zero_grad()
+                (loss / counted).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        return float(figures[0] / figures[2]), float(figures[1] / figures[2])
+
+    found = []
+    with Doubles():
+        for _ in range(EPOCHS):
+            loss, accuracy = of(loaders.train, trains=True)
+            with torch.no_grad():
+                held_out, right = of(loaders.validation, trains=False)
+            found.append(
+                {"loss": loss, "accuracy": accuracy, "validation_loss": held_out, "validation_accuracy": right}
+            )
+    return found
+
+
+def require_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-9)
+
+
+def require_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("build", [gpt2, pytest.param(llama, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_trained_and_saved_as_by_a_plain_loop(
+    build: Any, names: dict[str, Any], tmp_path: Path
+) -> None:
+    start = saved(build(), tmp_path / "start")
+    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+    expected = plainly(model, names["load"](0, 1))
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    for mesh in ("dp=2,pp=2", "tp=2,pp=2"):
+        require_equal(finetuned(tmp_path, mesh, {"pretrained": str(start)}), expected)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / mesh, dtype=torch.float64)
+        require_weights(loaded.state_dict(), model.state_dict())
+
+
+def test_adapters_are_trained_as_by_a_plain_loop(names: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    start = saved(llama(), tmp_path / "start")
+    adapted = names["build"](None, adapt=start)
+    expected = plainly(adapted, names["load"](0, 1))
+    for mesh in ("dp=2,pp=2", "tp=2,pp=2"):
+        require_equal(finetuned(tmp_path, mesh, {"options": {"adapt": str(start)}}), expected)
+        weights: dict[str, Tensor] = {}
+        for file in (tmp_path / mesh).glob("*.safetensors"):
+            weights |= load_file(file)
+        require_weights(weights, dict(adapted.get_base_model().state_dict()))
+
+
+def test_a_batch_of_fewer_samples_than_parts_counts_each_once(names: dict[str, Any], tmp_path: Path) -> None:
+    start = saved(gpt2(), tmp_path / "start")
+    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+    found = finetuned(tmp_path, "dp=2,pp=2", {"pretrained": str(start)}, accumulate=2, batch_size=8)
+    require_equal(found, plainly(model, names["load"](0, 1)))
+
+
+def test_a_loss_of_ones_own_has_no_accuracy(names: dict[str, Any], tmp_path: Path) -> None:
+    start = saved(gpt2(), tmp_path / "start")
+    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+    expected = plainly(model, names["load"](0, 1))
+    found = finetuned(tmp_path, "pp=2", {"pretrained": str(start)}, loss=f"{tmp_path}/mine.py:halves")
+    require_equal(found, [{name: f[name] for name in ("loss", "validation_loss")} for f in expected])
+    assert all("accuracy" not in figures for figures in found)
+    with pytest.raises(UsageError, match="is a list, not a function"):
+        finetuned(tmp_path, "pp=2", {"pretrained": str(start)}, loss=f"{tmp_path}/mine.py:TEXTS")
