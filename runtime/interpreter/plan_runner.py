@@ -34,9 +34,9 @@ from ..stage.mean_losses import WeighedLoss
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from ..steps.settle import StepSettler, UnitSpec
+from ..steps.settle import StepSettler
 from ..steps.trial import Trial
-from ..steps.units import Latest, Units, UnitShape
+from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_memory import resident_tensors
 from .cells import Cells, ReceiveBuffers, Waits
 from .clock import Clock
