@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
@@ -25,6 +24,7 @@ from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup
+from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
 from .interpreter.activation_memory import SavedBytes
@@ -35,28 +35,28 @@ from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
 from .job.choices import BufferChoice, ContextMethod, Proofs, ZeroSplit
 from .optim.builds import OptimizerBuilds
-from .optim.chained import LRSchedulers
 from .optim.given import OptimizerGiven, builder_of
+from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import make_groups
 from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import require_long_sight, require_loss_of_slices, require_runnable, require_stages
+from .requirements import require_loss_of_slices, require_runnable, require_stages, require_usable
 from .splitting.split import Split
 from .stage.losses import for_slices
 from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
 from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
-from .state.master_weights import Masters
-from .state.memory_stats import StateBytes
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
 from .verification.comparison import Comparison, compare
 from .verification.recording import BEFORE, Recording, StepObserver
 from .verification.whole_model import WholeModel, share_of
+from .weights.access import WeightAccess
+from .weights.average import Averages
 
 
-class Engine(RankView, CheckpointFiles):
+class Engine(EngineWeights, RankView, CheckpointFiles):
     """Runs a plan on a user's own blocks, loss and optimizer.
 
     Args:
@@ -89,6 +89,7 @@ class Engine(RankView, CheckpointFiles):
             that draw other than by nn.Dropout stay out). A wait may then take half an hour.
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
+        grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
@@ -118,6 +119,7 @@ class Engine(RankView, CheckpointFiles):
         tied: Mapping[str, Sequence[str]] | None = None,
         compiled: bool = False,
         zero_split: ZeroSplit = "auto",
+        grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -131,7 +133,7 @@ class Engine(RankView, CheckpointFiles):
         self.plan = plan
         self.transport = transport or connect_for(plan, patience_s(timeout_s, compiled=compiled))
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
-        require_long_sight(plan, blocks)
+        require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)
         self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
@@ -155,16 +157,18 @@ class Engine(RankView, CheckpointFiles):
         self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
-        require_stages(plan, self.stages)
+        require_stages(plan, self._model.stages)
         self._state = TrainingState(
             plan,
             self._model.pp_rank,
-            self.stages,
+            self._model.stages,
             self._groups,
             self._model.tied,
             OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
             bucket_bytes=int(bucket_mb * 1e6),
         )
+        self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
+        self._scale = LossScale(grad_scaler)
         self.clock = Clock(self.transport.device)
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._loss_fn, self._clip = loss_fn, clip
@@ -173,6 +177,7 @@ class Engine(RankView, CheckpointFiles):
             loss_fn=bind(loss_fn),
             metrics={name: bind(metric) for name, metric in metrics.items()},
             clip=clip,
+            scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,
         )
         self._runner = PlanRunner(
@@ -181,36 +186,9 @@ class Engine(RankView, CheckpointFiles):
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
 
-    @property
-    def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
-        """This rank's optimizers, each by the stages that it steps."""
-        return self._state.optimizers
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """This rank's optimizer; raises `UsageError` where the plan gives it none or several (see `optimizers`)."""
-        if len(self.optimizers) != 1:
-            raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
-        return next(iter(self.optimizers.values()))
-
-    def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
-        """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
-
-        schedulers = engine.lr_schedulers(lambda optimizer: CosineAnnealingLR(optimizer, 1000)); then schedulers.step()
-        """
-        return LRSchedulers(make, self.optimizers.values())
-
-    @property
-    def zero_split(self) -> str | None:
-        """What ZeRO gives to replicas as whole parameters, and how unevenly, in a line; None where that is nothing."""
-        return self._state.zero_split
-
-    @property
-    def masters(self) -> Masters:
-        """The weights that the optimizer works on, where they are not those that blocks compute with."""
-        return self._state.masters
-
-    def step(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
+    def step(
+        self, inputs: Any, targets: Any, *, microbatches: int | None = None, last: bool = True, **extras: Any
+    ) -> StepResult:
         """Train on one batch: forward, backward, reduce, clip, and step the optimizer, as the plan says.
 
         Lengths and numbers of samples may differ from step to step, and from replica to replica. Microbatches get as
@@ -221,13 +199,16 @@ class Engine(RankView, CheckpointFiles):
             targets: this replica's samples (samples, …); needed where `needs_targets`, else ignored.
             microbatches: how many there are in this step, on all ranks; None: as the plan says. For others the plan is
                 compiled and proved again, once; of one that cannot be, the last have no samples.
+            last: without it, on all ranks alike, gradients are kept, and the next call adds to them: the numbers are
+                those of one step on all their samples, in the order of the calls; what is returned is this call's.
             extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
 
         Raises:
             MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
         """
+        self._require_steppable()
         plan = self._plans.training(microbatches)
-        result = self._runner.run(self._settle(plan, inputs, targets, extras, microbatches))
+        result = self._run(self._settle(plan, inputs, targets, extras, microbatches), last=last)
         if result.empty:
             raise MisfitError("no replica has samples in this step; end the loop, as `drained(loader, engine)` does")
         return result
@@ -244,19 +225,34 @@ class Engine(RankView, CheckpointFiles):
             raise UsageError("no_more_data follows a loop of steps, but this engine has not stepped yet")
         if self.num_replicas == 1:
             return 0
+        self._require_steppable()
         count = 0
-        while not (result := self._runner.run(self._settle(self.plan, *self._no_samples))).empty:
+        while not (result := self._run(self._settle(self.plan, *self._no_samples))).empty:
             count += 1
             if each is not None:
                 each(result)
         return count
 
+    def _run(self, step: PreparedStep, *, last: bool = True) -> StepResult:
+        result = self._runner.run(step, last=last)
+        if last and not result.skipped:
+            self._averages.update()
+        return result
+
     def _settle(
-        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
+        self,
+        plan: Plan,
+        inputs: Any,
+        targets: Any,
+        extras: Mapping[str, Any],
+        microbatches: int | None = None,
+        *,
+        needs_loss: bool = True,
     ) -> PreparedStep:
         """Cut a batch, and settle with the other ranks what its units are."""
         try:
-            batch = self._model.batches(plan, inputs, self._prepare(targets), extras, microbatches)
+            prepared = None if targets is None else self._prepare(targets)
+            batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
         except (MisfitError, UsageError) as error:
             self._runner.refuse(plan, error)
             raise
@@ -267,7 +263,7 @@ class Engine(RankView, CheckpointFiles):
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""
         step = self._settle(self.plan, inputs, targets, extras)
-        with SavedBytes(step.interpreter.state, self.stages, step.batch) as counted:
+        with SavedBytes(step.interpreter.state, self._model.stages, step.batch) as counted:
             result = self._runner.run(step, step.interpreter.watched(counted))
         return result, counted
 
@@ -298,7 +294,7 @@ class Engine(RankView, CheckpointFiles):
         spec = self.plan.schedule
         whole = WholeModel(
             reference,
-            self._exchange.names.own_of(self.stages),
+            self._exchange.names.own_of(self._model.stages),
             self._loss_fn,
             self._clip,
             self.num_replicas * spec.microbatches,
@@ -314,7 +310,7 @@ class Engine(RankView, CheckpointFiles):
 
     def _observer(self, recording: Recording) -> StepObserver:
         program, first_unit = self.plan.programs[self._model.pp_rank], self.replica * self.plan.schedule.num_units
-        return StepObserver(program, first_unit, self.stages, self.masters, self._exchange.held, recording)
+        return StepObserver(program, first_unit, self._model.stages, self.masters, self._exchange.held, recording)
 
     def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
         step = self._settle(self.plan, inputs, targets, extras)
@@ -332,12 +328,19 @@ class Engine(RankView, CheckpointFiles):
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
-    def evaluate(self, inputs: Any, targets: Any, *, microbatches: int | None = None, **extras: Any) -> StepResult:
-        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`."""
+    def evaluate(
+        self, inputs: Any, targets: Any, *, outputs: bool = False, microbatches: int | None = None, **extras: Any
+    ) -> StepResult:
+        """Run one batch forward only, with the blocks in evaluation mode; arguments as for `step`.
+
+        With `outputs`, the result's `outputs` on ranks of the last stage are what the last block gives for this
+        replica's samples: one tree, whole over tp and cp, None on other ranks. Targets may then be None on all ranks:
+        no loss is found, and that of the result is not a number.
+        """
         plan = self._plans.evaluation(microbatches)
-        step = self._settle(plan, inputs, targets, extras, microbatches)
+        step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not outputs)
         with self._model.evaluating(), torch.no_grad():
-            return self._runner.run(step)
+            return self._runner.run(step, wants_outputs=outputs)
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).
@@ -353,31 +356,6 @@ class Engine(RankView, CheckpointFiles):
         Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
         """
         return self._model.expert_load.read()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
-
-        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on.
-        """
-        step = torch.tensor(self._runner.steps.total)
-        return {**self._state.read(), "engine.step": step}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""
-        self._state.load(state)
-        steps = self._runner.steps
-        steps.before = int(state.get("engine.step", 0)) - steps.in_run
-
-    def full_weights(self) -> dict[str, Tensor]:
-        """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).
-
-        With ZeRO-3 the blocks themselves show them only while a step uses them.
-        """
-        return self._state.full_weights()
-
-    def state_bytes(self) -> StateBytes:
-        """Return the most bytes of weights, gradients and optimizer state on this rank since the last call."""
-        return self._state.read_bytes()
 
     def close(self) -> None:
         """Hang up; no step can follow."""

@@ -39,6 +39,30 @@ def require_runnable(plan: Plan, transport: Transport) -> Verdict:
     return verdict
 
 
+def require_usable(plan: Plan, blocks: Any, functions: Mapping[str, object]) -> None:
+    """Raise `UsageError` for blocks that are none, and for what is to be called and cannot be.
+
+    Raises `MisfitError` as `require_long_sight` does.
+    """
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.Sequential | nn.ModuleList):
+        raise UsageError(
+            f"blocks is a whole {type(blocks).__name__}; give a list of its blocks, or cut it: "
+            "Engine(plan, quintsched.runtime.split(model), …)"
+        )
+    if not hasattr(blocks, "__len__") or not hasattr(blocks, "__getitem__") or isinstance(blocks, str | Mapping):
+        raise UsageError(f"blocks is a {type(blocks).__name__}; give a list of modules, or of functions that build one")
+    for number, block in enumerate(blocks):
+        if not isinstance(block, nn.Module) and not callable(block):
+            raise UsageError(
+                f"block {number} is a {type(block).__name__}; it must be a module, or a function that builds one: "
+                "lambda: MyBlock(…)"
+            )
+    for name, function in functions.items():
+        if not callable(function):
+            raise UsageError(f"{name} is a {type(function).__name__}; it must be a function of (output, targets)")
+    require_long_sight(plan, blocks)
+
+
 def require_long_sight(plan: Plan, blocks: Blocks) -> None:
     """Raise `MisfitError` where sequences are cut and no block can look beyond its slice."""
     cuts = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, QuintschedError
 
 from ..comm.device import GENERATORS
 from .dtensor import is_sharded
@@ -35,6 +35,21 @@ TARGETS = "targets"
 
 
 @dataclass(frozen=True)
+class Change:
+    """A tensor that a block was given, or that rides along with it, or an extra, and that is changed in place.
+
+    Attributes:
+        what: its number among the tensors that the block was given, or its name.
+        block: the number of the block that changes it: this one, or a later one, which sees it through an alias.
+        shared_with: another tensor in the same memory, which changes with it, if there is one.
+    """
+
+    what: int | str
+    block: int
+    shared_with: int | str | None = None
+
+
+@dataclass(frozen=True)
 class Parcel:
     """What goes from one block to the next: its output, and by name what rides along to later blocks."""
 
@@ -42,6 +57,10 @@ class Parcel:
     riders: tuple[tuple[str, TensorSpec], ...] = ()
     has_loss: bool = False
     """Whether the block returns a loss beside it."""
+    is_resident: bool = False
+    """Whether some of it is a weight or a buffer, which may change or be freed while it travels."""
+    changes: tuple[Change, ...] = ()
+    """Which tensors that the block was given change in place, by it or by a block after it."""
 
     @property
     def width(self) -> int:
@@ -106,7 +125,7 @@ def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | N
     if isinstance(block, nn.Module):
         return cast(block, dtype)
     with seeded(seed, number):
-        built = block()
+        built = _built(block)
     return cast(built, dtype)
 
 
@@ -184,6 +203,14 @@ def required_parameters(block: nn.Module) -> int:
     return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
+def needed_extras(block: nn.Module) -> list[str]:
+    """Return the names that a block's `forward` has to be given beside its input: parameters without defaults."""
+    parameters = list(inspect.signature(block.forward).parameters.values())
+    by_name = parameters[1:] if parameters and parameters[0].kind is not parameters[0].VAR_KEYWORD else parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in by_name if p.default is p.empty and p.kind in kinds]
+
+
 def takes_targets(block: nn.Module) -> bool:
     """Whether a block finds a loss of its own from the targets."""
     return TARGETS in inspect.signature(block.forward).parameters
@@ -240,7 +267,27 @@ def on_meta(block: Block) -> nn.Module:
     if isinstance(block, nn.Module):
         return block
     with seeded(0, 0), torch.device("meta"), _Undrawn():
-        return block()
+        return _built(block)
+
+
+def _built(builder: Callable[[], nn.Module]) -> nn.Module:
+    """Return the block that a function builds; raises `MisfitError` where it builds none."""
+    try:
+        built: object = builder()
+    except QuintschedError:
+        raise
+    except Exception as error:
+        raise MisfitError(
+            f"{_name(builder)} is to build a block, without arguments, and raised {type(error).__name__}: {error}; "
+            "give a module, or a function without arguments: lambda: MyBlock(…)"
+        ) from error
+    if not isinstance(built, nn.Module):
+        raise MisfitError(f"{_name(builder)} is to build a block, and returned a {type(built).__name__}")
+    return built
+
+
+def _name(builder: object) -> str:
+    return str(getattr(builder, "__qualname__", builder))
 
 
 class _Undrawn(TorchFunctionMode):

@@ -19,8 +19,10 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group, ReduceOp
 from ..comm.control import first_said
-from .blocks import TARGETS, Blocks, Parcel, accepted_extras, on_meta, split_result, typed
+from .blame import place_of
+from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
+from .in_place import InPlace
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
 
@@ -98,41 +100,72 @@ def trace_shapes(
     """
     given = inputs.empty("meta")
     beside = {name: spec.empty("meta") for name, spec in extras.items()}
-    left: list[tuple[TreeSpec, bool]] = []
+    watch, left = InPlace(), list[_Left]()
     riders: dict[str, _Ride] = {}
     for number, block in enumerate(blocks):
         module = on_meta(block)
-        accepts = accepted_extras(module)
-        taken = {name: extra for name, extra in beside.items() if accepts(name)}
-        for name, ride in riders.items():
-            if accepts(name):
-                ride.until = number
-                taken[name] = ride.tensor
+        taken = _taken(number, module, beside, riders)
+        watch.arrive(given, {**beside, **{name: ride.tensor for name, ride in riders.items()}})
+        bare = before_fully_shard(module)
+        weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
+        watch.hold(weights.values())
         try:
-            result = results[number] if results else _call_on_meta(module, given, taken, dtype)
+            with torch.no_grad():
+                result = (
+                    results[number]
+                    if results
+                    else torch.func.functional_call(bare, weights, (given,), taken, tie_weights=False)
+                )
         except Exception as error:
-            raise MisfitError(
-                f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(module).__name__}; shapes are "
-                "found by running the blocks on torch's meta device)"
-            ) from error
+            raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
+        watch.note(number)
         given, fresh, auxiliary = split_result(result)
-        left.append((_spec_of_output(number, module, given), auxiliary is not None))
+        left.append(_Left(_spec_of_output(number, module, given), auxiliary is not None))
         for name, tensor in fresh.items():
             if name in beside or name in riders or name == TARGETS:
                 raise MisfitError(f"block {number} sends {name!r} along, but there is something else of that name")
             _require_tensor(number, module, tensor, f"sends {name!r} along, {{}}; only tensors ride along")
             riders[name] = _Ride(tensor, number, number)
+        left[-1].is_resident = watch.holds([*tensors_of(given), *fresh.values()])
     for name, ride in riders.items():
         if ride.until == ride.since:
             raise MisfitError(f"block {ride.since} sends {name!r} along, and no later block takes it")
     return [
         Parcel(
-            output,
+            leaves.output,
             tuple((name, TensorSpec.of(r.tensor)) for name, r in riders.items() if r.since <= number < r.until),
-            has_loss,
+            leaves.has_loss,
+            leaves.is_resident,
+            watch.changes(number),
         )
-        for number, (output, has_loss) in enumerate(left)
+        for number, leaves in enumerate(left)
     ]
+
+
+def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Mapping[str, _Ride]) -> dict[str, Any]:
+    """Return what of extras and riders a block takes; raises `MisfitError` where something is missing."""
+    accepts = accepted_extras(module)
+    taken = {name: extra for name, extra in extras.items() if accepts(name)}
+    for name, ride in riders.items():
+        if accepts(name):
+            ride.until = number
+            taken[name] = ride.tensor
+    missing = [name for name in needed_extras(module) if name not in taken]
+    if missing:
+        raise MisfitError(
+            f"block {number} ({type(module).__name__}) needs {missing[0]!r}, which no block sends along and the step "
+            f"is not given: engine.step(inputs, targets, {missing[0]}=…), or give its parameter a default"
+        )
+    return taken
+
+
+def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[str, Any], error: Exception) -> str:
+    """Say what a block was given when it raised an error, and where in it."""
+    none = [f"{name}=None" for name, extra in taken.items() if extra is None]
+    return (
+        f"block {number} cannot take {TreeSpec.of(given)}: {error} (in {place_of(error, number, module)}"
+        f"{''.join(f', {word}' for word in none)}; shapes are found by running the blocks on torch's meta device)"
+    )
 
 
 def wants_data(error: MisfitError) -> bool:
@@ -174,8 +207,10 @@ class _Ride:
     until: int
 
 
-def _call_on_meta(module: nn.Module, given: object, extras: dict[str, Any], dtype: torch.dtype | None) -> Any:
-    module = before_fully_shard(module)
-    weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(module, dtype)}
-    with torch.no_grad():
-        return torch.func.functional_call(module, weights, (given,), extras, tie_weights=False)
+@dataclass
+class _Left:
+    """What a block leaves."""
+
+    output: TreeSpec
+    has_loss: bool
+    is_resident: bool = False

@@ -240,6 +240,30 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     return found.build([function(tensor) for tensor in tensors])
 
 
+def merged(trees: Sequence[Tree]) -> Tree | None:
+    """Return a tree for several that are built alike; where their values differ, it has a tuple of all of them.
+
+    None where they are built otherwise.
+    """
+    root = _merged([tree.root for tree in trees])
+    return None if root is None else Tree(root)
+
+
+def _merged(nodes: Sequence[Node]) -> Node | None:
+    first = nodes[0]
+    if all(node == first for node in nodes):
+        return first
+    leaves = [node for node in nodes if isinstance(node, Leaf)]
+    if len(leaves) == len(nodes):
+        return Leaf(tuple(leaf.value for leaf in leaves))
+    branches = [node for node in nodes if isinstance(node, Branch)]
+    if len(branches) < len(nodes) or len({(node.kind, node.keys, len(node.children)) for node in branches}) > 1:
+        return None
+    children = [_merged(of_child) for of_child in zip(*(node.children for node in branches), strict=True)]
+    found = [child for child in children if child is not None]
+    return Branch(branches[0].kind, branches[0].keys, tuple(found)) if len(found) == len(children) else None
+
+
 def require_known(name: str, tree: Tree) -> None:
     """Raise `MisfitError` for an object in a tree that nothing is known of."""
     found = tree.unknown()
@@ -306,7 +330,8 @@ def _make(kind: Any, keys: tuple[object, ...], children: list[Any]) -> Any:
     if issubclass(kind, UserDict):
         return kind(items)
     made = kind(**{name: items.pop(name) for name in list(items) if name in fields}) if fields else kind.__new__(kind)
-    made.update(items)
+    for key, item in items.items():
+        made[key] = item
     return made
 
 

@@ -34,6 +34,20 @@ MOST_WORDS = 4000
 """Bytes of an error's message that other ranks are told."""
 
 
+def gather_texts(group: Group, text: str) -> list[str]:
+    """Return the texts of all members of a group, in their order."""
+    mine = text.encode()
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=group.device)
+    group.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device=group.device)).wait()
+    lengths = sizes.tolist()
+    longest = max(1, *lengths)
+    sent = torch.tensor([*mine, *[0] * (longest - len(mine))], dtype=torch.uint8, device=group.device)
+    gathered = sent.new_empty((group.size * longest,))
+    group.all_gather(gathered, sent).wait()
+    rows = gathered.cpu().split(longest)
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
 class ControlGroup:
     """All ranks of a run, as one of them asks and answers."""
 

@@ -25,6 +25,9 @@ from .dataset import DataSpec
 TARGETS = ("labels", "targets")
 """The names of targets in a mapping."""
 
+UNKNOWN = DataSpec(input_shape=(), num_classes=0)
+"""What is known of data of which nothing was said."""
+
 Batch = tuple[Any, Any, Mapping[str, Any]]
 """Inputs, targets, extras."""
 
@@ -43,7 +46,7 @@ class Loaders:
 
     train: Any
     validation: Any = None
-    spec: DataSpec = DataSpec(input_shape=(), num_classes=0)
+    spec: DataSpec = UNKNOWN
     batches: int | None = None
 
 

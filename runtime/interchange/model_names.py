@@ -46,7 +46,11 @@ class ModelNames:
     @property
     def ours(self) -> list[str]:
         """The names of all tensors that are saved, in the order of the blocks."""
-        return [f"{number}.{name}" for number, block in enumerate(self.outlines) for name in block.state_dict()]
+        return [
+            f"{number}.{name}"
+            for number, block in enumerate(self.outlines)
+            for name in block.state_dict(keep_vars=True)
+        ]
 
     def own_of(self, stages: Mapping[int, Stage]) -> dict[str, str]:
         """Return what the model itself calls the weights of some stages that are trained, by our names."""

@@ -38,6 +38,12 @@ class ProgramFlow:
         rows = columns.rows_of(self.pp_rank)
         return dict(zip(columns.instructions(rows), flows_of(columns, self.plan.layout).of_rows(rows), strict=True))
 
+    @property
+    def place(self) -> str:
+        """Which rank it is, and where in the mesh, in words."""
+        axes = self.plan.mesh.coordinates(self.rank).items()
+        return f"rank {self.rank} ({', '.join(f'{axis}={coordinate}' for axis, coordinate in axes)})"
+
     def of(self, instruction: Instruction) -> Flow:
         """Return what an instruction takes and makes."""
         return self._flow_of[instruction]

@@ -18,6 +18,7 @@ from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
+from ..steps.explain import explained
 from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .compute.forward import bind_fwd
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
@@ -153,13 +154,8 @@ class Interpreter:
             for place, call in enumerate(calls):  # noqa: B007
                 call()
         except Exception as error:
-            self._explain(error, self._places[place])
-            raise
-
-    def _explain(self, error: Exception, index: int) -> None:
-        """Add notes to an error that say where it happened."""
-        plan, rank = self.state.flows.plan, self.state.flows.rank
-        where = ", ".join(f"{axis}={coordinate}" for axis, coordinate in plan.mesh.coordinates(rank).items())
-        if "leaf Variable that requires grad" in str(error):
-            error.add_note("a stage's first operation must not change its input in place: it belongs to the message")
-        error.add_note(f"on rank {rank} ({where}), instruction {index}: {self._program[index]}")
+            index, flows = self._places[place], self.state.flows
+            found = explained(error, self._program[index], index, flows.place, self.state.compute.forwards)
+            if found is error:
+                raise
+            raise found from error

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from ..blocks.shapes import agree, trace_shapes, wants_data
 from ..comm import Group, ReduceOp, Transport
 from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
+from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
 from ..stage.forward import StageForward
@@ -34,6 +36,7 @@ from ..stage.mean_losses import WeighedLoss
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
+from ..steps.outputs import OutputJoiner
 from ..steps.settle import StepSettler
 from ..steps.trial import Trial
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
@@ -70,6 +73,8 @@ class RunOptions:
     metrics: Mapping[str, MetricFn]
     clip: float | None
     """Threshold of the global gradient norm; None: gradients are not scaled."""
+    scale: LossScale
+    """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
 
@@ -133,7 +138,7 @@ class PlanRunner:
         self.steps = StepCount()
         self._latest: Interpreter | None = None
         self._is_broken = False
-        self._usual_samples = 0
+        self._usual_samples = self._samples_before = 0
         self._loss: LossFn = options.loss_fn
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
@@ -213,8 +218,18 @@ class PlanRunner:
                 ) from error
             return Trial(model, self._groups.pipeline, self._state.weights.gathered).run(spec, batch, unit)
 
-    def run(self, step: PreparedStep, calls: list[Call] | None = None) -> StepResult:
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for those of further batches."""
+        return self._state.gradients.reducer.accumulates
+
+    def run(
+        self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True, wants_outputs: bool = False
+    ) -> StepResult:
         """Run what was prepared; `calls` take the place of the bound calls.
+
+        Without `last` its gradients are kept, and the next batch of a training adds to them. Where
+        somebody `wants_outputs` of an evaluation, ranks of the last stage put them together.
 
         Raises:
             UsageError: an earlier step failed half-way.
@@ -230,20 +245,36 @@ class PlanRunner:
             for stage in self._model.stages.values():
                 stage.require_known_weights()
         self._latest, self._is_broken = interpreter, True
-        state.current.number, state.current.units = self.steps.total, step.units
+        current, trains = state.current, state.flows.trains
+        current.number, current.units, current.last = self.steps.total, step.units, last
+        current.samples_before = self._samples_before if trains else 0
+        current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared:
-            interpreter.run(step.batch, self.steps.in_run, calls)
+            interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False
         tally, outcome = state.compute.tally, state.step_end.outcome
-        if state.flows.trains and not outcome.empty:
+        if trains:
+            before = self._samples_before + self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else before
+        if trains and last and not outcome.empty:
             self.steps.in_run += 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
                 self._settler.draws = self._most(drawn) > 0
-        return StepResult(tally.figures, tuple(self._options.metrics), outcome.norm, outcome.skipped, outcome.empty)
+        outputs = self._join_outputs(step) if wants_outputs else None
+        names = tuple(self._options.metrics)
+        return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
+
+    def _join_outputs(self, step: PreparedStep) -> Any:
+        current = step.interpreter.state.current
+        outputs, current.outputs = current.outputs or {}, None
+        shape = next((step.units.shapes[unit] for unit in outputs), None)
+        if shape is None:
+            return None
+        return OutputJoiner(self._model, self._groups)(outputs, shape.spec.inputs, dict(shape.spec.extras))
 
     def _settle_overlaps(self, overlaps: Overlaps) -> None:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
@@ -297,6 +328,7 @@ class PlanRunner:
             usual_samples=self._usual_samples,
             device=self._transport.device,
             loss_fn=self._loss,
+            scale=options.scale,
             metrics=options.metrics,
             gradients=gradients,
             queues=model.queues,
@@ -319,6 +351,7 @@ class PlanRunner:
             masters=self._state.masters,
             steppers=self._state.steppers,
             clip=options.clip,
+            scale=options.scale,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
@@ -340,6 +373,7 @@ class PlanRunner:
                 masks=model.masks,
                 inputs=shape.spec.inputs,
                 input_tree=lambda: current.batch.input_tree,
+                skips=flows.plan.skips,
                 recompute=layout.recompute_every(number) if flows.trains else 0,
                 compiled=model.options.compiled,
                 around=model.tensor.tokens.around,

@@ -27,6 +27,7 @@ from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.interleaving import Overlaps
 from ..optim.gathered import Stepper
+from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
@@ -48,18 +49,18 @@ MetricFn = Callable[[Any, Any], Tensor]
 class Start(NamedTuple):
     """Where a backward starts: the edges of outputs, whose gradients come from elsewhere, then those of losses.
 
-    `numbers` says which output each of the first is; `ones` are the gradients of the others.
+    `numbers` says which output each of the first is; `ones` are the gradients of the others, times the loss scale.
     """
 
     roots: tuple[Root, ...] = ()
     numbers: tuple[int, ...] = ()
     ones: tuple[Tensor, ...] = ()
 
-    def with_loss(self, loss: Tensor) -> Start:
-        """Return a start at `loss` as well, if it has a gradient."""
+    def with_loss(self, loss: Tensor, scale: float) -> Start:
+        """Return a start at `loss` as well, times `scale`, if it has a gradient."""
         if not loss.requires_grad:
             return self
-        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, torch.ones_like(loss)))
+        return Start((*self.roots, edge_of(loss)), self.numbers, (*self.ones, torch.full_like(loss, scale)))
 
 
 class Saved(NamedTuple):
@@ -73,11 +74,19 @@ class Saved(NamedTuple):
 
 @dataclass
 class CurrentStep:
-    """The batch that is run and its units; `number` says how many steps the training has made, over all its runs."""
+    """The batch that is run and its units.
+
+    `number` says how many steps the training has made, over all its runs. Where gradients are accumulated, the batch is
+    one part of the step's: `last` says whether it is the last one, and `samples_before` how many the others had.
+    `outputs` collects what the last block gives for each unit, where somebody wants to know.
+    """
 
     batch: Batch = NOTHING
     units: Units = NO_UNITS
     number: int = 0
+    last: bool = True
+    samples_before: int = 0
+    outputs: dict[int, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class ComputeState:
     usual_samples: int
     device: torch.device
     loss_fn: LossFn
+    scale: LossScale
     metrics: Mapping[str, MetricFn]
     gradients: Gradients
     queues: Mapping[int, WeightQueue]
@@ -172,6 +182,7 @@ class StepEndState:
     masters: Masters
     steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
+    scale: LossScale
     outcome: GradOutcome = field(default_factory=GradOutcome)
 
 
@@ -201,11 +212,13 @@ class RankState:
         """Start a step on `batch`."""
         self.cells.settle()
         self.current.batch = batch
-        self.compute.tally.begin()
+        accumulates = self.flows.trains and not self.current.last
+        self.compute.tally.begin(alone=accumulates)
         self.compute.host.begin()
         outcome = self.step_end.outcome
         outcome.norm, outcome.skipped, outcome.empty = None, False, False
         if self.flows.trains:
+            self.compute.gradients.accumulate(on=accumulates)
             self.compute.gradients.reducer.begin(self.compute.tally.passengers)
 
     def end(self) -> None:

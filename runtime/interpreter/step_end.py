@@ -41,18 +41,26 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         state.clip,
         state.outcome,
     )
-    absent = state.gradients.absent
+    absent, scale, earlier = state.gradients.absent, state.scale, state.gradients.earlier_weights
     wait = partial(state.waits.wait, index=index)
 
     def run() -> None:
+        if reducer.accumulates:
+            reducer.hold(wait)
+            earlier.append(tally.figures.weight)
+            return
         reducer.complete(wait)
         tally.take_along()
-        figures, work = norm.divide(tally.weight(wait), absent.suspects())
+        weight = tally.weight(wait) + sum(weight() for weight in earlier)
+        earlier.clear()
+        figures, work = norm.divide(weight * scale.value if scale.value != 1 else weight, absent.suspects())
         wait([work])
         found = outcome.norm = figures[0].sqrt_()
         length, suspects = figures.tolist()
         outcome.skipped = not math.isfinite(length)
         outcome.empty = outcome.skipped and tally.figures.is_empty()
+        if not outcome.empty:
+            scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
             absent.find()
         if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:
@@ -68,6 +76,8 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
     absent = state.gradients.absent
 
     def run() -> None:
+        if reducer.accumulates:
+            return
         if stepper is not None and not outcome.skipped:
             absent.take_away(stages)
             stepper.step()

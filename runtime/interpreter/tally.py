@@ -12,7 +12,8 @@ pieces of the model and of microbatches, whatever the schedule and wherever the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class Figures:
     num_rows: int
     num_units: int
     work: Work
+
+    def weight(self) -> Tensor:
+        """Wait until it is known; return the loss weight, 0-dimensional."""
+        return self.sums()[1]
 
     def sums(self) -> Tensor:
         """Wait until they are known; return loss, loss weight, then one sum per metric."""
@@ -75,11 +80,13 @@ class Tally:
         self._nothing = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
+        self._rides = self._room is not None
         self.passengers = self._collect if self._room is not None else None
         self.begin()
 
-    def begin(self) -> None:
-        """Start a step, whose figures nobody knows yet."""
+    def begin(self, *, alone: bool = False) -> None:
+        """Start a step, whose figures nobody knows yet; `alone`: no gradients are reduced that they could ride with."""
+        self._rides = self._room is not None and not alone
         self.figures = self._read(self._nothing, DoneWork())
 
     def add_loss(self, unit: int, found: object, share: float = 1.0) -> Tensor:
@@ -102,13 +109,13 @@ class Tally:
 
     def reduce(self, group: Group) -> None:
         """Begin to sum what was collected over the ranks of a group, unless that rides along with gradients."""
-        if self._room is None:
+        if not self._rides:
             table = self._collect()
             self.figures = self._read(table, group.all_reduce(table))
 
     def take_along(self) -> None:
         """Take over what has come with the gradients, which have arrived."""
-        if self._room is not None:
+        if self._room is not None and self._rides:
             self.figures = self._read(self._room.alight(self._size), DoneWork())
 
     def _collect(self) -> Tensor:
@@ -142,6 +149,7 @@ class StepResult:
 
     `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
     says that it was not finite, so that no rank stepped its optimizer; `empty`, that no replica had samples.
+    `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage.
     """
 
     _figures: Figures
@@ -149,27 +157,36 @@ class StepResult:
     grad_norm: Tensor | None = None
     skipped: bool = False
     empty: bool = False
+    outputs: Any = None
+    _earlier: tuple[Figures, ...] = ()
+
+    def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
+        """Return the result of a step whose gradients were accumulated, over all its batches."""
+        return replace(self, _earlier=tuple(result._figures for result in results))
+
+    def _sums(self) -> Tensor:
+        return sum((figures.sums() for figures in self._earlier), start=self._figures.sums())
 
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        return self._figures.sums()[1]
+        return self._sums()[1]
 
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        sums = self._figures.sums()
+        sums = self._sums()
         return sums[0] / sums[1]
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        return dict(zip(("loss", "weight", *self._metrics), self._figures.sums(), strict=True))
+        return dict(zip(("loss", "weight", *self._metrics), self._sums(), strict=True))
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Each metric over the whole batch: its sum over total weight."""
-        _, weight, *metrics = self._figures.sums()
+        _, weight, *metrics = self._sums()
         return {name: metric / weight for name, metric in zip(self._metrics, metrics, strict=True)}
 
 

@@ -36,7 +36,13 @@ def bind_free_params(state: ZeroState, index: int, instruction: ins.FreeParams) 
 
 def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGatherBucket) -> Call:
     """Begin to gather the full weights of a bucket, after each replica has stepped its shard."""
-    return partial(state.weights.gather, instruction.stage, instruction.bucket)
+    weights, reducer = state.weights, state.gradients.reducer
+
+    def run() -> None:
+        if not reducer.accumulates:
+            weights.gather(instruction.stage, instruction.bucket)
+
+    return run
 
 
 def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction, call: Call) -> Call:

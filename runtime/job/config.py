@@ -210,6 +210,8 @@ class TrainConfig(Settings):
     """Passes over the training samples."""
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
+    accumulate: int = Field(default=1, ge=1)
+    """Into how many batches these are divided, whose gradients are added up before the optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its settings."""
     lr_schedule: LearningRateConfig = LearningRateConfig()

@@ -28,7 +28,7 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     else:
         plan = Plan.load(path)
         _require_agreement(job.parallel, plan, str(path))
-    _require_even_batch(job.train.batch_size, plan)
+    _require_even_batch(job.train.batch_size, job.train.accumulate, plan)
     _require_one_cut(job.parallel, plan)
     return plan
 
@@ -57,14 +57,15 @@ def _require_agreement(parallel: ParallelConfig, plan: Plan, path: str) -> None:
         raise MisfitError(f"{path} disagrees with the job's parallel section: {'; '.join(odd)}; change one of them")
 
 
-def _require_even_batch(batch_size: int, plan: Plan) -> None:
-    count = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep") * plan.schedule.microbatches
+def _require_even_batch(batch_size: int, accumulate: int, plan: Plan) -> None:
+    count = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep") * plan.schedule.microbatches * accumulate
+    what = "the plan's replicas x microbatches" + (" x train.accumulate" if accumulate > 1 else "")
     if batch_size % count:
         below = batch_size // count * count
         nearest = f"{below} or {below + count}" if below else str(count)
         raise MisfitError(
-            f"train.batch_size {batch_size} does not divide into {count} equal microbatches (the plan's replicas x "
-            f"microbatches); the nearest that do: {nearest}"
+            f"train.batch_size {batch_size} does not divide into {count} equal microbatches ({what}); the nearest that "
+            f"do: {nearest}"
         )
 
 

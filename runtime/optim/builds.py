@@ -103,7 +103,7 @@ class OptimizerBuilds:
                 if parameter.requires_grad and id(parameter) not in seen and f"{number}.{name}" not in others:
                     seen.add(id(parameter))
                     found[f"{number}.{name}"] = parameter
-        for name, outline in (own | found).items():
+        for name, outline in {**found, **{name: own[name] for name in own if name not in found}}.items():
             yield name, self._stand_in(outline, own.get(name))
 
     def _stand_in(self, outline: nn.Parameter, own: nn.Parameter | None) -> nn.Parameter:

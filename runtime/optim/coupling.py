@@ -33,7 +33,13 @@ ELEMENTWISE = frozenset(
 WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "kron", "psgd", "came", "galore", "8bit")
 """What the names of classes have in them whose updates work on whole parameters, perhaps not from the first step on."""
 
-SHAPES = {0: [()], 1: [(24,)], 2: [(6, 4), (160, 144)], 3: [(4, 3, 2)], 4: [(4, 3, 2, 2)]}
+SHAPES: dict[int, list[tuple[int, ...]]] = {
+    0: [()],
+    1: [(24,)],
+    2: [(6, 4), (160, 144)],
+    3: [(4, 3, 2)],
+    4: [(4, 3, 2, 2)],
+}
 """Of how many dimensions a parameter is, and of which sizes such are tried: factors may begin at 128."""
 
 STEPS: dict[tuple[int, ...], int] = {(160, 144): 3}
@@ -78,8 +84,11 @@ def coupling_of(optimizer: Optimizer, device: torch.device) -> Coupling:
         return floor
     try:
         return max(floor, _tried(optimizer, device))
-    except UsageError:
-        raise
+    except _DrawsError:
+        raise UsageError(
+            f"{kind.__name__} draws random numbers in its step, and replicas would draw different ones; use an "
+            "optimizer that draws none"
+        ) from None
     except Exception as error:
         if floor is Coupling.WITHIN:
             return floor
@@ -89,11 +98,15 @@ def coupling_of(optimizer: Optimizer, device: torch.device) -> Coupling:
         ) from error
 
 
+class _DrawsError(Exception):
+    """An optimizer steps differently with another seed."""
+
+
 def _tried(optimizer: Optimizer, device: torch.device) -> Coupling:
     """Step copies of an optimizer, in float64 or, where it cannot, in the type of its parameters."""
     try:
         return _try(optimizer, device, torch.float64, 1e-9)
-    except UsageError:
+    except _DrawsError:
         raise
     except Exception:
         return _try(optimizer, device, None, 1e-4)
@@ -109,10 +122,7 @@ def _try(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None, 
         if not 0 < most < float("inf"):
             raise ValueError("it changed nothing" if most == 0 else "its numbers were not finite")
         if _off(trial.updates(seed=1), whole) > tolerance * most:
-            raise UsageError(
-                f"{type(optimizer).__name__} draws random numbers in its step, and replicas would draw different ones; "
-                "use an optimizer that draws none"
-            )
+            raise _DrawsError
         if _off(trial.updates(others=True)[:1], whole[:1]) > tolerance * float(whole[0].abs().max()):
             return Coupling.ACROSS
         half = -(-whole[0].numel() // 2)

@@ -71,6 +71,10 @@ class Stepper:
         part = self._part_of.get(parameter)
         return {} if part is None else part.state[parameter]
 
+    def gathers(self, master: nn.Parameter) -> bool:
+        """Whether a parameter is stepped as a whole matrix, of which `master` is this rank's shard."""
+        return master in self._handles
+
     def group_of(self, master: nn.Parameter) -> tuple[nn.Parameter, dict[str, Any]] | None:
         """Return what is stepped for a parameter, itself or its whole matrix, and its group; None: nothing is."""
         parameter = self._handles.get(master, master)

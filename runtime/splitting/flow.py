@@ -155,7 +155,9 @@ def is_unknown(leaf: Any) -> bool:
 def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any]) -> Flow:
     """Return what one run of a model's forward calls; raises `MisfitError` where that is no layer."""
     walk = _Capture(frame, model, torch.device("cpu"))
+    frame.set_training(True)  # code between layers that drops out makes something else of a hidden state
     walk.run(inputs)
+    frame.set_training(False)
     if not walk.flow.calls:
         raise MisfitError(f"the forward of {type(frame.root).__name__} calls none of {', '.join(frame.layers[:4])}")
     return walk.flow

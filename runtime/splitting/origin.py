@@ -67,7 +67,9 @@ class Origin:
         context, past = given.get("context"), given.get("past")
         return None if context is None and past is None else Sight(context, past)
 
-    def arguments(self, number: int, hidden: Tensor, given: Mapping[str, Any], sight: Sight | None) -> Call:
+    def arguments(
+        self, number: int, hidden: Tensor, given: Mapping[str, Any], sight: Sight | None, *, training: bool = False
+    ) -> Call:
         """Return what the layer is called with that is all of block `number`."""
         call, inputs = self.spans[number].calls.start, self.inputs_of(given)
         plain = self.flow.arguments[call]
@@ -75,7 +77,7 @@ class Origin:
             return _with_hidden(plain, hidden)
         riders = {place: given[r.name] for r in self.flow.riders for at, place in r.takers if at == call}
         if hidden.is_meta or not self.flow.repeats[call]:
-            found = self._walk(number, hidden, inputs, sight, on=False)[call]
+            found = self._walk(number, hidden, inputs, sight, on=False, training=training)[call]
         else:
             found = self._remembered(number, hidden, inputs, sight)[call]
         args, kwargs = replaced(_with_hidden(found, hidden), riders)
@@ -93,10 +95,17 @@ class Origin:
         return calls
 
     def _walk(
-        self, number: int, hidden: Tensor, inputs: Mapping[str, Any], sight: Sight | None, *, on: bool
+        self,
+        number: int,
+        hidden: Tensor,
+        inputs: Mapping[str, Any],
+        sight: Sight | None,
+        *,
+        on: bool,
+        training: bool = False,
     ) -> dict[int, Call]:
         self.frame.cast(hidden.dtype)
-        walk = _ArgumentsWalk(self, number, computable(hidden), on)
+        walk = _ArgumentsWalk(self, number, computable(hidden), on, training)
         walk.go(self.called_with(inputs, hidden, sight))
         places = {at: {self.flow.entries[at]: HIDDEN} for at in walk.found if self.flow.repeats[at]}
         found = {at: replaced(call, places.get(at, {})) for at, call in walk.found.items()}
@@ -128,10 +137,13 @@ class Origin:
 class _ArgumentsWalk(SpanWalk):
     """Finds what a layer is called with; if it goes `on`, what later ones are, too, with the same hidden state."""
 
-    def __init__(self, origin: Origin, number: int, hidden: Tensor, on: bool) -> None:
+    def __init__(self, origin: Origin, number: int, hidden: Tensor, on: bool, training: bool) -> None:
         super().__init__(origin.frame, hidden.device, origin.flow, number, origin.spans, hidden, {})
-        self._on = on
+        self._on, self._training = on, training
         self.found: dict[int, Call] = {}
+
+    def is_training(self) -> bool:
+        return self._training
 
     def called(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.found[number] = (args, kwargs)

@@ -32,12 +32,13 @@ class _LayerBlock:
 
     _origin: Origin
     _number: int
+    training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         origin = self._origin
         call = origin.spans[self._number].calls.start
         with _seeing(self, origin.frame, sight := origin.sight_of(given)):
-            args, kwargs = origin.arguments(self._number, hidden, given, sight)
+            args, kwargs = origin.arguments(self._number, hidden, given, sight, training=self.training)
             try:
                 made = super().forward(*args, **kwargs)  # type: ignore[misc]
             except Exception:

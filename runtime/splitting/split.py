@@ -125,6 +125,8 @@ def split(
         parts = segments(model)
         if parts is not None:
             return _traced(model, parts)
+    if transformers.is_one(model):
+        transformers.require_whole_loss(model)
     inputs = _example(model, example)
     origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
@@ -167,6 +169,8 @@ def _built(
 ) -> Split:
     """Split a model that is built without weights; the blocks are functions that make theirs."""
     model = built_without_weights(build)
+    if transformers.is_one(model):
+        transformers.require_whole_loss(model)
     if prove and sum(p.numel() for p in model.parameters()) <= MOST_PROVED:
         split(materialised(model), blocks=names, example=example)
     origin, prefixes = _origin(model, names, _example(model, example))
@@ -209,16 +213,18 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None) -> di
     )
 
 
-def _adapted(model: Any) -> Any:
+def _adapted(model: nn.Module) -> nn.Module:
     """Return the model that PEFT has put adapters into; its wrapper adds nothing to what they do."""
-    if not (hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None))):
+    configs, base = getattr(model, "peft_config", None), getattr(model, "get_base_model", None)
+    if configs is None or not callable(base):
         return model
-    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
         raise UsageError(
             f"the {type(model).__name__} puts prompts before its inputs, outside of the model's own forward; split a "
             "model with adapters in its layers, such as LoRA"
         )
-    return model.get_base_model()
+    found: nn.Module = base()
+    return found
 
 
 def _inputs(model: nn.Module) -> tuple[str, ...]:

@@ -166,7 +166,9 @@ def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor:
                 if first != number and (first_stage != stage or tensor.size > 1):
                     raise MisfitError(
                         f"blocks {first} and {number} share the weight {name!r}; a weight may be shared by blocks of "
-                        f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage})"
+                        f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage}); give "
+                        "each block a copy and tie these, compile(…, tied={'shared': …}) and Engine(…, tied={'shared': "
+                        "…}), or take the blocks of quintsched.runtime.split(model), which does"
                     )
 
 

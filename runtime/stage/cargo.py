@@ -19,7 +19,7 @@ from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Parcel, accepted_extras
-from ..blocks.trees import DIFFERENTIABLE, TensorSpec
+from ..blocks.trees import DIFFERENTIABLE, TensorSpec, Tree
 
 
 class Cargo:
@@ -36,6 +36,8 @@ class Cargo:
         self._holders = {name: frozenset(stages) for name, stages in plan.skips.items()}
         self._parcels, self._cuts = list(parcels), cuts
         self._outputs: dict[int, Parcel] = {}
+        for blocks in cuts[:-1]:
+            _require_known(blocks.stop - 1, parcels[blocks.stop - 1].output.tree)
         self._left = [_without(parcels[blocks.stop - 1], plan.skips) for blocks in cuts]
         behind_source = (parcels[cuts[plan.skips[name][0]].stop - 1] for name in self._skips)
         self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
@@ -83,6 +85,17 @@ class Cargo:
         numbers = [spec.dtype in DIFFERENTIABLE for spec in specs]
         everything = value.kind is Kind.OUTPUT or not any(numbers)
         return [(spec, everything or is_number) for spec, is_number in zip(specs, numbers, strict=True)]
+
+
+def _require_known(block: int, tree: Tree) -> None:
+    """Raise `MisfitError` for an object at the border of a stage that nothing is known of."""
+    found = tree.unknown()
+    if found is not None:
+        path, value = found
+        raise MisfitError(
+            f"block {block} leaves a {type(value).__module__}.{type(value).__qualname__} at {path}, which cannot go to "
+            "another stage; leave it out, or let the stage hold the blocks that need it as well"
+        )
 
 
 class TakenSkips:

@@ -7,7 +7,7 @@ stage of 6 blocks        recompute 0    [ 0 1 2 3 4 5 ]                    one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
 from ..comm import Group
 from ..parallel.dropout import Masks
+from .in_place import NOTHING_COPIED, Copied, copied_in
 from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
 
 __all__ = ["UNIT", "Chain", "Extras", "Outputs", "Run", "StageForward", "apart"]
@@ -36,6 +37,7 @@ class Chain:
         tree: how what the first block is given is built; None: it is a tensor. `width` is how many tensors it has.
         arriving: names of what rides along into the first block.
         leaving: what leaves the last; None: the output of the model, which is left as it is.
+        copied: what the blocks change in place of what they are given, which get copies of it.
         compiled: whether torch.compile compiles the blocks.
     """
 
@@ -47,6 +49,7 @@ class Chain:
         arriving: Sequence[str],
         leaving: Parcel | None,
         *,
+        copied: Copied = NOTHING_COPIED,
         compiled: bool,
     ) -> None:
         self._blocks = [(block, accepted_extras(block)) for block in blocks]
@@ -54,11 +57,14 @@ class Chain:
         self._arriving, self._leaving = tuple(arriving), leaving
         self._names = () if leaving is None else leaving.names
         self._leaves_tree = leaving is not None and not leaving.output.tree.is_tensor
+        self._copied = copied if copied.places or copied.names else None
         self._through = torch.compile(self._run, dynamic=False) if compiled and blocks else self._run
 
     def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
         """Return what leaves the last block, and the sum of the auxiliary losses (None where no block has one)."""
         width = self._width
+        if self._copied is not None:
+            given, extras = self._copied.of(given, extras)
         first = given[0] if self._tree is None else self._tree().build(given[:width])
         beside = {**extras, **dict(zip(self._arriving, given[width:], strict=True))} if self._arriving else extras
         output, riders, total = self._through(first, beside)
@@ -121,6 +127,7 @@ class StageForward:
         parcels: what every block of the model leaves for the next.
         inputs: a unit of inputs, as ranks agreed on it.
         input_tree: how the inputs of the current step are built, whose values may change from step to step.
+        skips: names of what the plan sends past stages, of which no block changes anything.
         recompute: every k-th block is recomputed; 1: the stage as a whole, 0: none.
         compiled: whether torch.compile compiles each chain.
         around: number, block → the block with what runs before and behind it.
@@ -138,6 +145,7 @@ class StageForward:
         masks: Masks,
         inputs: TreeSpec,
         input_tree: Callable[[], Tree],
+        skips: Collection[str] = (),
         recompute: int = 0,
         compiled: bool = False,
         around: Callable[[int, nn.Module], list[nn.Module]] = lambda _, block: [block],
@@ -149,7 +157,8 @@ class StageForward:
         """What the stage is given."""
         self.parcel = parcels[start + len(numbers) - 1]
         """What it leaves: its output, and what rides along from there or is taken past stages."""
-        self._modules = tuple(blocks.values())
+        self.blocks = dict(blocks)
+        """Its blocks, by their numbers."""
         named = (f"{number} {type(block).__name__}" for number, block in blocks.items())
         self.title = f"blocks {', '.join(named)}" if blocks else "no blocks"
         """Its blocks, in words."""
@@ -170,6 +179,7 @@ class StageForward:
                 arriving.width,
                 arriving.names,
                 None if end == len(parcels) else parcels[end - 1],
+                copied=copied_in(range(first, end), parcels, arriving, skips),
             )
             made = self.draws.keyed(chain_of(compiled=False), chain_of(compiled=True) if compiled else None)
             if dropped and end == len(parcels):
@@ -194,7 +204,7 @@ class StageForward:
 
     def without_weights(self, outputs: Sequence[Tensor]) -> Outputs:
         """Return what leaves a stage, copied where it is a weight or a buffer, which may change or be freed by then."""
-        tensors = (t for module in self._modules for t in (*module.parameters(), *module.buffers()))
+        tensors = (t for module in self.blocks.values() for t in (*module.parameters(), *module.buffers()))
         held = {tensor.untyped_storage()._cdata for tensor in tensors}
         return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
 

@@ -118,9 +118,18 @@ class BatchCutter:
         self._needs_inputs, self._needs_targets = inputs, targets
 
     def __call__(
-        self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None = None
+        self,
+        plan: Plan,
+        inputs: Any,
+        targets: Any,
+        extras: Mapping[str, Any],
+        microbatches: int | None = None,
+        *,
+        needs_loss: bool = True,
     ) -> Batch:
         """Return the units of a batch as the plan's schedule has them, or with fewer microbatches.
+
+        Unless it `needs_loss`, targets may be None.
 
         Raises:
             UsageError: something that the rank needs is not given.
@@ -129,7 +138,7 @@ class BatchCutter:
         spec, count = plan.schedule, microbatches or plan.schedule.microbatches
         needed = {
             **({"inputs": inputs} if self._needs_inputs else {}),
-            **({"targets": targets} if self._needs_targets else {}),
+            **({"targets": targets} if self._needs_targets and (needs_loss or targets is not None) else {}),
         }
         samples = self._num_samples(needed, extras)
         into = Division(samples, sizes_of(samples or 0, min(count, spec.microbatches), spec.microbatches), spec.slices)
@@ -154,6 +163,8 @@ class BatchCutter:
             if given is None:
                 raise UsageError(f"rank {self._rank} needs {name}; see engine.needs_inputs and engine.needs_targets")
         for name, given in needed.items():
+            if name == "targets" and not flatten(given)[1]:
+                continue
             samples = _most_rows(given)
             if samples is None or (samples == 0 and self._replicas == 1):
                 shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
@@ -163,6 +174,8 @@ class BatchCutter:
         return None if samples == 1 else samples  # what has one row may be for all samples alike
 
     def _targets(self, into: Division, targets: Any) -> Sequence[Any]:
+        if targets is None:
+            return [None] * into.num_units
         if isinstance(targets, Tensor):
             return self._units(into, "targets", targets)
         tree, rows = self._rows(into, "targets", targets)

@@ -1,20 +1,14 @@
-"""What an engine's user may want to know of its rank: which stages it holds, and which data they need."""
+"""What an engine's user may want to know of its rank: its place among the replicas, and which data it needs."""
 
 from __future__ import annotations
 
-from .build import Stage
 from .rank_model import RankModel
 
 
 class RankView:
-    """A rank's stages and its place among the replicas, as whoever has a `RankModel` shows them."""
+    """What a rank needs, and its place among the replicas, as whoever has a `RankModel` shows them."""
 
     _model: RankModel
-
-    @property
-    def stages(self) -> dict[int, Stage]:
-        """This rank's stages: their blocks, as they are cut, by their numbers in the whole model."""
-        return self._model.stages
 
     @property
     def deferred_share(self) -> float | None:

@@ -61,10 +61,11 @@ class FlatLayout:
     def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int) -> FlatLayout:
         """Return the layout in which every tensor lies in one of `num_shards` shards, as evenly as may be."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        filled, owners = [0] * num_shards, [0] * len(sizes)
-        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-            owners[number] = filled.index(min(filled))
-            filled[owners[number]] += sizes[number]
+        filled, loads, owners = [0] * num_shards, [0] * num_shards, [0] * len(sizes)
+        for number in sorted(range(len(sizes)), key=lambda number: -tensors[number].numel()):
+            owner = owners[number] = min(range(num_shards), key=lambda shard: (filled[shard], loads[shard], shard))
+            filled[owner] += sizes[number]
+            loads[owner] += tensors[number].numel()
         shard_size = max(filled)
         places = [owner * shard_size for owner in range(num_shards)]
         starts = []

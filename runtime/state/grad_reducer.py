@@ -48,6 +48,8 @@ class GradReducer:
         self._program: Sequence[Instruction] | None = None
         self._num_launched = 0
         self._under_way: list[tuple[GradBucket, Work]] = []
+        self.accumulates = False
+        """Whether the step's gradients are added to by the next one: only reductions whose sums are kept are due."""
         self.reshards = any(bucket.reshards for bucket in buckets)
         """Whether full gradients are resident only from a backward to their reduction."""
         self._passengers: Callable[[], Tensor] | None = None
@@ -99,15 +101,25 @@ class GradReducer:
         self.launch_ready()
 
     def launch_ready(self) -> None:
-        """Launch the buckets that are next in order, as far as they are ready."""
+        """Launch the buckets that are next in order, as far as they are ready and due."""
         while self._num_launched < len(self._order) and self._order[self._num_launched].ready:
             bucket = self._order[self._num_launched]
             bucket.ready = False  # its turn may come again
+            self._num_launched += 1
+            if self.accumulates and not bucket.reshards:
+                continue
             bucket.fill()
             if self._passengers is not None and bucket.room is not None:
                 bucket.room.board(self._passengers())  # the last one: all forwards are done
-            self._num_launched += 1
             self._under_way.append((bucket, bucket.reduce(self._buckets.replicas_of(bucket))))
+
+    def hold(self, wait: Wait) -> None:
+        """End a step whose gradients the next one adds to."""
+        self._sums.end()
+        self.finish_reductions(wait)
+        self._num_launched = 0
+        for bucket in self._buckets:
+            bucket.missing, bucket.ready = set(bucket.parameters), False
 
     def finish_reductions(self, wait: Wait) -> None:
         """Wait for the reductions that are under way, and take over what they gave."""

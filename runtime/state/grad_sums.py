@@ -33,6 +33,8 @@ class GradSums:
     def __init__(self, buckets: GradBuckets, groups: MeshGroups, tied: TiedWeights, *, sharded: bool) -> None:
         self._buckets, self._groups, self._tied, self._sharded = buckets, groups, tied, sharded
         self._under_way: list[_Sum] = []
+        self.accumulates = False
+        """Whether the step's gradients are added to by the next one, which adds up copies then."""
 
     def has_partial_sums(self, stage: int) -> bool:
         """Whether a stage's last backward leaves partial sums on the ranks of tp that are added up at once."""
@@ -41,7 +43,7 @@ class GradSums:
     def add_partial_sums(self, stage: int) -> None:
         """Begin to add up the partial sums of a stage over the ranks of tp."""
         for bucket in self._buckets.partial_sums:
-            if bucket.stage == stage:
+            if bucket.stage == stage and not self.accumulates:
                 bucket.fill()
                 self._under_way.append(_Sum([bucket.flat], self._groups.tensor.all_reduce(bucket.flat)))
 
@@ -57,6 +59,8 @@ class GradSums:
             homes = [self._buckets.home[parameter] for parameter in self._tied.copies(params)]
             buckets = [bucket for bucket, _ in homes]
             copies = [[view for _, view in homes]] if homes else []
+        if self.accumulates and not any(bucket.reshards for bucket in buckets):
+            return
         for bucket in buckets:
             bucket.fill()
         self._under_way += _begin_sums(copies, sharing)

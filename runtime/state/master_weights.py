@@ -33,6 +33,28 @@ class Masters:
             self._of.update({p: nn.Parameter(local_of(p)) for p in weights if isinstance(p, DTensor)})
             self._of.update(zip(low, high, strict=True))
             self._pairs[stage.index] = ([local_of(parameter) for parameter in low], list(high))
+        self._watched = [parameter for parameter in self._of if not isinstance(parameter, DTensor)]
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self._watched]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some weights are copies of longer ones, which are stepped."""
+        return any(low for low, _ in self._pairs.values())
+
+    @property
+    def were_changed(self) -> bool:
+        """Whether somebody has changed weights in place that are copies of what is stepped, since they were written."""
+        return self._versions != [parameter._version for parameter in self._watched]
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Let masters have those numbers that were changed in the weights that are rounded from them."""
+        for lows, highs in self._pairs.values():
+            for low, high in zip(lows, highs, strict=True):
+                high.copy_(torch.where(low == high.to(low.dtype), high, low.to(high.dtype)))
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the master of a parameter: itself where it has 32 bits or more, of a DTensor its local shard.
@@ -57,6 +79,7 @@ class Masters:
             low, high = self._pairs[stage]
             if low:
                 torch._foreach_copy_(low, high)
+        self._note_versions()
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -6,9 +6,12 @@ ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +19,7 @@ from quintsched.ir.instructions import AllReduceBucket, Instruction
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import local_of
+from ..comm import Group
 from ..optim.builds import OptimizerBuilds
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build import Stage
@@ -25,7 +29,7 @@ from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
 from .grad_sums import GradSums
-from .master_weights import Masters
+from .master_weights import Masters, is_low
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import full_weights, load_state, state_of
 from .zero_grads import ShardedGradBucket
@@ -43,6 +47,23 @@ class Gradients:
     reducer: GradReducer
     norm: GradNorm
     absent: AbsentGradients
+    earlier_weights: list[Callable[[], Tensor]] = field(default_factory=list)
+    """What gives the loss weights of batches whose gradients wait for those of further ones."""
+
+    def accumulate(self, *, on: bool) -> None:
+        """Say whether the next step's gradients are added to those of this one."""
+        self.reducer.accumulates = self.sums.accumulates = on
+
+
+class KeptState(NamedTuple):
+    """What an optimizer keeps for a parameter.
+
+    `handle` is what this rank steps of it, None: nothing; `is_shard` says that what has its shape is cut as it is.
+    """
+
+    handle: nn.Parameter | None
+    state: dict[str, Any]
+    is_shard: bool
 
 
 class TrainingState:
@@ -75,7 +96,7 @@ class TrainingState:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._stats = MemoryStats()
         self.weights, self._whole = ShardedWeights(), builds.whole
-        buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
+        buckets = self._buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
         self.steppers = builds.bind(self.masters)
         self.zero_split = self._describe_split(builds.why)
@@ -185,6 +206,45 @@ class TrainingState:
         self.weights.settle()
         load_state(self._stages, self.steppers, self.masters, state)
         self.weights.gather_again()
+
+    def kept_for(self, stage: int, parameter: nn.Parameter) -> KeptState:
+        """Return what the optimizer of a stage keeps for a parameter."""
+        master = self.masters.of(parameter)
+        stepper = next((stepper for stages, stepper in self.steppers.items() if stage in stages), None)
+        if master is None or stepper is None:
+            return KeptState(master, {}, is_shard=True)
+        return KeptState(master, stepper.state_of(master), is_shard=not stepper.gathers(master))
+
+    def replicas_of(self, parameter: nn.Parameter) -> Group:
+        """Return the ranks over which the gradient of a parameter is summed."""
+        return self._buckets.replicas_of(self._buckets.home[parameter][0])
+
+    def stepped_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the type in which a parameter is stepped."""
+        return torch.float32 if is_low(parameter.dtype) else parameter.dtype
+
+    def stepped(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what the optimizers of this rank work on, by the names of weights in the whole model."""
+        for stage in self._stages.values():
+            for name, parameter in stage.named_weights().items():
+                master = self.masters.of(parameter)
+                if master is not None:
+                    yield name, master
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context in which what optimizers work on is changed; blocks have the same numbers after it (collective)."""
+        self.weights.settle()
+        yield
+        self.masters.publish(list(self._stages))
+        self.weights.gather_again()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Let shards and masters have what was changed in the full weights, which are resident."""
+        self.weights.take_over()
+        self.masters.take_over()
+        self.masters.publish(list(self._stages))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return full weights, gathered from their shards (collective over tp, and replicas that hold shards)."""

@@ -117,6 +117,7 @@ class ShardedMasters(Masters):
         super().__init__({})
         self._pairs = {stage: ([], []) for stage in stages}
         self._within: dict[nn.Parameter, tuple[int, int]] = {}
+        self._watched = [parameter for bucket in buckets for parameter in bucket.parameters]
         for bucket in buckets:
             if bucket.stepped is not bucket.shard:
                 low, high = self._pairs[bucket.plan_bucket.stage]
@@ -128,6 +129,8 @@ class ShardedMasters(Masters):
                 self._of[parameter] = master
                 if segment is not None:
                     self._within[parameter] = (segment.start, segment.stop)
+
+        self._note_versions()
 
     def span_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return which numbers of the flattened parameter this rank steps, [start, stop); None: all, or none."""
@@ -189,6 +192,21 @@ class ShardedWeights:
         """Wait for all that is being gathered."""
         for stage in list(self._under_way):
             self.wait(stage, wait_for)
+
+    @property
+    def are_resident(self) -> bool:
+        """Whether blocks have full weights between steps."""
+        return not self._reshards
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether some are being gathered."""
+        return bool(self._under_way)
+
+    def take_over(self) -> None:
+        """Let shards have what was changed in the full weights, which are resident."""
+        for bucket in (bucket for buckets in self._of_stage.values() for bucket in buckets):
+            bucket.shard.copy_(bucket.layout.shard(bucket.full))
 
     def gather_again(self) -> None:
         """Make weights full again after somebody wrote to the shards (collective over replicas)."""

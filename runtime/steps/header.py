@@ -38,11 +38,20 @@ class Announcer:
         self._num_texts = 0
         self._under_way: list[Work] = []
 
-    def refuse(self, error: MisfitError | UsageError) -> None:
-        """Tell the others why there is no step, instead of `announce`."""
+    def refuse(self, error: MisfitError | UsageError) -> bool:
+        """Tell the others why there is no step, instead of `announce`; return whether the source goes on.
+
+        A member that is not the source only listens, as that waits for it.
+        """
         if self._speaks:
             kind = _MISFIT if isinstance(error, MisfitError) else _USAGE
             self._send([0] * self._width, kind, str(error))
+            return False
+        try:
+            self.announce([], "")
+        except (MisfitError, UsageError):
+            return False
+        return True
 
     def announce(self, numbers: Sequence[int], text: str) -> tuple[list[int], str]:
         """Return what the source says; the others' arguments are not looked at.

@@ -24,6 +24,7 @@ from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.cargo import Cargo, require_planned_skips
+from ..stage.in_place import require_own_memory
 from ..stage.microbatches import Batch, Sizes, sizes_of
 from ..stage.rank_model import RankModel
 from .header import Announcer
@@ -54,7 +55,8 @@ class StepSettler:
 
     def refuse(self, error: MisfitError | UsageError) -> None:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
-        self._inputs.refuse(error)
+        if self._inputs.refuse(error) and self._targets is not None:
+            self._targets.refuse(error)
 
     def settle(self, plan: Plan, batch: Batch) -> Units:
         """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
@@ -113,7 +115,9 @@ class StepSettler:
 
     def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
         model, samples, parcels = self._model, spec.inputs.samples, self._find(spec, batch, unit)
-        require_planned_skips(plan, model.cuts, parcels, list(map(on_meta, model.outlines)))
+        blocks = list(map(on_meta, model.outlines))
+        require_planned_skips(plan, model.cuts, parcels, blocks)
+        require_own_memory(model.cuts, parcels, blocks)
         cargo = Cargo(plan, model.cuts, model.tensor.travelling(parcels))
         context = model.sequences.context_of(samples)
         tokens = samples.shape[1] if len(samples.shape) > 1 else 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
@@ -26,6 +26,7 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
+from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import checkpoints_of, remembered
 from ..comm import Transport
 from ..comm.clock import now_s
@@ -233,7 +234,9 @@ class Trainer:
         progress = self.progress
         for inputs, targets, extras in self._feed.train(progress.epoch, start=progress.batch):
             self._set_learning_rate()
-            result = self.engine.step(inputs, targets, **extras)
+            *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
+            earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
+            result = self.engine.step(inputs, targets, **extras).with_earlier(earlier)
             traced.count(self.engine)
             progress.step += 1
             progress.batch += 1
@@ -342,3 +345,14 @@ class Trainer:
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
         return True
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    """Return a batch in so many parts, of as even numbers of samples as can be."""
+
+    def part(number: int) -> Any:
+        return map_tensors(
+            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) > 1 else tensor, batch
+        )
+
+    return [part(number) for number in range(count)] if count > 1 else [batch]

@@ -282,8 +282,9 @@ def test_an_error_inside_a_step_names_the_instruction() -> None:
         x = torch.cat([torch.zeros(2, 4), torch.full((2, 4), 100.0)])
         engine.step(x, torch.ones(4, 4))
 
-    with pytest.raises(ValueError, match="the bomb went off") as caught:
+    with pytest.raises(qs.MisfitError, match=r"stage 1, block 1 \(Bomb\): ValueError: the bomb went off") as caught:
         run_local(2, run)
+    assert isinstance(caught.value.__cause__, ValueError)
     assert any("on rank 1 (pp=1), instruction" in note and "microbatch=1" in note for note in caught.value.__notes__)
 
 
@@ -359,7 +360,7 @@ def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
 
     engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), [lambda: nn.Linear(2, 2)], explode, sgd)
     engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="no such target"):
+    with pytest.raises(qs.MisfitError, match="the loss function raised ValueError: no such target; it was given"):
         engine.step(torch.zeros(2, 2), torch.ones(2, 2))
     with pytest.raises(qs.UsageError, match="an earlier step failed half-way"):
         engine.step(torch.zeros(2, 2), torch.zeros(2, 2))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
 from ...blocks.blocks import TARGETS, Parcel
-from ...blocks.trees import DIFFERENTIABLE, TreeSpec
+from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
 from ...stage.forward import UNIT, Extras, Outputs, apart
+from ...steps.explain import called
 from ..cells import Cell, Parts
 from ..rank_state import ComputeState, Saved, Start
 
@@ -90,7 +92,7 @@ def _bind_training(
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
-            start = start.with_loss(auxiliary)
+            start = start.with_loss(auxiliary, state.scale.value)
             losses.append((place, auxiliary.detach()))
         saved[kept] = Saved(given, start, reruns, extras.get(UNIT))
         clock.stop()
@@ -143,6 +145,12 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
 
+    def conclude(output: Any, given: Outputs) -> None:
+        if current.outputs is not None:
+            current.outputs[unit] = map_tensors(lambda tensor: apart(tensor.detach(), given), output)
+        if current.batch.targets[unit] is not None:
+            finish((output,))
+
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
         clock.start()
@@ -151,7 +159,10 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
         skips.require_unchanged(given, versions)
         if auxiliary is not None:
             losses.append((place, auxiliary))
-        finish(tuple([apart(output.detach(), given) for output in outputs]) if hands_on else outputs)
+        if hands_on:
+            finish(tuple([apart(output.detach(), given) for output in outputs]))
+        else:
+            conclude(outputs[0], given)
         clock.stop()
 
     return run
@@ -228,6 +239,8 @@ def _with_unit(
         assert shape is not None
         step = current.number if trains else -1 - current.number
         positions = shape.positions(unit % slices, slices, device)
+        before = current.samples_before
+        samples = range(before + samples.start, before + samples.stop)
         return {**extras_of(given), UNIT: Unit(step, samples, positions)}
 
     return extras
@@ -238,7 +251,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
-    only_one, current, unit = len(parcel.specs) == 1, state.current, instruction.microbatch
+    only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
 
     def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.of(output) for output in outputs]
@@ -269,9 +282,9 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     """Find the summed loss of a unit, and add loss, weight and metrics to the tally."""
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
     share = len(state.current.units.samples[unit]) / state.usual_samples
-    loss = tally.add_loss(unit, state.loss_fn(output, targets), share)
+    loss = tally.add_loss(unit, called("the loss function", state.loss_fn, output, targets), share)
     if state.metrics:
         with torch.no_grad():
-            for column, metric in zip(tally.metrics, state.metrics.values(), strict=True):
-                column.append((unit, metric(output, targets)))
-    return Start().with_loss(loss)
+            for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
+                column.append((unit, called(f"metric {name!r}", metric, output, targets)))
+    return Start().with_loss(loss, state.scale.value)

@@ -137,6 +137,17 @@ class ContextParallel:
                 return _swapping(self._group, self.shard, length)
 
 
+def whole_sequences(mine: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the whole sequences of which each member of a group has its chunks along a dimension (collective)."""
+    is_flag = mine.dtype is torch.bool
+    rows = mine.transpose(0, dim).to(torch.uint8 if is_flag else mine.dtype).contiguous()
+    gathered = rows.new_empty((group.size * len(rows), *rows.shape[1:]))
+    group.all_gather(gathered, rows).wait()
+    order = _all_positions(group, SequenceShard(group.size, group.index), len(gathered)).argsort()
+    whole = gathered[order.to(gathered.device)].transpose(0, dim)
+    return whole.to(torch.bool) if is_flag else whole
+
+
 def _all_positions(group: Group, shard: SequenceShard, length: int) -> Tensor:
     """Return the positions of the tokens of all ranks, one rank after the other."""
     shards = [SequenceShard(shard.size, index) for index in range(shard.size)]

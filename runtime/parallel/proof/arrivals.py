@@ -21,7 +21,7 @@ from ...blocks.blocks import TARGETS, TOKENS, Parcel, takes_targets
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, SelfGroup
-from ..context.context import SequenceShard
+from ..context.context import whole_sequences
 from .twins import SEED, at_work
 
 SAMPLES = 2
@@ -151,7 +151,7 @@ class Arrivals:
         is_cut = self._cuts > 1 and first.dim() > 1
         whole = first
         if is_cut and self._group.size > 1:
-            whole = _join_ranks(first, self._group)
+            whole = whole_sequences(first, self._group, TOKENS)
         elif is_cut:
             whole = torch.cat(list(units[: self._cuts]), TOKENS)
         if first.dim() and first.shape[0] == self._of_unit_samples:
@@ -197,17 +197,6 @@ def draw(spec: TensorSpec, number: int, device: torch.device) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(spec.shape, generator=generator, dtype=dtype).to(device)
     return torch.randint(0, 2, spec.shape, generator=generator).to(device, dtype)
-
-
-def _join_ranks(mine: Tensor, group: Group) -> Tensor:
-    """Return the whole sequences of which each member has its chunks along the tokens."""
-    is_flag = mine.dtype is torch.bool
-    rows = mine.transpose(0, TOKENS).to(torch.uint8 if is_flag else mine.dtype).contiguous()
-    gathered = rows.new_empty((group.size * len(rows), *rows.shape[1:]))
-    group.all_gather(gathered, rows).wait()
-    order = torch.cat([SequenceShard(group.size, index).positions(len(gathered)) for index in range(group.size)])
-    whole = gathered[order.argsort().to(gathered.device)].transpose(0, TOKENS)
-    return whole.to(torch.bool) if is_flag else whole
 
 
 def _likely_inputs(first: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:

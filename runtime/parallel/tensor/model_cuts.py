@@ -139,6 +139,11 @@ class TensorCuts:
             last = replace(last, output=TreeSpec.plain(TensorSpec((*sizes, ids // self._group.size), logits.dtype)))
         return [*others, last]
 
+    @property
+    def cuts_logits(self) -> bool:
+        """Whether the last block's output is cut over the vocabulary."""
+        return self._logits_are_cut
+
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a loss or a metric bound to the ranks over which the logits it gets are cut, if they are."""
         return partial(function, vocabulary=self._group) if self._logits_are_cut else function

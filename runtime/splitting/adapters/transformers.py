@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 
 LENGTH, SAMPLES, IMAGE, SOUND = 8, 2, 64, 2000
 """Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
@@ -34,6 +34,19 @@ def settings(model: Any) -> dict[str, Any]:
     """Return what a forward is called with besides its inputs: no cache."""
     config = model.config
     return {"use_cache": False} if hasattr(config, "use_cache") and not config.is_encoder_decoder else {}
+
+
+def require_whole_loss(model: Any) -> None:
+    """Raise `MisfitError` for what a model does in training that its blocks would not do."""
+    config = model.config
+    if getattr(config, "output_router_logits", False):
+        raise MisfitError(
+            "output_router_logits adds a loss of the routers to the model's own, which blocks do not have; set "
+            "config.output_router_logits = False"
+        )
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            raise MisfitError(f"{name} leaves out layers at random, which blocks cannot; set config.{name} = 0.0")
 
 
 def example(model: Any, *, longer: bool = False) -> dict[str, Tensor]:

@@ -248,6 +248,28 @@ def test_weights_that_nothing_sets_are_refused():
         split(NanoGPT, example=ids())
 
 
+class Dropping(Shared):
+    """Drops out between its layers, without a module for it."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(F.dropout(x, 1.0, self.training), 1.0)
+        return self.head(x)
+
+
+def test_code_between_layers_knows_that_it_trains():
+    model = Dropping()
+    blocks = split(model, example=ids())
+    hidden = torch.randn(4, 6, WIDTH)
+    for block in blocks[2:5]:
+        block.train()
+        trained = block(hidden, ids=ids())
+        block.eval()
+        assert not torch.equal(trained, block(hidden, ids=ids()))
+        assert torch.equal(trained, block(torch.zeros_like(hidden), ids=ids()))
+
+
 def test_shapes_are_found_in_the_type_that_is_trained_in(nano):
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 

@@ -223,3 +223,10 @@ def test_the_example_runs(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["huggingface.py", "--steps", "2"])
     runpy.run_path(str(Path(__file__).parents[3] / "examples" / "huggingface.py"))
     assert "after 2 steps the loss is" in capsys.readouterr().out
+
+
+def test_losses_of_routers_are_refused():
+    config = transformers.MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=IDS)
+    config.output_router_logits = True
+    with pytest.raises(MisfitError, match="output_router_logits adds a loss"):
+        split(lambda: transformers.AutoModelForCausalLM.from_config(config))

@@ -1,0 +1,43 @@
+"""Where in a block an error was raised: the innermost of its modules whose `forward` was running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FrameType
+
+from torch import nn
+
+
+def place_of(error: BaseException, number: int, block: nn.Module) -> str:
+    """Return where in block `number` an error was raised, in words."""
+    name = f"block {number} ({type(block).__name__})"
+    inner = _innermost(error, {id(module): path for path, module in block.named_modules()})
+    if inner is None or not inner[0]:
+        return name
+    path, module = inner
+    return f"{name}, in its {path!r}, a {type(module).__name__}"
+
+
+def block_of(error: BaseException, blocks: dict[int, nn.Module]) -> int | None:
+    """Return the number of the block that was running when an error was raised; None where none was."""
+    for number, block in blocks.items():
+        if _innermost(error, {id(module): path for path, module in block.named_modules()}) is not None:
+            return number
+    return None
+
+
+def _innermost(error: BaseException, paths: dict[int, str]) -> tuple[str, nn.Module] | None:
+    found = None
+    for frame in frames(error):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in paths:
+            found = paths[id(module)], module
+    return found
+
+
+def frames(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames that an error went through, outermost first."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next

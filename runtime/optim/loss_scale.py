@@ -1,0 +1,56 @@
+"""Loss scaling for fp16: gradients too small for the type are scaled up, and down again once they are float32 sums.
+
+    loss x scale ──▶ backward in fp16 ──▶ sums in float32 ──▶ / (weight x scale) ──▶ norm, clip, step
+                                              not finite: no rank steps, and the scale falls; else it may rise
+
+The scale is that of a `torch.amp.GradScaler`, whose numbers and rules are kept: who looks at it sees the scale in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quintsched.errors import UsageError
+
+
+class LossScale:
+    """The scale of losses, and how it changes; None: 1, always. Raises `UsageError` for what is no scaler."""
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise UsageError(
+                f"grad_scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler, by which the engine "
+                "scales, unscales and updates by itself: grad_scaler=torch.amp.GradScaler()"
+            )
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.value = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def update(self, *, skipped: bool) -> None:
+        """Change the scale after a step, which was skipped as its gradient was not finite, or not."""
+        if self._scaler is None:
+            return
+        state: dict[str, Any] = self._scaler.state_dict()
+        steps = 0 if skipped else state["_growth_tracker"] + 1
+        if skipped:
+            self.value *= state["backoff_factor"]
+        elif steps == state["growth_interval"]:
+            self.value, steps = self.value * state["growth_factor"], 0
+        self._scaler.load_state_dict({**state, "scale": self.value, "_growth_tracker": steps})
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the scale, and for how many steps it has not changed; nothing without a scaler."""
+        if self._scaler is None:
+            return {}
+        steps = float(self._scaler.state_dict()["_growth_tracker"])
+        return {"engine.loss_scale": torch.tensor([self.value, steps], dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` gave, where it is there."""
+        found = state.get("engine.loss_scale")
+        if self._scaler is not None and found is not None:
+            self.value, steps = found.tolist()
+            kept = {"scale": self.value, "_growth_tracker": int(steps)}
+            self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})

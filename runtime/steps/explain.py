@@ -1,0 +1,70 @@
+"""Errors of a user's own code, in words that say where they arose: rank, stage, block and module.
+
+ValueError: no such token      ──▶      MisfitError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a
+                                        Attention: ValueError: no such token            (raised from the ValueError)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quintsched.errors import MisfitError, QuintschedError
+from quintsched.ir import instructions as ins
+from quintsched.ir.instructions import Instruction
+
+from ..autograd.run_backward import run_backward
+from ..blocks.blame import block_of, frames, place_of
+from ..blocks.trees import TreeSpec
+from ..stage.forward import StageForward
+
+
+def explained(
+    error: Exception, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
+) -> Exception:
+    """Return the error to raise for one that an instruction of a program raised: with what is known of its place.
+
+    An error of ours is returned as it is, with a note. `rank` is this rank's number, and where it is in the mesh.
+    """
+    place = _place(error, instruction, forwards)
+    if place and not isinstance(error, QuintschedError):
+        said = f"{rank}, {place}: {type(error).__name__}: {error}"
+        error = MisfitError(f"{said}{_advice(str(error))}")
+    error.add_note(f"on {rank}, instruction {index}: {instruction}")
+    return error
+
+
+def called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
+    """Return what a function of the user's gives for outputs and targets; raises `MisfitError` for its errors."""
+    try:
+        return function(output, targets)
+    except QuintschedError:
+        raise
+    except Exception as error:
+        raise MisfitError(
+            f"{name} raised {type(error).__name__}: {error}; it was given {TreeSpec.of(output)}, and targets "
+            f"{TreeSpec.of(targets)}"
+        ) from error
+
+
+def _place(error: Exception, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
+    """Return which stage and block an error comes from; empty: from none."""
+    sides = [side for side in instruction.sides if isinstance(side, ins.Compute)]
+    for side in sides:
+        blocks = forwards[side.stage].blocks
+        number = block_of(error, blocks)
+        if number is not None:
+            return f"stage {side.stage}, {place_of(error, number, blocks[number])}"
+    if sides and any(frame.f_code is run_backward.__code__ for frame in frames(error)):
+        return f"the backward of stage {sides[-1].stage} ({', '.join(_names(forwards[sides[-1].stage]))})"
+    return ""
+
+
+def _names(forward: StageForward) -> list[str]:
+    return [f"block {number}, a {type(block).__name__}" for number, block in forward.blocks.items()]
+
+
+def _advice(said: str) -> str:
+    if "in-place operation" in said or "inplace operation" in said:
+        return "; let the block change a copy: x = x.clone(), or build its module with inplace=False"
+    return ""

@@ -1,0 +1,107 @@
+"""The outputs of an evaluation, put together on the ranks that hold the last stage.
+
+    microbatch 0   {"logits": (2, 8, V), "loss": ()}  ─┐
+    microbatch 1   {"logits": (2, 8, V), "loss": ()}  ─┴▶  {"logits": (4, 8, V), "loss": (2,)}
+
+Tensors are joined along samples; those of no dimensions are stacked. What tensor parallelism has cut of the vocabulary,
+and context parallelism of sequences, is gathered, so that each rank of the last stage has whole outputs of its replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+from ..blocks.shapes import trace_shapes
+from ..blocks.trees import Tensors, TensorSpec, TreeSpec, flatten, merged
+from ..comm import Group
+from ..comm.autograd_collectives import all_gather
+from ..parallel.context.context import whole_sequences
+from ..parallel.mesh_groups import MeshGroups
+from ..stage.rank_model import RankModel
+
+
+class OutputJoiner:
+    """Joins the outputs of one rank."""
+
+    def __init__(self, model: RankModel, groups: MeshGroups) -> None:
+        self._model, self._tensor, self._context = model, groups.tensor, groups.context
+
+    def __call__(self, outputs: Mapping[int, Any], inputs: TreeSpec, extras: Mapping[str, TreeSpec]) -> Any:
+        """Return the outputs of all units as one tree (collective over tp and cp); None where this rank has none.
+
+        Args:
+            outputs: what the last block gave for each unit.
+            inputs: the spec of a unit of inputs.
+            extras: those of its extras.
+
+        Raises `MisfitError` where they cannot be joined.
+        """
+        if not outputs:
+            return None
+        trees, rows = zip(*(flatten(outputs[unit]) for unit in sorted(outputs)), strict=True)
+        tree = merged(trees)
+        if tree is None:
+            raise MisfitError(f"the outputs of microbatches are built otherwise: {trees[0]} and {trees[-1]}")
+        joined = [_join(path, parts) for path, parts in zip(tree.paths, zip(*rows, strict=True), strict=True)]
+        return tree.build(self._gathered(joined, inputs, extras))
+
+    def _gathered(
+        self, tensors: Sequence[Tensor], inputs: TreeSpec, extras: Mapping[str, TreeSpec]
+    ) -> Sequence[Tensor]:
+        cp, cuts_logits = self._context.size, self._model.tensor.cuts_logits
+        if cp == 1 and not cuts_logits:
+            return tensors
+        specs = self._specs(inputs, extras)
+        if cuts_logits:
+            tensors = [
+                all_gather(tensor, self._tensor, -1) if _is_part(tensor, spec, self._tensor) else tensor
+                for tensor, spec in zip(tensors, specs, strict=True)
+            ]
+        if cp == 1:
+            return tensors
+        longer = self._specs(_longer(inputs, cp), {name: _longer(spec, cp) for name, spec in extras.items()})
+        dims = [_sequence_of(spec, whole, cp) for spec, whole in zip(specs, longer, strict=True)]
+        return [
+            tensor if dim is None else whole_sequences(tensor, self._context, dim)
+            for tensor, dim in zip(tensors, dims, strict=True)
+        ]
+
+    def _specs(self, inputs: TreeSpec, extras: Mapping[str, TreeSpec]) -> tuple[TensorSpec, ...]:
+        parcels = trace_shapes(self._model.outlines, inputs, extras, self._model.options.dtype)
+        return parcels[-1].output.tensors
+
+
+def _join(path: str, parts: Tensors) -> Tensor:
+    if not parts[0].dim():
+        return torch.stack(parts)
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+        raise MisfitError(
+            f"the outputs{path} of microbatches cannot be joined along samples: their shapes are {shapes}"
+        )
+    return torch.cat(parts)
+
+
+def _is_part(tensor: Tensor, spec: TensorSpec, group: Group) -> bool:
+    return bool(spec.shape) and tensor.dim() > 0 and tensor.shape[-1] * group.size == spec.shape[-1]
+
+
+def _longer(spec: TreeSpec, times: int) -> TreeSpec:
+    """Return the spec of sequences of so many times the length."""
+    tensors = (
+        TensorSpec((one.shape[0], one.shape[1] * times, *one.shape[2:]), one.dtype) if len(one.shape) > 1 else one
+        for one in spec.tensors
+    )
+    return TreeSpec(spec.tree, tuple(tensors))
+
+
+def _sequence_of(spec: TensorSpec, whole: TensorSpec, cuts: int) -> int | None:
+    """Return the dimension that is as many times longer where sequences are; None: there is none."""
+    places = zip(range(len(spec.shape)), spec.shape, whole.shape, strict=True)
+    return next((dim for dim, part, total in places if part != total and part * cuts == total), None)

@@ -1,0 +1,143 @@
+"""An exponential moving average of the weights, which lies on the ranks as what the optimizer works on does.
+
+    after each step     average = decay · average + (1 - decay) · weights        float32, or as wide as the weights
+    applied()           weights ⇄ average, and back                              for an evaluation, say
+
+A step that is skipped changes neither. Buffers, and weights that are not trained, are not averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError, UsageError
+
+from ..state.training_state import TrainingState
+
+Decay = float | Callable[[int], float]
+"""The share that stays of the average; or a function of how many times it was updated before."""
+
+
+class WeightAverage:
+    """An average of the weights of one rank's stages.
+
+    Attributes:
+        updates: how many steps it has taken in.
+        is_applied: whether weights and average have changed places.
+    """
+
+    def __init__(self, state: TrainingState, decay: Decay) -> None:
+        if not callable(decay) and not 0 <= decay <= 1:
+            raise UsageError(f"the decay of an average is a number from 0 to 1, not {decay}")
+        self._state, self._decay = state, decay
+        self.updates, self.is_applied = 0, False
+        self._averages: dict[str, Tensor] = {}
+        self._add_new()
+
+    def _add_new(self) -> None:
+        """Begin with the weights as they are, also with those that are trained from now on."""
+        for name, master in self._state.stepped():
+            if name not in self._averages:
+                self._averages[name] = master.detach().clone()
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (self._averages[name], master.detach()) for name, master in self._state.stepped() if name in self._averages
+        ]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after a step; the engine does this by itself."""
+        decay = self._decay(self.updates) if callable(self._decay) else self._decay
+        self._add_new()
+        for average, master in self._pairs():
+            average.lerp_(master, 1 - decay)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the blocks compute with the average (collective where replicas hold shards).
+
+        Within it there are no steps, and nothing is saved.
+        """
+        self._change_places()
+        try:
+            yield
+        finally:
+            self._change_places()
+
+    @torch.no_grad()
+    def _change_places(self) -> None:
+        with self._state.writing():
+            for average, master in self._pairs():
+                kept = master.clone()
+                master.copy_(average)
+                average.copy_(kept)
+        self.is_applied = not self.is_applied
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return the average as `Engine.full_weights` gives weights (collective)."""
+        with self.applied():
+            return self._state.full_weights()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what this rank has of the average, by the names of weights, and how often it was updated."""
+        return {**self._averages, "updates": torch.tensor(self.updates)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave on the same mesh; raises `MisfitError` where it is of other weights."""
+        for name, average in self._averages.items():
+            found = state.get(name)
+            if found is None or found.shape != average.shape:
+                raise MisfitError(f"the average in the state has no {name!r} of shape {tuple(average.shape)}")
+            average.copy_(found)
+        self.updates = int(state.get("updates", 0))
+
+    def of(self, name: str) -> Tensor | None:
+        """Return what this rank has of the average of a weight."""
+        return self._averages.get(name)
+
+
+class Averages:
+    """The averages of an engine, by their numbers; their state goes by "ema.<number>.<name>"."""
+
+    def __init__(self) -> None:
+        self.all: list[WeightAverage] = []
+
+    def update(self) -> None:
+        """Take in the weights after a step."""
+        for average in self.all:
+            average.update()
+
+    def require_none_applied(self, what: str) -> None:
+        """Raise `UsageError` while weights and an average have changed places."""
+        if any(average.is_applied for average in self.all):
+            raise UsageError(f"{what} inside of `with ema.applied()` would take the average for the weights; leave it")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of all."""
+        return {
+            f"ema.{number}.{name}": tensor
+            for number, average in enumerate(self.all)
+            for name, tensor in average.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the state of all; raises `UsageError` for one of an average that the engine does not keep."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            if name.startswith("ema."):
+                _, number, rest = name.split(".", 2)
+                found.setdefault(int(number), {})[rest] = tensor
+        if len(found) > len(self.all):
+            raise UsageError(
+                f"the state has {len(found)} averages of weights, the engine {len(self.all)}; call engine.ema(decay) "
+                "before it is loaded"
+            )
+        for index, kept in found.items():
+            self.all[index].load_state_dict(kept)

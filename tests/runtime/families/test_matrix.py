@@ -1,0 +1,35 @@
+"""The whole matrix: each family on each mesh is equal to one process, or refused before the first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from .cells import MESHES, judge
+from .every import FAMILIES, family_named
+
+REFUSED = {
+    ("timm/beit", "tp2"),
+    ("timm/eva", "tp2"),
+}
+"""What tensor parallelism cannot cut yet: a bias that is put together of parts in every forward."""
+
+MAY_BE_REFUSED = {"sp", "cp2"}
+"""Where the number of tokens, an attention mask or a window may not go with slices."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_equal_or_refused(family: str) -> None:
+    pytest.importorskip(family_named(family).library, reason="the extra `families` is not installed")
+    for name, mesh in MESHES.items():
+        if not mesh.takes(family_named(family)):
+            continue
+        verdict = judge(family_named(family), mesh)
+        allowed = {"equal", "refused"} if name in MAY_BE_REFUSED or (family, name) in REFUSED else {"equal"}
+        assert verdict.result in allowed, f"{name}: {verdict.result}, {verdict.why}"
+
+
+def test_few_are_refused() -> None:
+    over_tp = [family for family, mesh in REFUSED if mesh == "tp2"]
+    assert sum(family.startswith("transformers/") for family in over_tp) <= 2
+    assert sum(family.startswith("timm/") for family in over_tp) <= 5

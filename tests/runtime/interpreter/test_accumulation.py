@@ -1,0 +1,114 @@
+"""Gradients of several calls add up to those of one large batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintsched as qs
+from quintsched.errors import UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.parallel.dropout import Masks
+from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+
+from ..toys import CLASSES, Outcome, adam, ids_task, share, train_plainly, worst_difference
+
+LENGTH, SAMPLES, CALLS, STEPS, DEPTH = 8, 12, 3, 2, 2
+OPTIONS = GPTOptions(hidden=16, depth=DEPTH, tied=True, dropout=0.2)
+
+
+def blocks() -> Blocks:
+    return gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), OPTIONS)
+
+
+@cache
+def alone() -> Outcome:
+    """Train on large batches, in the order of calls and within each by replicas, two samples at a time."""
+    task = ids_task(STEPS, SAMPLES, LENGTH)
+    found = train_plainly(
+        task, blocks(), SAMPLES // 2, adam, clip=0.5, dtype=torch.float64, tied=gpt_tied(OPTIONS), masks=Masks(0)
+    )
+    copies = {other: found.weights[first] for first, *others in gpt_tied(OPTIONS).values() for other in others}
+    return Outcome(found.losses, found.weights | copies)
+
+
+def accumulated(transport: Transport, plan: qs.Plan, **more: Any) -> Outcome:
+    engine = Engine(
+        plan,
+        blocks(),
+        cross_entropy_sum,
+        adam,
+        clip=0.5,
+        metrics={"accuracy": correct_sum},
+        dtype=torch.float64,
+        tied=gpt_tied(OPTIONS),
+        bucket_mb=0.004,
+        transport=transport,
+        **more,
+    )
+    task, losses = ids_task(STEPS, SAMPLES, LENGTH), []
+    for inputs, targets in zip(task.inputs, task.targets, strict=True):
+        results = []
+        for call, (x, y) in enumerate(zip(inputs.chunk(CALLS), targets.chunk(CALLS), strict=True)):
+            results.append(engine.step(*share(engine, x, y), last=call == CALLS - 1))
+            if call < CALLS - 1:
+                with pytest.raises(UsageError, match="gradients wait"):
+                    engine.state_dict()
+                engine.evaluate(*share(engine, x, y))
+        assert [result.grad_norm is None for result in results] == [True] * (CALLS - 1) + [False]
+        weights = [result.weight for result in results]
+        whole = results[-1].with_earlier(results[:-1])
+        assert whole.weight == sum(weights)
+        losses.append(whole.loss.item())
+    return Outcome(losses, engine.full_weights())
+
+
+CASES = [
+    ("1f1b", "dp=2,pp=2", 0, {}),
+    ("1f1b", "dp=2,pp=2", 1, {}),
+    ("zb-h1", "dp=2,pp=2", 2, {}),
+    ("1f1b", "dp=2,pp=2", 3, {}),
+    ("1f1b", "dp=2,tp=2", 0, {"sequence_parallel": True}),
+    ("1f1b", "dp=2,tp=2", 2, {"sequence_parallel": True}),
+    ("zb-h1", "dp=2", 0, {}),
+    ("1f1b", "pp=2", 0, {}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "mesh", "zero", "more"), CASES)
+def test_calls_equal_one_large_batch(schedule: str, mesh: str, zero: int, more: dict[str, Any]) -> None:
+    pp, dp = (qs.Mesh.parse(mesh).axis_size(axis) for axis in ("pp", "dp"))
+    tied = {"embedding": (0, pp - 1)} if pp > 1 else {}
+    plan = qs.compile(schedule, mesh=mesh, microbatches=2 // dp, zero=zero, tied=tied)
+    found = run_local(plan.mesh.size, lambda transport: accumulated(transport, plan, **more), timeout_s=60)
+    assert worst_difference(found, alone()) <= 1e-12
+
+
+def test_a_large_batch_that_is_not_finite_is_skipped_as_a_whole() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+    random = torch.Generator().manual_seed(0)
+    good, other = torch.randn(2, 4, 3, generator=random).unbind()
+
+    def run(transport: Transport) -> bool:
+        engine = Engine(plan, [torch.nn.Linear(3, 3)], lambda x, y: (x - y).square().sum(), adam, transport=transport)
+        before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+
+        def step(x: Tensor, *, last: bool) -> bool:
+            return engine.step(*share(engine, x, good), last=last).skipped
+
+        assert not step(torch.full_like(good, torch.inf), last=False)
+        assert step(other, last=True)
+        after = engine.full_weights()
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        assert not step(other, last=False)
+        return not step(good, last=True)
+
+    assert all(run_local(2, run))

@@ -1,0 +1,153 @@
+"""Whatever way an optimizer is given, it steps the same; what cannot be is refused in a line."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+
+from ..toys import difference, share
+from .optimizers import GlobalNorm, Lookahead, by_dims
+
+
+def blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]
+
+
+def squared(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().sum()
+
+
+def train(optimizer: Any, mesh: str = "dp=2,pp=2", zero: int = 1, steps: int = 3, **more: Any) -> list[dict[str, Any]]:
+    """Train on all ranks, and return their weights; `optimizer` is made out of blocks where it is marked."""
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+    random = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, 8, 4, generator=random, dtype=torch.float64)
+    made = [blocks() for _ in range(plan.mesh.size)]
+
+    def run(transport: Transport) -> dict[str, Any]:
+        mine = made[transport.rank]
+        given = optimizer.over(mine) if isinstance(optimizer, Over) else optimizer
+        engine = Engine(plan, mine, squared, given, transport=transport, block_costs=[1.0] * 3, **more)
+        schedulers = engine.lr_schedulers(lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
+        for _ in range(steps):
+            engine.step(*share(engine, inputs, targets))
+            schedulers.step()
+        return dict(engine.full_weights())
+
+    return run_local(plan.mesh.size, run, timeout_s=60)
+
+
+class Over:
+    """Makes an optimizer over the parameters of blocks."""
+
+    def __init__(self, make: Any) -> None:
+        self.over = lambda blocks: make([p for block in blocks for p in block.parameters()])
+
+
+def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": parameters[:3], "weight_decay": 0.5}, {"params": parameters[3:], "lr": 0.02}], lr=0.01
+    )
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "a class": (torch.optim.AdamW, lambda p: torch.optim.AdamW(p)),
+    "a partial": (partial(torch.optim.AdamW, lr=0.02), lambda p: torch.optim.AdamW(p, lr=0.02)),
+    "an instance": (Over(decayed), decayed),
+    "an instance by dims": (Over(by_dims), by_dims),
+    "an instance with state": (Over(torch.optim.Adagrad), torch.optim.Adagrad),
+    "names": (
+        lambda named: decayed([p for _, p in named]),
+        decayed,
+    ),
+    "patterns": (
+        {"0.*": partial(torch.optim.SGD, lr=0.1), "*.bias": torch.optim.Adam, "*": torch.optim.AdamW},
+        lambda p: [torch.optim.SGD(p[:2], lr=0.1), torch.optim.Adam(p[3::2]), torch.optim.AdamW(p[2::2])],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 1), ("dp=2", 0), ("dp=2", 3)])
+def test_forms_give_the_same_steps(form: str, mesh: str, zero: int) -> None:
+    given, plain = FORMS[form]
+    expected = train(plain, "dp=1", 0)[0]
+    for weights in train(given, mesh, zero):
+        assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-12
+
+
+def test_several_are_one_to_schedulers_and_state() -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    engine = Engine(plan, blocks(), squared, {"*.bias": torch.optim.SGD, "*": torch.optim.Adam})
+    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [3, 3]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5**step)
+    engine.step(torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64))
+    scheduler.step()
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5e-3, 0.5e-3]
+    assert "optimizer.1.weight.exp_avg" in engine.state_dict()
+
+
+def spent(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    return made
+
+
+def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = torch.optim.Adam(parameters)
+    torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "mesh", "zero", "error", "words"),
+    [
+        (3, "dp=2", 0, UsageError, r"must be a function of parameters, such as optimizer=lambda params"),
+        (lambda p: None, "dp=2", 0, UsageError, "returned a NoneType"),
+        (torch.optim.LBFGS, "dp=2,pp=2", 0, UsageError, "LBFGS computes losses inside its step"),
+        (torch.optim.SparseAdam, "dp=2", 0, UsageError, "SparseAdam wants sparse gradients"),
+        (Over(spent), "dp=2", 0, UsageError, "has made steps already"),
+        (Over(scheduled), "dp=2", 0, UsageError, r"engine\.lr_schedulers"),
+        ({"0.*": torch.optim.Adam}, "dp=2", 0, UsageError, r"no pattern of the optimizers matches '1\.weight'"),
+        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", 0, UsageError, "first to match no weight"),
+        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", 0, UsageError, "none of those"),
+        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", 0, UsageError, "two optimizers step the same"),
+        (GlobalNorm, "pp=2", 0, MisfitError, "depends on all parameters"),
+        (GlobalNorm, "dp=2", 1, MisfitError, "depends on all parameters, .* with ZeRO-1"),
+        (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", 0, UsageError, "needs_whole_parameters"),
+    ],
+)
+def test_what_cannot_be_stepped_is_refused(
+    given: Any, mesh: str, zero: int, error: type[QuintschedError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        train(given, mesh, zero, steps=1)
+
+
+def test_segments_are_refused_to_who_wants_whole_parameters() -> None:
+    with pytest.raises(MisfitError, match="zero_split='parameter'"):
+        train(torch.optim.Adafactor, "dp=2", 1, zero_split="element")
+
+
+def test_the_imbalance_of_whole_parameters_is_said() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=1)
+
+    def run(transport: Transport) -> str | None:
+        return Engine(plan, blocks(), squared, torch.optim.Adafactor, transport=transport).zero_split
+
+    assert run_local(2, run)[0] == (
+        "ZeRO-1 gives whole parameters to 2 replicas (Adafactor needs them): 6 of 6 weights; the fullest steps 1.20 "
+        "times its even share"
+    )

@@ -1,0 +1,113 @@
+"""Scaled losses give the numbers of a plain loop with torch's GradScaler; the scale moves on all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.comm import Transport, run_local
+
+from ..toys import difference, share
+
+INIT = {"init_scale": 2.0**12, "growth_interval": 2}
+
+
+def blocks() -> list[type[nn.Module]]:
+    return [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4)]  # type: ignore[list-item, return-value]
+
+
+def squared(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().sum()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    found = [torch.randn(2, 4, 4, generator=random) for _ in range(7)]
+    found[3][0, 1, 2] = torch.inf
+    return [(pair[0], pair[1]) for pair in found]
+
+
+def alone() -> tuple[dict[str, Tensor], list[float]]:
+    model, scaler, scales = build_model(blocks(), 0), torch.amp.GradScaler("cpu", **INIT), []
+    stepper = torch.optim.Adam(model.parameters(), lr=0.01)
+    for inputs, targets in batches():
+        stepper.zero_grad()
+        for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+            scaler.scale(squared(model(x), y) / 4).backward()
+        scaler.unscale_(stepper)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(stepper)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {name: p.detach() for name, p in model.named_parameters()}, scales
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2", 2), ("pp=2", 0)])
+def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+
+    def run(transport: Transport) -> tuple[dict[str, Tensor], list[float]]:
+        scaler, scales = torch.amp.GradScaler("cpu", **INIT), []
+        engine = Engine(
+            plan,
+            blocks(),
+            squared,
+            lambda p: torch.optim.Adam(p, lr=0.01),
+            clip=1.0,
+            grad_scaler=scaler,
+            transport=transport,
+        )
+        for number, (inputs, targets) in enumerate(batches()):
+            result = engine.step(*share(engine, inputs, targets))
+            assert result.skipped == (number == 3)
+            assert result.loss.isfinite() == (number != 3)
+            scales.append(scaler.get_scale())
+        other = Engine(plan, blocks(), squared, torch.optim.Adam, grad_scaler=scaler, transport=transport)
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        other.step(*share(other, *batches()[3]))
+        other.load_state_dict(state)
+        assert scaler.get_scale() == scales[-1]
+        return engine.full_weights(), scales
+
+    expected, scales = alone()
+    assert len(set(scales)) == 2
+    for weights, found in run_local(qs.Mesh.parse(mesh).size, run):
+        assert found == scales
+        assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-6
+
+
+def test_half_precision_is_trained_with_a_scale() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+
+    def run(transport: Transport) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        engine = Engine(
+            plan,
+            blocks(),
+            lambda x, y: squared(x, y) * 1e-7,
+            lambda p: torch.optim.Adam(p, lr=0.01),
+            dtype=torch.float16,
+            grad_scaler=scaler,
+            transport=transport,
+        )
+        inputs, targets = batches()[0]
+        return [engine.step(*share(engine, inputs, targets)).loss.item() for _ in range(30)]
+
+    for losses in run_local(2, run):
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_what_is_no_scaler_is_refused() -> None:
+    with pytest.raises(UsageError, match="grad_scaler is a float"):
+        Engine(
+            qs.compile("1f1b", mesh="pp=1", microbatches=1),
+            blocks(),
+            squared,
+            torch.optim.Adam,
+            grad_scaler=2.0,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,150 @@
+"""What is wrong with a user's blocks, losses or batches is said in one line, the same on all ranks, with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+
+SIZE, X, Y = 4, torch.ones(4, 4), torch.ones(4, 4)
+
+linear = partial(nn.Linear, SIZE, SIZE)
+
+
+def run(blocks: Any, *, pp: int = 2, loss_fn: Any = nn.functional.mse_loss, inputs: Any = X, **more: Any) -> list[str]:
+    """Take a step; return what each rank says."""
+    plan, said = qs.compile("1f1b", mesh=f"pp={pp}", microbatches=2), dict[int, str]()
+
+    def step(transport: Transport) -> None:
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        extras = more if transport.rank or "only" not in more else {}
+        try:
+            Engine(plan, blocks, loss_fn, sgd, transport=transport).step(inputs, Y, **extras)
+        except Exception as error:
+            said[transport.rank] = f"{type(error).__name__}: {error}"
+            raise
+
+    with pytest.raises((qs.MisfitError, qs.UsageError)):
+        run_local(pp, step, timeout_s=20)
+    return [said[rank] for rank in sorted(said)]
+
+
+class Attention(nn.Module):
+    def __init__(self, raises: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.raises = raises
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises(x):
+            raise KeyError("no such head")
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, raises: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.layer, self.attention = nn.Linear(SIZE, SIZE), Attention(raises)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(self.layer(x))
+        return y
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x * mask)
+
+
+class Gives(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.layer, self.output = nn.Linear(SIZE, SIZE), output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output(self.layer(x))
+
+
+def test_an_error_of_a_block_names_the_module_that_raised_it() -> None:
+    while_tracing = run([linear, partial(Layer, lambda x: True)])
+    assert len(set(while_tracing)) == 1, "all ranks say the same"
+    assert "in block 1 (Layer), in its 'attention', a Attention" in while_tracing[0]
+    in_step = run([linear, partial(Layer, lambda x: not x.is_meta)])
+    assert any(
+        "rank 1 (pp=1), stage 1, block 1 (Layer), in its 'attention', a Attention: KeyError: 'no such head'" in said
+        for said in in_step
+    )
+
+
+def test_an_error_of_a_recomputed_block_is_said_too() -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1, recompute=1)
+    layer = Layer(lambda x: not x.is_meta and torch.is_grad_enabled())
+    engine = Engine(plan, [layer], nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(qs.MisfitError, match=r"stage 0, block 0 \(Layer\), in its 'attention'") as found:
+        engine.step(X, Y)
+    assert isinstance(found.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "more", "words"),
+    [
+        ([linear, 3], {}, "UsageError: block 1 is a int; it must be a module, or a function that builds one"),
+        (nn.Bilinear(2, 2, 2), {}, "UsageError: blocks is a whole Bilinear; give a list of its blocks, or cut it"),
+        (7, {}, "UsageError: blocks is a int; give a list of modules"),
+        ([linear, lambda: 3], {}, "is to build a block, and returned a int"),
+        ([linear, lambda: nn.Linear("a", 2)], {}, "is to build a block, without arguments, and raised TypeError"),
+        ([linear, linear], {"loss_fn": "mse"}, "UsageError: loss_fn is a str; it must be a function"),
+        ([linear, linear], {"mask": X}, "UsageError: no block takes 'mask', which the step is given"),
+        ([linear, Takes], {}, "block 1 (Takes) needs 'mask', which no block sends along and the step is not given"),
+        ([linear, Takes], {"mask": None}, "(in block 1 (Takes), mask=None;"),
+        ([linear, Takes], {"mask": object()}, "mask is a builtins.object; known are tensors, tuples"),
+        ([linear, partial(Gives, lambda y: None)], {}, "block 1 (Gives) returns None, in which there is no tensor"),
+        ([partial(Gives, lambda y: [1, 2]), linear], {}, "block 0 (Gives) returns list(1, 2), in which there is no"),
+        ([partial(Gives, lambda y: (y, y)), linear], {}, "block 1 cannot take tuple(tensor, tensor)"),
+        ([linear, linear], {"inputs": {"a": X, "b": X[:2]}}, "inputs['a'] has 4, inputs['b'] has 2"),
+        ([linear, linear], {"inputs": [X, object()]}, "inputs[1] is a builtins.object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_said_in_a_line(blocks: Any, more: dict[str, Any], words: str) -> None:
+    said = run(blocks, **more)
+    assert any(words in one for one in said), said
+
+
+def test_an_opaque_object_cannot_go_from_stage_to_stage() -> None:
+    given = object()
+    said = run([partial(Gives, lambda y: {"y": y, "cache": given}), TakesY])
+    assert any("block 0 leaves a builtins.object at ['cache'], which cannot go to another stage" in s for s in said)
+
+
+def test_a_weight_of_several_stages_is_refused_with_the_line_to_write() -> None:
+    shared = nn.Linear(SIZE, SIZE)
+    assert all("share the weight 'weight'" in said and "tied=" in said for said in run([shared, shared]))
+
+
+def test_a_tree_that_is_built_otherwise_than_agreed_goes_no_further() -> None:
+    def output(y: Tensor) -> Any:
+        return {"y": y} if y.is_meta else {"z": y}
+
+    said = run([partial(Gives, output), TakesY])
+    assert any("a Gives gave dict(z: tensor); the ranks agreed on dict(y: tensor)" in one for one in said)
+
+
+class TakesY(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return given["y"] * self.weight

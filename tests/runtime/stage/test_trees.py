@@ -1,0 +1,244 @@
+"""Trees between blocks: on every schedule the numbers are those of one process, whatever is built of the tensors."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Carry, Engine
+from quintsched.runtime.blocks.blocks import build_block, split_result
+from quintsched.runtime.blocks.trees import flatten, tensors_of
+from quintsched.runtime.comm import Transport, run_local
+
+SIZE, SAMPLES, STEPS, MICROBATCHES = 4, 8, 2, 4
+
+
+@dataclass
+class State:
+    hidden: Tensor
+    ids: Tensor
+    note: object = None
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Morph(nn.Module):
+    """Takes any tree, and returns one that is built otherwise: of fresh tensors, old ones, weights, buffers, values."""
+
+    def __init__(self, seed: int, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, SIZE))
+        self.register_buffer("table", torch.arange(SIZE).float())
+        self.seed, self.in_place = seed, in_place
+
+    def forward(self, given: Any, scale: float = 1.0, mask: Tensor | None = None) -> Any:
+        floats = [t for t in tensors_of(given) if t.is_floating_point() and t.dim() == 2]
+        others = [t for t in tensors_of(given) if not t.is_floating_point()]
+        x = sum(floats[1:], start=floats[0]) / len(floats)
+        if self.in_place:
+            floats[0].mul_(0.5).add_(0.1)
+            x = x + floats[0]
+        for vector in (t for t in tensors_of(given) if t.is_floating_point() and t.dim() == 1):
+            x = x + 0.1 * vector
+        if mask is not None:
+            x = x * mask
+        y = torch.tanh(self.layer(x)) * scale
+        ids = others[0] + 1 if others else (y.detach()[:, 0] > 0)
+        odd: list[Any] = [
+            {"y": y, "again": y, "ids": ids, "none": None, "k": 3},
+            (y, [x, {"deep": ids}], ()),
+            State(y, ids, (self.shift, None, "words")),
+            Pair(Pair(y, 1.5), self.table),
+            [y, given if isinstance(given, Tensor) else floats[0], self.shift],
+            UserDict(y=y, flag=ids > 0, dtype=torch.float64),
+            y,
+            (y, y[:, :1] * 2, ids),
+        ]
+        return Random(self.seed).choice(odd)
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, 3)
+
+    def forward(self, given: Any) -> Any:
+        x = next(t for t in tensors_of(given) if t.is_floating_point() and t.dim() == 2)
+        return {"logits": self.layer(x.expand(-1, SIZE)), "none": None}
+
+
+def loss_fn(output: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+    return ((output["logits"] - targets["y"]) ** 2).sum(), float(len(targets["y"]))
+
+
+Made = Sequence[Callable[[], nn.Module]]
+
+
+def batch() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, SIZE, generator=random, dtype=torch.float64)
+    inputs = {"x": x, "ids": torch.arange(SAMPLES), "words": "as they are", "none": None}
+    mask = torch.rand(SAMPLES, 1, generator=random, dtype=torch.float64)
+    targets = {"y": torch.randn(SAMPLES, 3, generator=random, dtype=torch.float64), "z": None}
+    return inputs, targets, {"scale": 1.25, "mask": mask}
+
+
+def cut(tree: Any, number: int, count: int) -> Any:
+    shape, tensors = flatten(tree)
+    return shape.build([t.chunk(count)[number].clone() for t in tensors])
+
+
+def plainly(blocks: Made, count: int = MICROBATCHES) -> tuple[list[float], dict[str, Tensor]]:
+    model = nn.ModuleList([build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets, extras = batch()
+    losses = []
+    for _ in range(STEPS):
+        total = 0.0
+        for number in range(count):
+            given, auxiliary = cut(inputs, number, count), 0.0
+            beside = {name: cut(extra, number, count) for name, extra in extras.items()}
+            for block in model:
+                taken = beside if isinstance(block, Morph) else {}
+                given, _, loss = split_result(block(given, **taken))
+                auxiliary = auxiliary if loss is None else auxiliary + loss
+            part = (loss_fn(given, cut(targets, number, count))[0] + auxiliary) / SAMPLES
+            part.backward()
+            total += part.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(plan: qs.Plan, blocks: Made) -> tuple[list[float], dict[str, Tensor]]:
+    def run(transport: Transport) -> tuple[list[float], dict[str, Tensor]]:
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        engine = Engine(plan, blocks, loss_fn, sgd, dtype=torch.float64, transport=transport)
+        inputs, targets, extras = (cut(t, engine.replica, engine.num_replicas) for t in batch())
+        if not any(issubclass(getattr(block, "func", Last), Morph) for block in blocks):
+            extras = {}
+        losses = [engine.step(inputs, targets, **extras).loss.item() for _ in range(STEPS)]
+        return losses, engine.full_weights()
+
+    outcomes = run_local(plan.mesh.size, run, timeout_s=30)
+    return outcomes[0][0], {name: w for _, weights in outcomes for name, w in weights.items()}
+
+
+def require_equal(
+    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    weights = {name: weight for name, weight in found[1].items() if not name.endswith("table")}
+    assert weights.keys() == expected[1].keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[1][name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {"mesh": "pp=2"}),
+    ("1f1b", {"mesh": "pp=4"}),
+    ("zb-h1", {"mesh": "pp=3"}),
+    ("interleaved-1f1b", {"mesh": "pp=2", "chunks": 2}),
+    ("zbv", {"mesh": "pp=2"}),
+    ("dualpipe", {"mesh": "pp=2"}),
+    ("dualpipev", {"mesh": "pp=2"}),
+    ("1f1b", {"mesh": "pp=2", "recompute": 1}),
+    ("interleaved-1f1b", {"mesh": "pp=2", "chunks": 2, "recompute": 1}),
+    ("1f1b", {"mesh": "pp=1", "recompute": 2}),
+    ("1f1b", {"mesh": "pp=2", "offload": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), PLANS, ids=str)
+def test_odd_trees_give_the_numbers_of_one_process(name: str, shape: dict[str, Any]) -> None:
+    for seed in range(3):
+        random = Random(seed)
+        in_place = [False, seed == 1, False, seed == 2]
+        blocks = [*(partial(Morph, random.randrange(1000), in_place=changes) for changes in in_place), Last]
+        plan = qs.compile(name, microbatches=MICROBATCHES, **shape)
+        require_equal(train(plan, blocks), plainly(blocks))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_weights_that_travel_stay_what_they_are_under_zero_3(seed: int) -> None:
+    blocks = [*(partial(Morph, number + 4 * seed) for number in range(4)), Last]
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=3)
+    require_equal(train(plan, blocks), plainly(blocks))
+
+
+class Shares(nn.Module):
+    """Returns a tensor beside a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, given: Any) -> Any:
+        y = self.layer(given["x"])
+        return y, y.view(-1)
+
+
+class Changes(nn.Module):
+    def forward(self, given: Any) -> Any:
+        given[0].add_(1)
+        return given[0] + given[1].view_as(given[0])
+
+
+def test_what_shares_memory_with_something_changed_is_refused() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    with pytest.raises(
+        qs.MisfitError, match=r"block 1 \(Sequential\) changes what it is given at 0 in place, and with it 1"
+    ):
+        train(plan, [Shares, lambda: nn.Sequential(Changes(), Last())])
+    blocks = [lambda: nn.Sequential(Shares(), Changes()), Last]
+    require_equal(train(plan, blocks), plainly(blocks, 2))
+
+
+class ChangesMask(Morph):
+    def forward(self, given: Any, scale: float = 1.0, mask: Tensor | None = None) -> Any:
+        assert mask is not None
+        mask.mul_(0.5)
+        return super().forward(given, scale, mask)
+
+
+def test_an_extra_that_is_changed_in_place_is_refused_where_another_stage_takes_it() -> None:
+    blocks = [partial(ChangesMask, 6), partial(Morph, 6), Last]
+    with pytest.raises(
+        qs.MisfitError, match=r"changes 'mask' in place, an extra that block 1 takes as well.*mask.clone"
+    ):
+        train(qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[1, 2]), blocks)
+    for recompute in (0, 1):
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[2, 1], recompute=recompute)
+        require_equal(train(plan, blocks), plainly(blocks))
+
+
+class Losing(nn.Module):
+    """A pair, whose second is no loss; and a loss beside a dict."""
+
+    def __init__(self, *, is_pair: bool) -> None:
+        super().__init__()
+        self.layer, self.is_pair = nn.Linear(SIZE, SIZE), is_pair
+
+    def forward(self, given: Any) -> Any:
+        y = self.layer(tensors_of(given)[0])
+        return Carry((y, y.mean())) if self.is_pair else ({"y": y, "k": None}, (y**2).sum())
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_a_pair_and_a_loss_are_told_apart(is_pair: bool) -> None:
+    blocks = [partial(Losing, is_pair=is_pair), partial(Losing, is_pair=is_pair), Last]
+    require_equal(train(qs.compile("1f1b", mesh="pp=3", microbatches=MICROBATCHES), blocks), plainly(blocks))
