@@ -17,7 +17,7 @@ from quintsched.errors import MisfitError, UsageError
 LENGTH, SAMPLES, IMAGE, SOUND = 8, 2, 64, 2000
 """Of the inputs that a model is tried with: tokens, and sizes of what says nothing of its own."""
 
-OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
+OUTPUTS = ("logits", "prediction_logits", "text_embeds", "image_embeds", "last_hidden_state")
 """What of a model's output its last block returns: the first that there is."""
 
 IGNORED = -100
