@@ -5,7 +5,8 @@
 
 Inputs, targets and extras may be trees (see `blocks.trees`): their tensors are cut, all else goes to every unit as it
 is. A tensor of one row where there are more samples, or of no dimensions, belongs to all of them: every unit gets it
-whole. Of fewer samples than microbatches, the last microbatches have none.
+whole. Targets and extras may have several rows for each sample, as `ids.view(-1)` has. Of fewer samples than
+microbatches, the last microbatches have none.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class BatchCutter:
             if samples is None or (samples == 0 and self._replicas == 1):
                 shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
                 raise MisfitError(f"{name} {shape}cannot be cut into microbatches: there are no samples")
-            return samples
+            return samples if name == "inputs" else _fewest_rows([given, *extras.values()], samples)
         samples = most_rows(list(extras.values()))
         return None if samples == 1 else samples  # what has one row may be for all samples alike
 
@@ -236,14 +237,15 @@ class BatchCutter:
         rows = tensor.shape[0] if tensor.dim() else None
         may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)
         is_for_all = may_be_for_all and rows != into.samples
-        if not is_for_all and (rows is None or rows != into.samples):
+        several, odd = divmod(rows or 0, into.samples) if into.samples else (1, rows or 0)
+        if not is_for_all and (rows is None or odd or (several != 1 and name == "inputs")):
             raise MisfitError(
                 f"{name} of shape {tuple(tensor.shape)} cannot be cut into microbatches: "
                 + (f"there are {into.samples} samples" if tensor.dim() else "it has no samples")
             )
         mine = shard.cut(name, tensor) if tensor.dim() else tensor
         moved: Tensor = mine.to(self._device, dtype, non_blocking=tensor.device.type == "cpu")
-        return [moved] * len(into.sizes) if is_for_all else moved.split(list(into.sizes))
+        return [moved] * len(into.sizes) if is_for_all else moved.split([several * size for size in into.sizes])
 
 
 def without_samples(tree: Any) -> Any:
@@ -254,6 +256,12 @@ def without_samples(tree: Any) -> Any:
 def most_rows(tree: Any) -> int | None:
     """Return how many rows the tensor of a tree has that has most; None where no tensor has any dimension."""
     return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
+
+
+def _fewest_rows(trees: Sequence[Any], most: int) -> int:
+    """Return how many samples there are where no tree has inputs: a tensor may have several rows of each."""
+    rows = (len(tensor) for tensor in flatten(list(trees))[1] if tensor.dim() and len(tensor) > 1)
+    return min(rows, default=most)
 
 
 def _length(inputs: Any) -> int | None:

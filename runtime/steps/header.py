@@ -18,7 +18,7 @@ import torch
 
 from quintsched.errors import MisfitError, UsageError
 
-from ..comm import Group
+from ..comm import Group, Work
 
 MOST_TEXTS = 1024
 """So many texts are remembered; all ranks forget the oldest at the same time."""
@@ -36,6 +36,7 @@ class Announcer:
         self._source = source
         self._texts: dict[str, int] = {}
         self._num_texts = 0
+        self._under_way: list[Work] = []
 
     def refuse(self, error: MisfitError | UsageError) -> bool:
         """Tell the others why there is no step, instead of `announce`; return whether the source goes on.
@@ -71,6 +72,8 @@ class Announcer:
         return said, text
 
     def _send(self, numbers: Sequence[int], kind: int, text: str) -> None:
+        while self._under_way:
+            self._under_way.pop().wait()
         if self._group.size > 1:
             number = self._texts.get(text, -1) if kind == _FINE else -1
             coded = b"" if number >= 0 else text.encode()
@@ -89,7 +92,12 @@ class Announcer:
         self._num_texts += 1
 
     def _broadcast(self, numbers: Sequence[int]) -> list[int]:
+        """Return what the source says, which itself goes on at once, and waits when it speaks again."""
         sent = torch.tensor(numbers, dtype=torch.int64, device=self._group.device)
-        self._group.broadcast(sent, self._source).wait()
-        found: list[int] = numbers if self._speaks else sent.tolist()  # type: ignore[assignment]
+        work = self._group.broadcast(sent, self._source)
+        if self._speaks:
+            self._under_way.append(work)
+            return list(numbers)
+        work.wait()
+        found: list[int] = sent.tolist()
         return found

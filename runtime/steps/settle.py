@@ -162,10 +162,18 @@ def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
             f"this rank's step has {batch.microbatches} microbatches, but that of the first stage's rank has "
             f"{microbatches}; give every rank the same `microbatches`"
         )
-    if batch.num_samples not in (None, samples):
+    if batch.num_samples in (None, samples):
+        return
+    if batch.num_samples and samples and batch.num_samples % samples == 0:
+        if samples % microbatches == 0:
+            return  # several rows for each sample, cut alike
         raise MisfitError(
-            f"this rank is given targets or extras of {batch.num_samples} samples, but the inputs have {samples}"
+            f"this rank is given targets of {batch.num_samples} rows for {samples} samples, which {microbatches} "
+            "microbatches cannot share evenly; give targets whose first dimension is that of the samples"
         )
+    raise MisfitError(
+        f"this rank is given targets or extras of {batch.num_samples} samples, but the inputs have {samples}"
+    )
 
 
 def _structure(parcels: Sequence[Parcel]) -> str:

@@ -73,12 +73,12 @@ def embedded_words(random: torch.Generator) -> Batch:
     return Batch(_ids(random), torch.randn(SAMPLES, WIDTH, generator=random, dtype=torch.float64))
 
 
-def pictures(size: int) -> Callable[[torch.Generator], Batch]:
+def pictures(size: int, samples: int = SAMPLES) -> Callable[[torch.Generator], Batch]:
     """Return what makes a batch of square pictures, each of a class."""
 
     def make(random: torch.Generator) -> Batch:
-        pixels = torch.randn(SAMPLES, 3, size, size, generator=random, dtype=torch.float64)
-        return Batch(pixels, torch.randint(0, CLASSES, (SAMPLES,), generator=random))
+        pixels = torch.randn(samples, 3, size, size, generator=random, dtype=torch.float64)
+        return Batch(pixels, torch.randint(0, CLASSES, (samples,), generator=random))
 
     return make
 

@@ -25,7 +25,7 @@ import quintsched as qs
 from quintsched.errors import QuintschedError, StallError
 from quintsched.runtime import Engine, Transport, run_local, split
 
-from .catalogue import SAMPLES, Batch, Family, Inputs, drawn, loss_of
+from .catalogue import Batch, Family, Inputs, drawn, loss_of
 
 MICROBATCHES, STEPS = 4, 2
 TOLERANCE, BF16_FACTOR = 1e-9, 1.5
@@ -264,7 +264,7 @@ def _full_gradients(engine: Engine) -> dict[str, Tensor]:
 
 def _share(batch: Batch, place: int, count: int) -> Batch:
     """Return one of `count` equal parts of a batch."""
-    size = SAMPLES // count
+    size = len(batch.targets) // count
     rows = slice(place * size, (place + 1) * size)
     return Batch(_each(batch.inputs, lambda tensor: tensor[rows]), batch.targets[rows])
 

@@ -242,3 +242,21 @@ class Losing(nn.Module):
 def test_a_pair_and_a_loss_are_told_apart(is_pair: bool) -> None:
     blocks = [partial(Losing, is_pair=is_pair), partial(Losing, is_pair=is_pair), Last]
     require_equal(train(qs.compile("1f1b", mesh="pp=3", microbatches=MICROBATCHES), blocks), plainly(blocks))
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_targets_may_have_several_rows_for_each_sample(mesh: str) -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
+    blocks = [lambda: nn.Embedding(7, 6), lambda: nn.Linear(6, 7)]
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def run(transport: Transport, given: Tensor) -> float:
+        def loss(logits: Tensor, wanted: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+        engine = Engine(plan, blocks, loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        return engine.step(inputs, given).loss.item()
+
+    found = [run_local(plan.mesh.size, partial(run, given=given)) for given in (targets, targets.view(-1))]
+    assert found[0] == found[1]
