@@ -243,7 +243,7 @@ class PlanRunner:
             self._latest.state.messages.bound.clear()
         if state.flows.trains:
             for stage in self._model.stages.values():
-                stage.require_known_weights()
+                stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
         current, trains = state.current, state.flows.trains
         current.number, current.units, current.last = self.steps.total, step.units, last

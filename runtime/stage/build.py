@@ -6,7 +6,7 @@ stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by what blocks cost, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -54,8 +54,17 @@ class Stage(nn.Module):
         """
         return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if name not in self._frozen}
 
-    def require_known_weights(self) -> None:
-        """Raise `MisfitError` for a parameter that is to be trained and was frozen when the stage was made."""
+    def require_known_weights(self, known: Container[nn.Parameter]) -> None:
+        """Raise `MisfitError` for a parameter that is to be trained and is not `known`.
+
+        It was frozen when the stage was made, or was put in a known one's place since.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter not in known and parameter.requires_grad and name not in self._frozen:
+                raise MisfitError(
+                    f"{name.removeprefix('blocks.')} is another parameter than when the engine was made, which no "
+                    "optimizer knows; write the new numbers into the one that there was, by engine.set_weights"
+                )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise MisfitError(

@@ -5,9 +5,10 @@
 
 A loss function of torch's whose reduction is "mean" is run with the reduction "sum", and its weight is what torch would
 divide by: targets that are not ignored, their classes' weights, or elements. So it is where a loss function of the
-user's ends with one, and where the loss was found by a block that ends with one and is only handed on. Any other bare
-loss weighs as much as its microbatch has samples; if a mean over something else is a part of it, that is said once. So
-it is where blocks have auxiliary losses, which are added to the loss of each microbatch as it is.
+user's ends with one, or with a sum divided by a number, and where the loss was found by a block that ends with one and
+is only handed on. Any other bare loss weighs as much as its microbatch has samples; if a mean over something else is a
+part of it, that is said once. So it is where blocks have auxiliary losses, which are added to the loss of each
+microbatch as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from ..blocks.trees import map_tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -167,9 +170,25 @@ class WeighedLoss:
         self._is_watched, self._is_told, self._is_checked = True, False, False
         self.watches_blocks = True
         self.means = Means()
+        self._divides: bool | None = None
+        """Whether the loss is a sum divided by something, which only a graph shows; None: not known yet."""
 
     def __call__(self, output: Any, targets: Any) -> Found:
         """Return the loss of a microbatch, or its sum and weight."""
+        if not torch.is_grad_enabled() and self._divides is not False:
+            return self._evaluate(output, targets)
+        return self._find(output, targets)
+
+    def _evaluate(self, output: Any, targets: Any) -> Found:
+        """Return the same where nobody needs gradients, by a graph all the same."""
+        with torch.enable_grad():
+            leaves = map_tensors(lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, output)
+            found = self._find(leaves, targets)
+        if isinstance(found, tuple):
+            return tuple(part.detach() if isinstance(part, Tensor) else part for part in found)
+        return found.detach() if isinstance(found, Tensor) else found
+
+    def _find(self, output: Any, targets: Any) -> Found:
         if not self._is_watched:
             return self._with_graph(self._loss_fn(output, targets))
         means, self.means = self.means, Means()
@@ -209,7 +228,13 @@ class WeighedLoss:
     def _with_graph(self, found: Found) -> Found:
         """Return the sum and the weight of a mean as autograd remembers it; what was found, where it does not."""
         node: Any = found.grad_fn if self._tells_apart and isinstance(found, Tensor) else None
-        if node is None or getattr(node, "_saved_total_weight", None) is None:
+        if node is None:
+            return found
+        divisor = _divisor_of_a_sum(node)
+        self._divides = divisor is not None
+        if divisor is not None:
+            return found * divisor, divisor
+        if getattr(node, "_saved_total_weight", None) is None:
             return found
         if getattr(node, "_saved_reduction", None) != _MEAN:
             return found
@@ -224,3 +249,12 @@ class WeighedLoss:
             'one than in one process; return (sum, weight), such as F.cross_entropy(…, reduction="sum"), '
             "(targets != -100).sum()"
         )
+
+
+def _divisor_of_a_sum(node: Any) -> Tensor | None:
+    """Return what a sum is divided by, as in `(losses * mask).sum() / mask.sum()`; None where it is not so."""
+    inputs = [function for function, _ in node.next_functions]
+    if node.name() != "DivBackward0" or inputs[0] is None or any(function is not None for function in inputs[1:]):
+        return None
+    divisor = node._saved_other if inputs[0].name() == "SumBackward0" else None
+    return divisor if isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.item() > 0 else None

@@ -9,9 +9,9 @@ They are begun and not waited for: the program goes on until a bucket is to be r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Work
 from ..parallel.mesh_groups import MeshGroups, Sharing
@@ -35,6 +35,11 @@ class GradSums:
         self._under_way: list[_Sum] = []
         self.accumulates = False
         """Whether the step's gradients are added to by the next one, which adds up copies then."""
+
+    @property
+    def known(self) -> Container[nn.Parameter]:
+        """The parameters whose gradients are summed."""
+        return self._buckets.home
 
     def has_partial_sums(self, stage: int) -> bool:
         """Whether a stage's last backward leaves partial sums on the ranks of tp that are added up at once."""

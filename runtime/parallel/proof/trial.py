@@ -283,7 +283,8 @@ def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor |
 
 def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
     """Yield how far each is off, as a share of the largest number there."""
-    largest = max((float(tensor.nan_to_num(0, 0, 0).abs().max()) for tensor in _numbers(expected)), default=0.0)
+    numbers = (_finite(tensor) for tensor in _numbers(expected))
+    largest = max((float(tensor.abs().max()) for tensor in numbers), default=0.0)
     for name, wanted in expected.items():
         got = found.get(name)
         if wanted is None or got is None:
@@ -304,6 +305,12 @@ def _off(found: Tensor, expected: Tensor, least: float) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    found, expected = found.double().nan_to_num(0, 0, 0), expected.double().nan_to_num(0, 0, 0)
+    found, expected = _finite(found), _finite(expected)
     scale = max(float(expected.abs().max()), least, torch.finfo(torch.float32).tiny)
     return float((found - expected).abs().max()) / scale
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Return a tensor of any type as float64, complex numbers as two, with zeros for what is not finite."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.double().nan_to_num(0, 0, 0)

@@ -136,3 +136,26 @@ def test_sums_of_short_types_are_added_up_in_float32() -> None:
     total, weight = WeighedLoss(F.cross_entropy, tells_apart=True)(output, torch.zeros(40_000, dtype=torch.int64))
     assert total.dtype is torch.float32
     assert (total / weight).item() == pytest.approx(8.0, rel=1e-3)
+
+
+def masked_mean(output: Tensor, targets: Tensor) -> Tensor:
+    mask = (targets != 0).to(output.dtype)
+    losses = nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "pp=2"])
+def test_a_mean_of_ones_own_is_a_sum_and_what_it_is_divided_by(mesh: str) -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(7, (8, 5)), torch.randint(4, (8, 5))
+    blocks = [lambda: nn.Embedding(7, 6), lambda: nn.Linear(6, 7)]
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
+    whole = build_model(blocks, dtype=torch.float64)
+
+    def run(transport: Transport) -> float:
+        engine = Engine(plan, blocks, masked_mean, torch.optim.SGD, dtype=torch.float64, transport=transport)
+        mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
+        return engine.step(inputs[mine], targets[mine]).loss.item()
+
+    for loss in run_local(plan.mesh.size, run):
+        assert abs(loss - masked_mean(whole(inputs), targets).item()) <= 1e-12
