@@ -21,6 +21,7 @@ from quintsched.runtime.checkpoint.checkpoints import Checkpoints
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter.clock import Clock
+from quintsched.runtime.optim.gathered import Stepper
 from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state
@@ -121,7 +122,9 @@ def test_loaded_optimizer_state_lies_beside_its_parameter() -> None:
     stages = {0: Stage(0, {0: nn.Linear(2, 2, bias=False, device="meta")})}
     optimizer = torch.optim.Adam(stages[0].parameters())
     state = {"model.0.weight": torch.ones(2, 2), "optimizer.0.weight.exp_avg": torch.ones(2, 2)}
-    load_state(stages, {(0,): optimizer}, Masters(stages), state | {"optimizer.0.weight.step": torch.tensor(1.0)})
+    load_state(
+        stages, {(0,): Stepper(optimizer, [])}, Masters(stages), state | {"optimizer.0.weight.step": torch.tensor(1.0)}
+    )
     kept = optimizer.state[stages[0].get_parameter("blocks.0.weight")]
     assert kept["exp_avg"].is_meta
     assert not kept["step"].is_meta
