@@ -123,6 +123,8 @@ class TorchGroup(Group):
             # gloo sums a copy of all of it, in half as much time again as its all-reduce takes in place.
             return self._all_reduce(tensor, ReduceOp.SUM)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        if tensor.is_complex():  # which it alone of the collectives does not take
+            output, tensor = torch.view_as_real(output), torch.view_as_real(tensor)
         return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
 
     def _all_to_all(

@@ -29,7 +29,7 @@ from .origin import Origin
 from .parts import TARGET_NAMES, layer_block, segment
 from .proof import require_equal
 from .structure import find_layers, named_layers
-from .ties import untie
+from .ties import apart, untie
 from .traced import segments
 
 NOT_INPUTS = frozenset(
@@ -181,10 +181,10 @@ def _built(
 
 
 def _sequential(model: nn.Sequential) -> Split:
-    made = list(model.children())
-    own_names = {
-        f"{n}.{name}": f"{key}.{name}" for n, (key, b) in enumerate(model.named_children()) for name in b.state_dict()
-    }
+    """Return the entries of a row, of which one module may be several."""
+    made = apart(model)
+    keys = list(model._modules)
+    own_names = {f"{n}.{name}": f"{keys[n]}.{name}" for n, block in enumerate(made) for name in block.state_dict()}
     return Split(made, tied=untie(made), own_names=own_names)
 
 

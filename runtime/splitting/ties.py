@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
@@ -18,14 +18,30 @@ def untie(blocks: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
         first = {id(p): name for name, p in reversed(list(block.named_parameters(remove_duplicate=False)))}
         for weight, name in first.items():
             homes.setdefault(weight, []).append((number, name))
-    tied = {}
+    tied: dict[str, tuple[str, ...]] = {}
     for places in homes.values():
         if len(places) < 2:
             continue
-        tied["_".join(places[0][1].split(".")[-3:])] = tuple(f"{number}.{name}" for number, name in places)
+        tied[_fresh(places[0][1], tied)] = tuple(f"{number}.{name}" for number, name in places)
         for number, name in places[1:]:
             _give_copy(blocks[number], name)
     return tied
+
+
+def apart(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return blocks with another module, of the same parts, for each that comes again."""
+    seen: set[int] = set()
+    made = []
+    for block in blocks:
+        made.append(copy.copy(block) if id(block) in seen else block)
+        seen.add(id(block))
+    return made
+
+
+def _fresh(weight: str, taken: Collection[str]) -> str:
+    """Return a name for what is tied, by the first weight of it; blocks may have different weights of one name."""
+    name = "_".join(weight.split(".")[-3:])
+    return next(n for n in (name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))) if n not in taken)
 
 
 def _give_copy(block: nn.Module, name: str) -> None:

@@ -159,9 +159,15 @@ class GradBucket:
         return list(self.views)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the same memory as real numbers: two for a complex one, in a last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def is_untouched(gradient: Tensor) -> Tensor:
-    """Return where no gradient has come."""
-    return (gradient == 0).logical_and_(gradient.signbit())
+    """Return where no gradient has come; of a complex number the real part tells."""
+    part = gradient.real if gradient.is_complex() else gradient
+    return (part == 0).logical_and_(part.signbit())
 
 
 def can_be_grad(view: Tensor, parameter: Tensor) -> bool:

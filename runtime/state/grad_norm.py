@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..comm import ReduceOp, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
-from .grad_buckets import GradBucket, GradBuckets, is_untouched
+from .grad_buckets import GradBucket, GradBuckets, as_real, is_untouched
 from .master_weights import Masters
 
 CLIP_EPSILON = 1e-6
@@ -96,7 +96,7 @@ class GradNorm:
         """Scale every gradient so that the global norm, which is `norm`, comes under the threshold."""
         factor = torch.clamp(threshold / (norm + CLIP_EPSILON), max=1.0)
         for bucket in self._buckets:
-            bucket.shard.mul_(factor)
+            as_real(bucket.shard).mul_(factor)
 
 
 def _divide(sums: Tensor, weight: Tensor, counted: Sequence[Tensor]) -> list[Tensor]:
@@ -104,9 +104,10 @@ def _divide(sums: Tensor, weight: Tensor, counted: Sequence[Tensor]) -> list[Ten
 
     A CPU reads memory once for both: it divides as much as its cache holds, and takes the norm of that.
     """
+    whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
     if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
-        return [torch.linalg.vector_norm(some.div_(weight)) for some in sums.split(IN_CACHE)]
-    sums.div_(weight)
+        return [torch.linalg.vector_norm(some.div_(weight)) for some in whole.split(IN_CACHE)]
+    whole.div_(weight)
     return [torch.linalg.vector_norm(tensor) for tensor in counted]
 
 

@@ -1,0 +1,111 @@
+"""Layers that a model uses more than once: each use is a block, and their weights stay one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.runtime import Engine, run_local, split
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.fc(self.norm(x))
+
+
+class Row(nn.Module):
+    """Layers a, b, a, b between two others."""
+
+    def __init__(self):
+        super().__init__()
+        one, other = Layer(), Layer()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([one, other, one, other])
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Loop(Row):
+    """The same layers again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in [*self.layers] * 2:
+            x = layer(x)
+        return self.head(x)
+
+
+def sequential():
+    one, other, act = Layer(), Layer(), nn.Tanh()
+    return nn.Sequential(one, act, other, act, one, other)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batch():
+    return torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def losses_of_one_process(model, steps):
+    x, y = batch()
+    optimizer, losses = sgd(model.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("kind", [Row, Loop, sequential])
+def test_layers_that_come_again_stay_one(kind, example, mesh):
+    torch.manual_seed(0)
+    model = kind().double()
+    x, y = batch()
+    given = {"example": x[:2]} if example else {}
+
+    def work(transport):
+        blocks = split(copy.deepcopy(model), **given)
+        assert len(blocks) == 6
+        assert sorted(map(len, blocks.tied.values())) == [2] * 8
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+        engine = Engine(plan, blocks, nn.MSELoss(), sgd, transport=transport)
+        losses = [engine.step(x, y).loss.item() for _ in range(3)]
+        return losses, engine.full_state_dict(all_blocks=True), blocks.own_names
+
+    plain = copy.deepcopy(model)
+    expected = losses_of_one_process(plain, 3)
+    losses, weights, names = run_local(int(mesh[-1]), work)[0]
+    assert losses == pytest.approx(expected, abs=1e-12)
+    whole = plain.state_dict()
+    for block, own in names.items():
+        torch.testing.assert_close(weights[f"model.{block}"], whole[own], rtol=0, atol=1e-12)
+
+
+def test_the_rows_own_modules_stay_as_they_are():
+    model = sequential()
+    split(model)
+    assert model[0] is model[4]
+    assert model[0].fc.weight is model[4].fc.weight
+    assert len(list(model.parameters())) == 8
