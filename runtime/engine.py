@@ -23,7 +23,7 @@ from quintsched.simulation.message_slots import MAX_SENDS
 from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
-from .comm.control import ControlGroup
+from .comm.control import ControlGroup, first_said, gather_texts
 from .engine_weights import EngineWeights
 from .interchange.exchange import CheckpointFiles, Exchange
 from .interchange.model_names import ModelNames
@@ -49,11 +49,14 @@ from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
-from .verification.comparison import Comparison, compare
+from .verification.comparison import Comparison, compare, from_words, joined, to_words
 from .verification.recording import BEFORE, Recording, StepObserver
 from .verification.whole_model import WholeModel, share_of
 from .weights.access import WeightAccess
 from .weights.average import Averages
+
+MOST_TOLD = 50
+"""How many differences of each rank `verify` gives."""
 
 
 class Engine(EngineWeights, RankView, CheckpointFiles):
@@ -285,11 +288,10 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             inputs, targets, extras: as for `step`, but of the whole batch, and on every rank.
 
         Returns:
-            What differs on this rank, the first cause first.
+            What differs, on every rank the same: the first cause first, at most `MOST_TOLD` of each rank.
 
         Raises:
-            MisfitError: weights that the reference does not have, a batch that does not divide.
-            UsageError: a reference that draws.
+            MisfitError: weights that the reference does not have, a reference that draws, a batch that does not divide.
         """
         spec = self.plan.schedule
         whole = WholeModel(
@@ -299,14 +301,18 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             self._clip,
             self.num_replicas * spec.microbatches,
         )
-        whole.require_comparable()
+        refusal = first_said(whole.refusal(), self._groups.world)
+        if refusal:
+            raise MisfitError(refusal)
         alone, precise = (whole.record(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
         recording = Recording(self.transport.rank, self.plan.mesh.coordinates(self.transport.rank))
         observer = self._observer(recording)
         observer.note_weights(BEFORE)
-        mine = [share_of(tree, self.replica, self.num_replicas) for tree in (inputs, targets, extras)]
-        self._run_observed(observer, *mine)
-        return compare([recording], alone, precise, self.plan, [type(o).__name__ for o in self._model.outlines])
+        given = [share_of(tree, self.replica, self.num_replicas) for tree in (inputs, targets, extras)]
+        self._run_observed(observer, *given)
+        names = [type(outline).__name__ for outline in self._model.outlines]
+        mine = compare([recording], alone, precise, self.plan, names)
+        return joined(list(map(from_words, gather_texts(self._groups.world, to_words(mine, MOST_TOLD)))))
 
     def _observer(self, recording: Recording) -> StepObserver:
         program, first_unit = self.plan.programs[self._model.pp_rank], self.replica * self.plan.schedule.num_units

@@ -169,7 +169,8 @@ class BatchCutter:
             samples = most_rows(given)
             if samples is None or (samples == 0 and self._replicas == 1):
                 shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
-                raise MisfitError(f"{name} {shape}cannot be cut into microbatches: there are no samples")
+                what = "there are no samples" if samples == 0 else f"a {type(given).__name__} has no tensors of samples"
+                raise MisfitError(f"{name} {shape}cannot be cut into microbatches: {what}")
             return samples if name == "inputs" else _fewest_rows([given, *extras.values()], samples)
         samples = most_rows(list(extras.values()))
         return None if samples == 1 else samples  # what has one row may be for all samples alike

@@ -12,6 +12,7 @@ Distributed Training" (arXiv 2506.09280).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -131,6 +132,38 @@ def compare(
     return Comparison(ordered, compared, closest, len(alone.figures), len(mesh), tuple(skipped))
 
 
+def joined(found: Sequence[Comparison]) -> Comparison:
+    """Return what came of it on several ranks together."""
+    differences = sorted((one for part in found for one in part.differences), key=_place)
+    return Comparison(
+        tuple(differences),
+        sum(part.compared for part in found),
+        max((part.closest for part in found), default=0.0),
+        found[0].steps,
+        sum(part.ranks for part in found),
+        tuple(dict.fromkeys(name for part in found for name in part.skipped)),
+    )
+
+
+def to_words(comparison: Comparison, most: int) -> str:
+    """Return a comparison, with at most so many of its differences, as text that `from_words` reads."""
+    return json.dumps({**asdict(comparison), "differences": [asdict(d) for d in comparison.differences[:most]]})
+
+
+def from_words(words: str) -> Comparison:
+    """Return what `to_words` has written."""
+    data = json.loads(words)
+    differences = tuple(Difference(**one) for one in data.pop("differences"))
+    return Comparison(differences, **{**data, "skipped": tuple(data["skipped"])})
+
+
+def _place(difference: Difference) -> tuple[float, ...]:
+    """Return where in a step something is made."""
+    kind, block = KINDS[difference.kind], difference.name.partition(".")[0]
+    number = int(block) if block.isdigit() else 10**9
+    return (difference.step, kind, -number if difference.kind == "gradient" else number, difference.rank)
+
+
 def _by_key(recording: Recording) -> dict[Key, Tensor]:
     return {(made.step, made.kind, made.name, made.unit, made.place): made.tensor for made in recording.made}
 
@@ -190,7 +223,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
-KINDS: Mapping[Kind, int] = {"output": 0, "gradient": 1, "weight": 2}
+KINDS: Mapping[Kind, int] = {"output": 0, "gradient": 1, "weight": 2, "figure": 3}
 
 
 def _order(made: Made, rank: int) -> tuple[float, ...]:
@@ -229,5 +262,5 @@ def _figures(
                     words = f"step {step}: the {name.replace('_', ' ')} on rank {recording.rank}"
                     yield (
                         (step, 3, 0, 0, 0, recording.rank),
-                        Difference(step, "output", name, recording.rank, gap, tolerance, words),
+                        Difference(step, "figure", name, recording.rank, gap, tolerance, words),
                     )

@@ -32,7 +32,7 @@ from ..state.master_weights import Masters
 BEFORE = -1
 """The step of the weights that a training starts from."""
 
-Kind = Literal["output", "gradient", "weight"]
+Kind = Literal["output", "gradient", "weight", "figure"]
 Call = Callable[[], None]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintsched.errors import MisfitError, UsageError, nearest
+from quintsched.errors import MisfitError, nearest
 
 from ..blocks.blocks import split_result
 from ..blocks.trees import map_tensors, tensors_of
@@ -40,20 +40,21 @@ class WholeModel:
     clip: float | None
     microbatches: int
 
-    def require_comparable(self) -> None:
-        """Raise `UsageError` for a model that draws, `MisfitError` for one that lacks weights of the engine's."""
+    def refusal(self) -> str:
+        """Return why the model cannot be compared, as it draws or lacks weights of the engine's; "" where it can."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
-                raise UsageError(
+                return (
                     f"the reference draws by itself in {name!r}, and would draw something else than the engine; set "
                     "the probabilities of its dropouts, and of those of the engine's blocks, to 0"
                 )
         known = dict(self.model.named_parameters(remove_duplicate=False))
         for ours, own in self.names.items():
             if own not in known:
-                raise MisfitError(
+                return (
                     f"the reference has no weight {own!r}, which is {ours!r} in the engine{nearest(own, list(known))}"
                 )
+        return ""
 
     def record(self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None) -> Recording:
         """Return what a step on a whole batch makes, computed as `dtype` (None: as the model is)."""

@@ -9,6 +9,7 @@ shape decides is looked up in each step; a unit without samples is passed over.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,13 +26,15 @@ from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
 from ...blocks.blocks import TARGETS, Parcel
-from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors
+from ...blocks.trees import DIFFERENTIABLE, TreeSpec, map_tensors, tensors_of
 from ...parallel.dropout import Unit
 from ...stage.cargo import TakenSkips
 from ...stage.forward import UNIT, Extras, Outputs, apart
 from ...steps.explain import called
 from ..cells import Cell, Parts
 from ..rank_state import ComputeState, Saved, Start
+
+_logger = logging.getLogger(__name__)
 
 Call = Callable[[], None]
 
@@ -283,8 +286,18 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
     output, targets, tally = outputs[0], state.current.batch.targets[unit], state.tally
     share = len(state.current.units.samples[unit]) / state.usual_samples
     loss = tally.add_loss(unit, called("the loss function", state.loss_fn, output, targets), share)
+    if not loss.requires_grad and torch.is_grad_enabled() and state.current.number == 0:
+        _tell_without_graph(unit, output)
     if state.metrics:
         with torch.no_grad():
             for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
                 column.append((unit, called(f"metric {name!r}", metric, output, targets)))
     return Start().with_loss(loss, state.scale.value)
+
+
+def _tell_without_graph(unit: int, output: Any) -> None:
+    """Say of a loss that it trains nothing, though what it is found from could be trained."""
+    if any(tensor.requires_grad for tensor in tensors_of(output)):
+        _logger.warning(
+            "the loss of microbatch %d has no graph, as after `detach()` or `item()`, so that it trains nothing", unit
+        )
