@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from quintsched.errors import MisfitError
 
 from .frame import Frame, Walk
+from .untouched import untouched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, by place and by name."""
@@ -204,7 +205,8 @@ class _Capture(Walk):
                 raise MisfitError(
                     f"{name!r} does not run on torch's meta device, and has no weights yet: {error}"
                 ) from error
-            made, tensors = self._run_layer(own, (args, kwargs), "cpu")
+            with untouched([own]):
+                made, tensors = self._run_layer(own, (args, kwargs), "cpu")
         finally:
             self.inside = False
         places = {id(tensor): place for tensor, place in zip(tensors, given, strict=True) if isinstance(tensor, Tensor)}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import accepted_extras, split_result
+from .untouched import untouched
 
 TOLERANCE = 1e-5
 """Of the largest number; the same operations run, so there is no rounding to speak of."""
@@ -21,10 +21,9 @@ TOLERANCE = 1e-5
 def require_equal(
     model: nn.Module, blocks: Sequence[nn.Module], inputs: Mapping[str, Any], select: Callable[[Any], Any]
 ) -> None:
-    """Raise `MisfitError` unless the blocks, one after the other, give what the model gives."""
-    with _evaluating([model, *blocks]), torch.no_grad():
-        whole = select(_run(model, inputs))
-        chained = chain(blocks, dict(inputs))
+    """Raise `MisfitError` unless the blocks, one after the other, give what the model gives; both stay as they are."""
+    runs = (lambda given: select(_run(model, given)), lambda given: chain(blocks, given))
+    whole, chained = (_tried(run, [model, *blocks], inputs) for run in runs)
     expected, found = tree_flatten(whole)[0], tree_flatten(chained)[0]
     if len(expected) != len(found):
         raise MisfitError(
@@ -38,6 +37,18 @@ def require_equal(
                 "largest number; its forward does more between its layers than can be found by running it: name other "
                 "blocks, split(model, blocks=[…]), or write them by hand"
             )
+
+
+def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
+    """Return what a run of the inputs gives: from the same state of modules and generators each time."""
+    with untouched(modules), torch.no_grad():
+        for module in modules:
+            module.eval()
+        return tree_map(_copied, run(tree_map(_copied, dict(inputs))))
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -65,15 +76,3 @@ def _off(expected: Any, found: Any) -> float:
     if not expected.numel():
         return 0.0
     return float((expected - found).abs().max() / max(1e-30, float(expected.abs().max())))
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    trained = [m for module in modules for m in module.modules() if m.training]
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for module in trained:
-            module.training = True

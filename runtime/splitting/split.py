@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
 
 from quintsched.errors import UsageError
 
 from ..blocks.blocks import Block
+from ..comm.device import fork_generators
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
 from .building import BlockBuilder, built_without_weights, materialised
@@ -110,15 +112,26 @@ def split(
             (["embed", "layers.*", "norm", "head"]); None: the entries of its lists of modules.
         example: small inputs of two samples or more: what the forward is called with, a tensor or a mapping by name.
             Models of transformers need none, and models that can be traced are so without any.
-        prove: whether the model and the chain of its blocks run once on these inputs, to be compared.
+        prove: whether the model and the chain of its blocks run once on these inputs, to be compared; afterwards the
+            model, its buffers and torch's generators are as before.
 
     Raises:
         UsageError: there are no such modules, or no layers, or no inputs.
         MisfitError: the model cannot be split so, or its blocks give other numbers.
     """
-    if not isinstance(model, nn.Module):
+    with fork_generators(torch.device("cpu")):
+        if isinstance(model, nn.Module):
+            return _whole(_adapted(model), blocks, example, prove)
         return _built(model, blocks, example, prove)
-    model = _adapted(model)
+
+
+def _whole(
+    model: nn.Module,
+    blocks: Sequence[str] | None,
+    example: Tensor | Mapping[str, Any] | None,
+    prove: bool,
+) -> Split:
+    """Split a model that is there."""
     if isinstance(model, nn.Sequential) and blocks is None:
         return _sequential(model)
     if blocks is None and example is None and not transformers.is_one(model):
