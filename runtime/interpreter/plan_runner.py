@@ -36,6 +36,7 @@ from ..stage.mean_losses import WeighedLoss
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
+from ..steps.changed_weights import weights_unchanged
 from ..steps.outputs import OutputJoiner
 from ..steps.settle import StepSettler
 from ..steps.trial import Trial
@@ -251,7 +252,9 @@ class PlanRunner:
         current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
-        with self._model.masks.guarding(self._transport.device), shared:
+        is_first = trains and not self.steps.in_run
+        watched = weights_unchanged(self._model) if is_first else nullcontext()
+        with self._model.masks.guarding(self._transport.device), shared, watched:
             interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)
         self._is_broken = False

@@ -1,0 +1,99 @@
+"""Weights that a forward changes: refused where they have copies, as in one process where they have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+
+from ..toys import share
+
+WIDTH = 4
+
+
+class Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, WIDTH, max_norm=0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.rows.weight.data.div_(self.rows.weight.data.norm(dim=1, keepdim=True))
+        return self.rows(ids)
+
+
+class Replaced(Normalised):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.rows.weight.data = self.rows.weight.data / 2
+        return self.rows(ids)
+
+
+class Clamped(Normalised):
+    """Has a clamp with nothing to do."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.rows.weight.clamp_(-100, 100)
+        return self.rows(ids)
+
+
+def train(plan: Any, block: Callable[[], nn.Module]) -> list[Tensor]:
+    def run(transport: Transport) -> Tensor:
+        engine = Engine(
+            plan,
+            [block, lambda: nn.Linear(WIDTH, WIDTH)],
+            nn.CrossEntropyLoss(),
+            lambda p: torch.optim.SGD(p, lr=0.0),
+            transport=transport,
+        )
+        ids = torch.arange(8)
+        engine.step(*share(engine, ids, ids % WIDTH))
+        return engine.full_weights().get("0.rows.weight", torch.zeros(0))
+
+    return run_local(plan.mesh.size, run, timeout_s=60)
+
+
+@pytest.mark.parametrize("block", [Bounded, Normalised, Replaced])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh": "dp=2"},
+        {"mesh": "dp=2", "zero": 3},
+        {"mesh": "dp=2,pp=2", "zero": 1},
+        {"mesh": "pp=2", "recompute": (1, 1)},
+    ],
+    ids=str,
+)
+def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(
+    block: Callable[[], nn.Module], settings: dict[str, Any]
+) -> None:
+    with pytest.raises(MisfitError, match=rf"block 0 \({block.__name__}\) changes its weight 'rows.weight'"):
+        train(qs.compile("1f1b", microbatches=2, **settings), block)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_it_is_as_in_one_process_where_there_is_one_copy(mesh: str) -> None:
+    weights = [w for w in train(qs.compile("1f1b", mesh=mesh, microbatches=2), Bounded) if len(w)]
+    assert all((weight.norm(dim=1) < 0.5001).all() for weight in weights)
+    assert weights
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_clamp_that_changes_nothing_is_not_refused(zero: int) -> None:
+    assert train(qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero), Clamped)
