@@ -25,6 +25,7 @@ from .dtensor import before_fully_shard
 from .in_place import InPlace
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
+from .untouched import attributes_untouched
 
 
 def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torch.device) -> TreeSpec:
@@ -110,7 +111,7 @@ def trace_shapes(
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
         try:
-            with torch.no_grad():
+            with torch.no_grad(), attributes_untouched(module):
                 result = (
                     results[number]
                     if results

@@ -4,19 +4,19 @@
                                              └─▶ tensors ──▶ rank of stage 1 ──▶ blocks 2 3 ──▶ …
 
 Each rank runs the stages that it holds, so that nobody needs the whole model. Nothing is left of it: no graph, and
-generators and buffers are as before. What leaves a block must have a shape that the shape of the inputs decides; else
-the step in which it has another says so.
+generators, weights, buffers and attributes of modules are as before. What leaves a block must have a shape that the
+shape of the inputs decides; else the step in which it has another says so.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quintsched.errors import MisfitError
 
@@ -25,6 +25,7 @@ from ..blocks.blocks import TARGETS, Carry, Parcel, accepted_extras, split_resul
 from ..blocks.shapes import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec, map_tensors, tensors_of
+from ..blocks.untouched import untouched
 from ..comm import Group
 from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
@@ -77,12 +78,13 @@ class Trial:
         """Run the blocks of a stage, and tell the others what they gave."""
         (given, riders), found, announcer = carried, list[Any](), Announcer(self._pipeline, holder, width=0)
         blocks = self._model.stages[stage].blocks
-        with self._gathered(stage), _untouched(blocks), torch.no_grad():
+        with self._gathered(stage), torch.no_grad():
             for number, block in blocks.items():
                 accepts = accepted_extras(block)
                 taken = {name: extra for name, extra in {**extras, **riders}.items() if accepts(name)}
                 try:
-                    given, fresh, auxiliary = split_result(block(given, **taken))
+                    with untouched(block):
+                        given, fresh, auxiliary = split_result(block(given, **taken))
                 except Exception as error:
                     words = f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {type(block).__name__})"
                     announcer.refuse(MisfitError(words))
@@ -116,19 +118,3 @@ def _on_meta(output: str, riders: Mapping[str, str], has_loss: bool) -> object:
     """Return what a block gave, without data."""
     carry = Carry(from_words(output).empty("meta"), **{n: from_words(w).empty("meta") for n, w in riders.items()})
     return (carry, torch.zeros((), device="meta")) if has_loss else carry
-
-
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """A context after which generators and buffers are as before."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu")}
-    others: dict[str, Any] = {"devices": []}
-    if devices:
-        others = {"devices": [*devices], "device_type": next(iter(devices)).type}
-    with torch.random.fork_rng(**others):
-        try:
-            yield
-        finally:
-            for buffer, before in kept:
-                buffer.detach().copy_(before)

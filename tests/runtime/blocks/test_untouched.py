@@ -1,0 +1,146 @@
+"""Runs beside the training leave no trace in blocks: what they keep in attributes is what one process's have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.untouched import untouched
+from quintsched.runtime.comm import Transport, run_local
+
+from ..toys import difference, share
+
+WIDTH = 4
+
+
+class Counting(nn.Module):
+    """Anneals by a counter, and keeps what it was given in dicts, lists, and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+        self.average = torch.zeros(WIDTH, dtype=torch.float64)
+        self.seen: dict[str, list[int]] = {"calls": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen["calls"].append(self.calls)
+        if not x.is_meta:
+            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x + self.average.to(x.device)) / len(self.seen["calls"])
+
+
+class Caching(nn.Module):
+    """Makes a table at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(float(x.shape[1]), dtype=x.dtype, device=x.device).sin()
+        return x + self.layer(x * self.table)
+
+
+class Initialised(nn.Module):
+    """Takes its first input's mean for its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.initialised = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialised:
+            self.initialised = True
+            with torch.no_grad():
+                self.bias.copy_(-x.mean(0))
+        return self.layer(x + self.bias)
+
+
+class Looking(Counting):
+    """Looks at data, so that it cannot run on the meta device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (2 if x.sum().item() > 0 else 1))
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return (output - targets).square().sum(), float(len(output))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    pairs = (torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64).unbind() for _ in range(2))
+    return [(inputs, targets) for inputs, targets in pairs]
+
+
+def alone(block: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    model = build_model([block, block], 0, torch.float64)
+    optimizer = sgd(list(model.parameters()))
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        for x, y in zip(inputs.split(4), targets.split(4), strict=True):
+            (loss(model(x), y)[0] / len(inputs)).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+@pytest.mark.parametrize("block", [Counting, Caching, Initialised, Looking])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_what_blocks_keep_in_attributes_is_as_in_one_process(
+    block: Callable[[], nn.Module], mesh: str, is_built: bool
+) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def train(transport: Transport) -> dict[str, Tensor]:
+        blocks = list(build_model([block, block], 0, torch.float64)) if is_built else [block, block]
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
+        for inputs, targets in batches():
+            engine.step(*share(engine, inputs, targets))
+        return engine.full_weights()
+
+    wanted = alone(block)
+    for weights in run_local(plan.mesh.size, train):
+        for name, weight in weights.items():
+            assert difference(weight, wanted[name]) <= 1e-12, name
+
+
+def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
+    block = Initialised()
+    tables = [torch.ones(2)]
+    block.cache = {"tables": tables}  # type: ignore[assignment]
+    memory, state = block.bias.data_ptr(), torch.get_rng_state()
+
+    def spoil() -> None:
+        with untouched(block):
+            block(torch.randn(2, WIDTH))
+            tables.append(torch.ones(1))
+            tables[0].zero_()
+            block.layer.weight.data = torch.zeros(WIDTH, WIDTH)
+            block.extra = 1  # type: ignore[assignment]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        spoil()
+    assert not block.initialised
+    assert not hasattr(block, "extra")
+    assert block.bias.data_ptr() == memory
+    assert not block.bias.any()
+    assert block.layer.weight.any()
+    assert [table.tolist() for table in tables] == [[1.0, 1.0]]
+    assert torch.equal(torch.get_rng_state(), state)
