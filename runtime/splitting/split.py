@@ -3,7 +3,7 @@
 model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
       ─▶ blocks, ties taken apart ─▶ proved: the chain of the blocks gives what the model gives
 
-A model of which no example is given is traced, if it can be (`traced`).
+A model of which no example is given is traced, if it can be (`traced`); so is one whose walk finds no blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.blocks import Block
 from ..comm.device import fork_generators
@@ -111,7 +111,8 @@ def split(
         blocks: the names of the modules that are blocks, in the order in which they are called, patterns among them
             (["embed", "layers.*", "norm", "head"]); None: the entries of its lists of modules.
         example: small inputs of two samples or more: what the forward is called with, a tensor or a mapping by name.
-            Models of transformers need none, and models that can be traced are so without any.
+            Models of transformers need none, and models that can be traced are so without any, or if nothing else finds
+            their blocks.
         prove: whether the model and the chain of its blocks run once on these inputs, to be compared; afterwards the
             model, its buffers and torch's generators are as before.
 
@@ -141,13 +142,39 @@ def _whole(
     if transformers.is_one(model):
         transformers.require_whole_loss(model)
     inputs = _example(model, example)
+    try:
+        return _walked(model, blocks, inputs, prove, longer=example is None)
+    except (MisfitError, UsageError):
+        found = None if blocks is not None or transformers.is_one(model) else _proved_trace(model, inputs)
+        if found is None:
+            raise
+        return found
+
+
+def _walked(
+    model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str, Any], prove: bool, *, longer: bool
+) -> Split:
+    """Split a model by what a walk of its forward finds; with `longer`, it is proved for two lengths."""
     origin, prefixes = _origin(model, blocks, inputs)
     made = [_block(model, origin, number) for number in range(len(origin.spans))]
     found = _found(model, made, prefixes)
     if prove:
         require_equal(model, made, inputs, origin.select)
-    if prove and transformers.is_one(model) and example is None:
+    if prove and longer:
         require_equal(model, made, transformers.example(model, longer=True), origin.select)
+    return found
+
+
+def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split | None:
+    """Return the segments of a model that gives the same for some inputs; None where it has none."""
+    parts = segments(model)
+    if parts is None:
+        return None
+    found = _traced(model, parts)
+    try:
+        require_equal(model, parts, inputs, lambda output: output)
+    except MisfitError:
+        return None
     return found
 
 

@@ -33,10 +33,14 @@ class Segment(nn.Module):
         model: whose modules and weights it takes.
         graphs: its steps, while it trains and while it does not.
         constants: tensors that the forward makes without looking at its inputs.
+        is_first: whether it is given the model's inputs; else what the segment before has left.
     """
 
-    def __init__(self, model: nn.Module, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, Tensor], *, is_first: bool
+    ) -> None:
         super().__init__()
+        self.is_first = is_first
         self.graphs = dict(graphs)
         for target in dict.fromkeys(name for graph in graphs.values() for name in _targets(graph)):
             _hang(self, target, model, constants)
@@ -47,7 +51,7 @@ class Segment(nn.Module):
         names = [node.name for node in graph.nodes if node.op == "placeholder"]
         steps = fx.Interpreter(self, graph=graph)
         steps.extra_traceback = False
-        result = steps.run(*_by_names(given, names))
+        result = steps.run(*(_by_names(given, names) if self.is_first else _in_order(given, names)))
         return Carry(result) if isinstance(result, tuple) else result
 
 
@@ -58,6 +62,10 @@ def _by_names(given: Any, names: Sequence[str]) -> Sequence[Any]:
         if missing or unknown:
             raise MisfitError(f"the model takes {', '.join(names)}; it was given {', '.join(map(str, given))}")
         return [given[name] for name in names]
+    return _in_order(given, names)
+
+
+def _in_order(given: Any, names: Sequence[str]) -> Sequence[Any]:
     return [given] if len(names) == 1 else list(given)
 
 
@@ -77,7 +85,10 @@ def segments(model: nn.Module) -> list[Segment] | None:
         return None
     constants = found[True].constants | found[False].constants
     both = zip(pieces[True], pieces[False], strict=True)
-    made = [Segment(model, {True: one, False: other}, constants) for one, other in both]
+    made = [
+        Segment(model, {True: one, False: other}, constants, is_first=not number)
+        for number, (one, other) in enumerate(both)
+    ]
     _keep_unused(model, made)
     return made
 

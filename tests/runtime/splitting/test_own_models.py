@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, build_model, run_local, split
+from quintsched.runtime.splitting.proof import chain
 
 WIDTH, IDS = 8, 11
 
@@ -171,9 +172,19 @@ class Mixing(Shared):
         return self.head(x + first)
 
 
+class MixingAsked(Mixing):
+    """It asks for numbers, so that it cannot be traced either."""
+
+    def forward(self, ids):
+        return super().forward(ids) if ids.sum() > 0 else None
+
+
 def test_what_cannot_be_found_again_is_refused():
-    with pytest.raises(MisfitError, match=r"what follows the last layer, 'layers.3', uses more than what that gives"):
-        split(Mixing(), example=ids())
+    said = r"what follows the last layer, 'layers.3', uses more than what that gives"
+    with pytest.raises(MisfitError, match=said):
+        split(MixingAsked(), example=ids())
+    with pytest.raises(MisfitError, match=said):
+        split(Mixing(), blocks=["layers.*"], example=ids())
 
 
 def test_a_sequential_is_its_children():
@@ -211,6 +222,21 @@ def test_blocks_by_name():
     ]
 
 
+class PlainAsking(Plain):
+    def forward(self, ids):
+        return super().forward(ids) if ids.sum() > 0 else None
+
+
+@pytest.mark.parametrize("kind", [Plain, Mixing])
+def test_a_model_whose_walk_finds_no_blocks_is_traced(kind):
+    torch.manual_seed(0)
+    model = kind().double()
+    blocks = split(model, example=ids())
+    assert len(blocks) > 2
+    torch.testing.assert_close(chain(blocks, ids(8)), model(ids(8)), rtol=0, atol=0)
+    assert sorted(set(blocks.own_names.values())) == sorted(model.state_dict())
+
+
 class Asking(NanoGPT):
     """Its forward asks for numbers, so that it cannot be traced."""
 
@@ -221,7 +247,7 @@ class Asking(NanoGPT):
 @pytest.mark.parametrize(
     ("model", "arguments", "said"),
     [
-        (Plain(), {"example": ids()}, "has no list of layers"),
+        (PlainAsking(), {"example": ids()}, "has no list of layers"),
         (Plain(), {"blocks": ["embed", "boddy.*"], "example": ids()}, "'boddy.*' is no module"),
         (Plain(), {"blocks": ["body", "body.0"], "example": ids()}, "is a part of"),
         (Asking(), {}, "give an example"),

@@ -84,6 +84,29 @@ class TwoWays(nn.Module):
         return x * y
 
 
+class Telling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, told):
+        return {"x": self.block(told["x"]), "count": told["count"] + 1, "sum": told["sum"] + told["x"].mean()}
+
+
+class Dicts(nn.Module):
+    """Its layers pass a dictionary, of which one value is a number of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Telling() for _ in range(3)]), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        told = {"x": x, "count": 0, "sum": x.mean()}
+        for layer in self.layers:
+            told = layer(told)
+        return self.head(told["x"]) * told["count"] + told["sum"]
+
+
 def drawn(kind):
     torch.manual_seed(0)
     return kind().double()
@@ -141,7 +164,7 @@ def test_tracing_touches_no_other_thread():
     assert all(torch.equal(one, expected) for one in found)
 
 
-@pytest.mark.parametrize(("kind", "width"), [(Vision, 4), (TwoWays, WIDTH)])
+@pytest.mark.parametrize(("kind", "width"), [(Vision, 4), (TwoWays, WIDTH), (Dicts, WIDTH)])
 def test_it_trains_as_in_one_piece(kind, width):
     model, batch = drawn(kind), inputs(width)
     plan = qs.compile("zb-h1", mesh="pp=2", microbatches=4)
