@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from quintsched.descriptions.library import find_hardware, find_model
     from quintsched.descriptions.model import Model
     from quintsched.descriptions.strategy import Strategy
-    from quintsched.errors import InputError, MisfitError, QuintschedError, StallError, UnsoundError, UsageError
+    from quintsched.errors import (
+        CodeError,
+        InputError,
+        MisfitError,
+        QuintschedError,
+        StallError,
+        UnsoundError,
+        UsageError,
+    )
     from quintsched.ir.diagnostics import Finding
     from quintsched.ir.mesh import Mesh
     from quintsched.plan import Plan, simulate
@@ -42,7 +50,7 @@ _HOMES = {
     "prediction.step": ("Prediction", "predict"),
     "tuning.tune": ("Tuning", "tune"),
     "simulation.costs": ("Costs",),
-    "errors": ("InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
+    "errors": ("CodeError", "InputError", "MisfitError", "QuintschedError", "StallError", "UnsoundError", "UsageError"),
     "ir.diagnostics": ("Finding",),
     "ir.mesh": ("Mesh",),
     "plan": ("Plan", "simulate"),
@@ -52,6 +60,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CodeError",
     "Costs",
     "Finding",
     "Hardware",

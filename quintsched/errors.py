@@ -5,6 +5,7 @@
     ├── InputError                1   a file that was read is broken: a plan, a costs file, a data file
     │   └── UnsoundError          1   a plan that is not sound; carries the findings
     ├── MisfitError               3   the run does not fit the plan: world size, shapes, divisibility
+    │   └── CodeError             1   a block, loss function or metric of the user's raised an error as it ran
     └── StallError                4   a run stalled or a peer died
 
 Each message says what is wrong, where, and what to do. The command line prints it on standard error and
@@ -43,6 +44,12 @@ class MisfitError(QuintschedError):
     """The run does not fit the plan: world size, shapes, sizes that do not divide."""
 
     exit_code = 3
+
+
+class CodeError(MisfitError):
+    """A block, a loss function or a metric of the user's raised an error as it ran; the cause is that error."""
+
+    exit_code = 1
 
 
 class StallError(QuintschedError):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 Undo = Callable[[], None]
 
@@ -25,7 +26,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 def attributes_untouched(module: nn.Module) -> Iterator[None]:
     """A context after which the attributes of a module and of those in it are as before, on any device.
 
-    So are dicts, lists and sets in them, and the numbers of tensors there that are neither weights nor buffers.
+    So are dicts, lists and sets in them, modules in these, and the numbers of tensors there that are no weights.
     """
     undo, seen = list[Undo](), set[int]()
     for child in module.modules():
@@ -39,10 +40,14 @@ def attributes_untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """A context after which a module whose weights are resident is as before, and so are torch's generators."""
-    plain = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor)]
+    """A context after which a module whose weights are resident is as before, and so are torch's generators.
+
+    Objects of other classes that modules have as attributes are not looked into.
+    """
+    held = (*module.parameters(), *module.buffers())
+    plain = [tensor for tensor in held if not isinstance(tensor, DTensor) and not is_lazy(tensor)]
     kept = [(tensor, tensor.data, tensor.detach().clone()) for tensor in plain]
-    devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu")}
+    devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
     others: dict[str, Any] = {"devices": []}
     if devices:
         others = {"devices": [*devices], "device_type": next(iter(devices)).type}
@@ -65,6 +70,11 @@ def _remember(found: Any, undo: list[Undo], seen: set[int]) -> None:
     seen.add(id(found))
     if isinstance(found, Tensor):
         _remember_numbers(found, undo)
+    elif isinstance(found, nn.Module):
+        _remember(found.__dict__, undo, seen)
+    elif type(found) is tuple:
+        for value in found:
+            _remember(value, undo, seen)
     elif type(found) in _CONTAINERS:
         before = found.copy()
         undo.append(lambda: _put_back(found, before))

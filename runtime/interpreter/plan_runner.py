@@ -253,7 +253,7 @@ class PlanRunner:
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if state.flows.trains else nullcontext()
         is_first = trains and not self.steps.in_run
-        watched = weights_unchanged(self._model) if is_first else nullcontext()
+        watched = weights_unchanged(self._model, self._groups) if is_first else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared, watched:
             interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)

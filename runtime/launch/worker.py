@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
-from quintsched.errors import QuintschedError, StallError
+from quintsched.errors import CodeError, QuintschedError, StallError
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -137,13 +137,14 @@ def explain(error: Exception, rank: int) -> int:
     Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
     lost a peer, waits before it speaks.
     """
-    if "RANK" in os.environ and isinstance(error, QuintschedError):
+    known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
+    if "RANK" in os.environ and known:
         sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
-    known = isinstance(error, QuintschedError)
-    headline = str(error) if known else f"{type(error).__name__}: {error}"
+    headline = str(error) if isinstance(error, QuintschedError) else f"{type(error).__name__}: {error}"
     trace = "" if known else "".join(traceback.format_exception(error))
-    whose = f"rank {rank}: " if "RANK" in os.environ else ""  # else all ranks are here, and a note says which
+    is_named = "RANK" not in os.environ or headline.startswith(f"rank {rank} ")  # else a note says which
+    whose = "" if is_named else f"rank {rank}: "
     sys.stderr.write(f"error: {whose}{headline}{notes}\n{trace}")
     return error.exit_code if isinstance(error, QuintschedError) else 1
 

@@ -24,8 +24,8 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from quintsched.errors import MisfitError
 
+from ..blocks.untouched import untouched
 from .frame import Frame, Walk
-from .untouched import untouched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, by place and by name."""
@@ -205,7 +205,7 @@ class _Capture(Walk):
                 raise MisfitError(
                     f"{name!r} does not run on torch's meta device, and has no weights yet: {error}"
                 ) from error
-            with untouched([own]):
+            with untouched(own):
                 made, tensors = self._run_layer(own, (args, kwargs), "cpu")
         finally:
             self.inside = False

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from quintsched.errors import MisfitError
 
 from ..blocks.blocks import accepted_extras, split_result
-from .untouched import untouched
+from ..blocks.untouched import untouched
 
 TOLERANCE = 1e-5
 """Of the largest number; the same operations run, so there is no rounding to speak of."""
@@ -41,7 +41,7 @@ def require_equal(
 
 def _tried(run: Callable[[Any], Any], modules: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
     """Return what a run of the inputs gives: from the same state of modules and generators each time."""
-    with untouched(modules), torch.no_grad():
+    with untouched(nn.ModuleList(modules)), torch.no_grad():
         for module in modules:
             module.eval()
         return tree_map(_copied, run(tree_map(_copied, dict(inputs))))

@@ -1,14 +1,15 @@
 """Weights that a forward itself changes: `nn.Embedding(max_norm=…)`, weights that are normalised where they are used.
 
-One process has the change in the one copy that there is. Replicas would change theirs each by its own samples, shards
-and master weights would lose it, and what is run again would make it twice. So it is refused where there are such: an
-embedding with `max_norm` before the first step, others by what the first step's forwards have done.
+One process has the change in the one copy that there is. Shards and master weights would lose it, and what is run again
+would make it twice: refused where it happens in the first step. Replicas may each change theirs by their own samples:
+what they have made of them in the first step is compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isclose
 from typing import Any
 
 import torch
@@ -17,60 +18,85 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
+from ..blocks.shapes import agree
+from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
+from ..state.master_weights import is_low
 
 State = tuple[int, float, float]
-
-
-def copies_in(model: RankModel) -> str:
-    """Return what of a plan keeps weights more than once, or uses them again; "" where there is nothing of it."""
-    plan, stages = model.plan, model.stages
-    axes = [axis for axis in ("dp", "ep", "cp", "tp") if plan.mesh.axis_size(axis) > 1]
-    if axes:
-        return f"mesh {plan.mesh} has copies or shards of it over {axes[0]}"
-    if any(plan.layout.recompute_every(stage) for stage in range(len(plan.layout.stage_to_pp))):
-        return "recompute runs its block twice"
-    if any(plan.layout.twins(stage) for stage in stages):
-        return f"{plan.schedule.name} holds its block twice"
-    return ""
+Changed = dict[str, State]
+"""Weights that forwards have changed, by block and name, and what tells their numbers."""
 
 
 @contextmanager
-def weights_unchanged(model: RankModel) -> Iterator[None]:
-    """A context for the first step, in which a forward that changes weights is refused where these have copies.
+def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
+    """A context for the first step, in which a forward that changes weights is refused where copies would miss it.
 
-    Raises `MisfitError` that names the block and the weight. Compiled blocks are not watched.
+    Collective. Raises `MisfitError` that names the block and the weight. Compiled blocks are not watched.
     """
-    copies = copies_in(model)
-    blocks = {n: block for stage in model.stages.values() for n, block in stage.blocks.items()} if copies else {}
+    blocks = {number: block for stage in model.stages.values() for number, block in stage.blocks.items()}
     for number, block in blocks.items():
-        _require_no_max_norm(number, block, copies)
+        _require_no_max_norm(number, block, model)
+    changed = Changed()
     watched = {} if model.options.compiled else blocks
-    handles = [handle for number, block in watched.items() for handle in _watch(number, block, copies)]
+    handles = [handle for number, block in watched.items() for handle in _watch(number, block, changed, model)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    words = " ".join(f"{name}: {numbers}" for name, (_, *numbers) in changed.items())
+    for group in (groups.replicas, groups.tensor):
+        if group.size > 1:
+            agree("what forwards make of the weights that they change", words, group, group.device)
 
 
-def _require_no_max_norm(number: str, block: nn.Module, copies: str) -> None:
+def _why_lost(model: RankModel, parameter: Tensor) -> str:
+    """Return why what a forward does to a weight would not be what it is in one process; "" where it is."""
+    plan = model.plan
+    if isinstance(parameter, DTensor):
+        return f"mesh {plan.mesh} has shards of it over tp"
+    if plan.mesh.axis_size("ep") > 1:
+        return f"mesh {plan.mesh} may have other experts on each rank"
+    if plan.zero.stage and model.num_replicas > 1:
+        return f"ZeRO-{plan.zero.stage} has shards of it"
+    if is_low(parameter.dtype):
+        return "the optimizer works on its float32 master"
+    if any(plan.layout.recompute_every(stage) for stage in range(len(plan.layout.stage_to_pp))):
+        return "recompute runs its block twice"
+    if any(plan.layout.twins(stage) for stage in model.stages):
+        return f"{plan.schedule.name} holds its block twice"
+    return ""
+
+
+def _why_apart(model: RankModel, known: State, now: State) -> str:
+    """Return why a change would not be what it is in one process, which makes it in the forwards of all replicas."""
+    is_settled = all(isclose(one, other, rel_tol=1e-5) for one, other in zip(known[1:], now[1:], strict=True))
+    return "" if is_settled or model.num_replicas == 1 else "each replica does so in its own forwards only"
+
+
+def _require_no_max_norm(number: str, block: nn.Module, model: RankModel) -> None:
     for path, module in block.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            _refuse(number, block, f"{path}.weight".lstrip("."), copies)
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if model.num_replicas > 1 or isinstance(module.weight, DTensor):
+            _refuse(number, block, f"{path}.weight".lstrip("."), "only in the rows that its own samples have")
 
 
-def _watch(number: str, block: nn.Module, copies: str) -> list[Any]:
-    """Compare the weights of a block before and behind each forward."""
-    before = dict[str, State]()
+def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) -> list[Any]:
+    """Compare the weights of a block before and behind each forward; refuse a change, or take note of it."""
+    before = Changed()
 
     def begin(*_: object) -> None:
         before.update((name, _state(parameter)) for name, parameter in block.named_parameters())
 
     def end(*_: object) -> None:
         for name, parameter in block.named_parameters():
-            if name in before and _state(parameter) != before[name]:
-                _refuse(number, block, name, copies)
+            now = _state(parameter)
+            if name in before and now != before[name]:
+                known = changed.setdefault(f"{number}.{name}", now)
+                if why := _why_lost(model, parameter) or _why_apart(model, known, now):
+                    _refuse(number, block, name, why)
 
     return [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
 
@@ -85,9 +111,9 @@ def _state(parameter: Tensor) -> State:
     return parameter.data_ptr(), float(numbers.sum()), float(numbers.square().sum())
 
 
-def _refuse(number: str, block: nn.Module, name: str, copies: str) -> None:
+def _refuse(number: str, block: nn.Module, name: str, why: str) -> None:
     raise MisfitError(
-        f"block {number} ({type(block).__name__}) changes its weight {name!r} in a forward, and {copies}, which would "
-        "differ from one process's; let the forward compute with a changed copy, such as F.normalize(weight), "
+        f"block {number} ({type(block).__name__}) changes its weight {name!r} in a forward, and {why}, so it would "
+        "not train as one process does; let the forward compute with a changed copy, such as F.normalize(weight), "
         "or train without copies, on mesh pp=N"
     )

@@ -1,7 +1,7 @@
 """Errors of a user's own code, in words that say where they arose: rank, stage, block and module.
 
-ValueError: no such token      ──▶      MisfitError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a
-                                        Attention: ValueError: no such token            (raised from the ValueError)
+ValueError: no such token      ──▶      CodeError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a Attention:
+                                    ValueError: no such token                         (raised from the ValueError)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quintsched.errors import MisfitError, QuintschedError
+from quintsched.errors import CodeError, QuintschedError
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
@@ -29,19 +29,19 @@ def explained(
     place = _place(error, instruction, forwards)
     if place and not isinstance(error, QuintschedError):
         said = f"{rank}, {place}: {type(error).__name__}: {error}"
-        error = MisfitError(f"{said}{_advice(str(error))}")
+        error = CodeError(f"{said}{_advice(str(error))}")
     error.add_note(f"on {rank}, instruction {index}: {instruction}")
     return error
 
 
 def called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
-    """Return what a function of the user's gives for outputs and targets; raises `MisfitError` for its errors."""
+    """Return what a function of the user's gives for outputs and targets; raises `CodeError` for its errors."""
     try:
         return function(output, targets)
     except QuintschedError:
         raise
     except Exception as error:
-        raise MisfitError(
+        raise CodeError(
             f"{name} raised {type(error).__name__}: {error}; it was given {TreeSpec.of(output)}, and targets "
             f"{TreeSpec.of(targets)}"
         ) from error

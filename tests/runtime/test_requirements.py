@@ -129,24 +129,27 @@ class Giving(nn.Module):
         return self.give(self.layer(x))
 
 
-WRONG_RESULTS: Mapping[str, tuple[Callable[[Tensor], object], str]] = {
-    "nothing": (lambda y: None, "returns a NoneType; it must return a tensor or a Carry"),
-    "list": (lambda y: [y], "returns a list"),
-    "dict": (lambda y: {"y": y}, "returns a dict"),
-    "one": (lambda y: (y,), "returns a tuple"),
-    "three": (lambda y: (y, y, y), "returns a tuple"),
-    "vector beside": (lambda y: (y, y.square().sum(1)), r"returns something of shape \(2,\) beside its output"),
-    "float beside": (lambda y: (y, 1.0), "returns something float beside its output"),
+WRONG_RESULTS: Mapping[str, tuple[Callable[[Tensor], object], tuple[str, str]]] = {
+    "nothing": (lambda y: None, ("block 0 .Giving. returns None, in which there is", "block 1 .Giving. returns None")),
+    "numbers": (
+        lambda y: [1, 2.0],
+        ("block 0 .Giving. returns list.1, 2.0., in which", "block 1 .Giving. returns list"),
+    ),
+    "vector": (
+        lambda y: (y, y.square().sum(1)),
+        ("block 1 cannot take tuple.tensor, tensor.", "the loss function raised"),
+    ),
+    "float": (lambda y: (y, 1.0), ("block 1 cannot take tuple.tensor, 1.0.", "the loss function raised")),
 }
 
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("wrong", WRONG_RESULTS)
-def test_a_block_that_returns_something_else_is_named(wrong: str, number: int) -> None:
+def test_a_block_whose_result_nobody_can_take_is_named(wrong: str, number: int) -> None:
     give, words = WRONG_RESULTS[wrong]
     blocks = [linear, linear]
     blocks[number] = lambda: Giving(give)
-    with pytest.raises(qs.MisfitError, match=f"block {number} {words}"):
+    with pytest.raises(qs.MisfitError, match=words[number]):
         train(TWO_RANKS, blocks, batch(4))
 
 

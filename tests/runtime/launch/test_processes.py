@@ -144,8 +144,9 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
         "--config", job_file, "--set", "parallel.mesh=dp=2,pp=2", "--set", f"model={{name: '{model}:build'}}"
     )
     assert code == 1
-    assert err.splitlines()[0] == "error: rank 3: ValueError: the bomb went off"
+    assert err.splitlines()[0] == "error: rank 3 (dp=1, pp=1), stage 1, block 1 (Bomb): ValueError: the bomb went off"
     assert "on rank 3 (dp=1, pp=1), instruction " in err.splitlines()[1]
+    assert f'File "{model}", line ' in err
     assert "error: rank 0" not in err
     assert time.time() - Path(f"{model}.lit").stat().st_mtime < 10  # all ranks have ended since it went off
     assert str(model) not in running_commands()

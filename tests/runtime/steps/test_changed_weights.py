@@ -44,6 +44,16 @@ class Replaced(Normalised):
         return self.rows(ids)
 
 
+class Shifted(Normalised):
+    """Is shifted by its first input, as layers are that take their start from data."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.training and not hasattr(self, "done"):
+            self.done = True
+            self.rows.weight.data += ids.sum()
+        return self.rows(ids)
+
+
 class Clamped(Normalised):
     """Has a clamp with nothing to do."""
 
@@ -73,10 +83,8 @@ def train(plan: Any, block: Callable[[], nn.Module]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mesh": "dp=2"},
         {"mesh": "dp=2", "zero": 3},
         {"mesh": "dp=2,pp=2", "zero": 1},
-        {"mesh": "pp=2", "recompute": (1, 1)},
     ],
     ids=str,
 )
@@ -85,6 +93,23 @@ def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(
 ) -> None:
     with pytest.raises(MisfitError, match=rf"block 0 \({block.__name__}\) changes its weight 'rows.weight'"):
         train(qs.compile("1f1b", microbatches=2, **settings), block)
+
+
+@pytest.mark.parametrize("block", [Bounded, Replaced, Shifted])
+def test_replicas_that_would_change_weights_each_by_its_own_are_refused(block: Callable[[], nn.Module]) -> None:
+    with pytest.raises(MisfitError, match=r"weight 'rows.weight'|weights that they change"):
+        train(qs.compile("1f1b", mesh="dp=2", microbatches=4), block)
+
+
+@pytest.mark.parametrize("block", [Normalised, Replaced])
+def test_a_second_run_of_a_forward_may_not_change_weights_again(block: Callable[[], nn.Module]) -> None:
+    with pytest.raises(MisfitError, match=r"changes its weight 'rows\.weight'"):
+        train(qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=(1, 1)), block)
+
+
+def test_weights_that_every_forward_normalises_are_the_same_on_all_replicas() -> None:
+    weights = [w for w in train(qs.compile("1f1b", mesh="dp=2", microbatches=2), Normalised) if len(w)]
+    assert all((weight.norm(dim=1) - 1).abs().max() < 1e-5 for weight in weights)
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
