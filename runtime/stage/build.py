@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
+from threading import Thread, current_thread
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,9 @@ from ..parallel.tensor.shard import shard_of
 from .balance import partition
 
 BlockBuilder = Callable[[Block, int], nn.Module]
+
+_trained_by: WeakKeyDictionary[nn.Module, ref[Thread]] = WeakKeyDictionary()
+"""Modules that are in stages, and the thread that trains them: in process, a rank."""
 
 
 class Stage(nn.Module):
@@ -136,6 +141,7 @@ def build_stages(
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
+        _require_own(number, module)
         prepare_sharded(module, number, groups.tensor, groups.replicas)
         for held in (*module.parameters(), *module.buffers()):
             _same_everywhere(local_of(held), groups.copies_of(held))
@@ -179,6 +185,17 @@ def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor:
                         "each block a copy and tie these, compile(…, tied={'shared': …}) and Engine(…, tied={'shared': "
                         "…}), or take the blocks of quintsched.runtime.split(model), which does"
                     )
+
+
+def _require_own(number: int, module: nn.Module) -> None:
+    """Raise `MisfitError` for a module that another rank of this process trains: both would change its weights."""
+    owner = _trained_by.get(module, lambda: None)()
+    if owner is not None and owner is not current_thread() and owner.is_alive():
+        raise MisfitError(
+            f"block {number} ({type(module).__name__}) is trained by another rank of this process; make the model in "
+            "the function that every rank runs, or give the engine functions that build blocks"
+        )
+    _trained_by[module] = ref(current_thread())
 
 
 def _require_whole(blocks: Sequence[nn.Module]) -> None:
