@@ -161,21 +161,25 @@ def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None)
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
 
 
-def outlines(built: Sequence[nn.Module], *, apart: bool) -> list[nn.Module]:
+def outlines(built: Sequence[nn.Module], *, apart: bool, shared: bool = False) -> list[nn.Module]:
     """Return blocks (see `on_meta`) without data; if `apart`, what is cut in place later stays whole here.
 
     Modules that PyTorch has sharded are not cut, and returned as they are. Raises `MisfitError` for one that cannot be
-    copied.
+    copied. If `shared`, ranks of one process may have been given the same modules: those that can be are copied.
     """
-    return [_outline(number, block) if apart else block for number, block in enumerate(built)]
+    if not apart and not shared:
+        return list(built)
+    return [_outline(number, block, needed=apart) for number, block in enumerate(built)]
 
 
-def _outline(number: int, block: nn.Module) -> nn.Module:
+def _outline(number: int, block: nn.Module, *, needed: bool) -> nn.Module:
     if is_sharded(block) or all(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
         return block
     try:
         return copy.deepcopy(block, _meta_twins(block))
     except Exception as error:
+        if not needed:
+            return block
         raise MisfitError(
             f"block {number} ({type(block).__name__}) cannot be copied: {error}; tensor parallelism cuts blocks in "
             "place, so give the engine a function that builds it"

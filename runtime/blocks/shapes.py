@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -48,10 +47,6 @@ def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torc
     if verdict == "-":
         raise MisfitError(text)
     return from_words(text)
-
-
-_alone = Lock()
-"""Ranks of one process may have been given the same modules, whose weights are others while shapes are found."""
 
 
 def agree(what: str, fingerprint: str, group: Group, device: torch.device) -> None:
@@ -116,7 +111,7 @@ def trace_shapes(
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
         try:
-            with _alone, torch.no_grad(), attributes_untouched(module):
+            with torch.no_grad(), attributes_untouched(module):
                 result = (
                     results[number]
                     if results

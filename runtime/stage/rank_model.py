@@ -25,7 +25,7 @@ from quintsched.plan import Plan
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
-from ..comm import Transport
+from ..comm import LocalTransport, Transport
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -109,7 +109,8 @@ class RankModel:
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         built = [on_meta(block) for block in blocks]
         require_separate(built, self.cuts, tensor)
-        self.outlines = outlines(built, apart=tensor.size > 1)
+        is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1
+        self.outlines = outlines(built, apart=tensor.size > 1, shared=is_shared)
         self.tensor = TensorCuts(
             self.outlines,
             tensor,
