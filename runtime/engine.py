@@ -157,6 +157,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self._groups = make_groups(plan, self.transport)
         self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
         self._plans.open()
+        self._is_closed = False
         self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
@@ -253,6 +254,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         needs_loss: bool = True,
     ) -> PreparedStep:
         """Cut a batch, and settle with the other ranks what its units are."""
+        if self._is_closed:
+            raise UsageError("this engine was closed; make a new one")
         try:
             prepared = None if targets is None else self._prepare(targets)
             batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
@@ -365,4 +368,5 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
 
     def close(self) -> None:
         """Hang up; no step can follow."""
+        self._is_closed = True
         self.transport.close()

@@ -169,6 +169,13 @@ def test_a_loss_function_that_gives_something_else_is_refused(loss: LossFn, word
         engine.step(inputs, targets)
 
 
+def test_no_step_follows_the_close() -> None:
+    engine = Engine(alone(2), [linear], nn.MSELoss(), sgd)
+    engine.close()
+    with pytest.raises(qs.UsageError, match="this engine was closed; make a new one"):
+        engine.step(*batch(4))
+
+
 # ---------------------------------------------------------------- recomputation, slices, ties
 
 
