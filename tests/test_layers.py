@@ -44,6 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "data",
         "autograd",
         "comm",
+        "rendezvous",
         "job",
     ),
     "quintsched.viz": (

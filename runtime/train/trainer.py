@@ -83,6 +83,7 @@ class Trainer:
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
         sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
 
     Raises what loading the data, building the model and the engine raise.
     """
@@ -95,6 +96,7 @@ class Trainer:
         reporter: Reporter | None = None,
         *,
         sinks: Sequence[Sink] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -128,11 +130,13 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
+            wants_stop=wants_stop,
             seed=job.train.seed,
             transport=transport,
         )
         self._checkpoints = checkpoints_of(job.checkpoint)
         self.progress = Progress(self._feed.num_batches)
+        self._stop_asked = False
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
@@ -188,7 +192,8 @@ class Trainer:
             )
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
-            self._export()
+            if not self._stop_asked:
+                self._export()
         return self.progress.history
 
     def record(self, steps: int) -> Recording:
@@ -211,7 +216,7 @@ class Trainer:
             self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _train(self, traced: TracedSteps) -> None:
-        while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+        while self.progress.epoch < self.job.train.epochs and not (self.progress.stopped or self._stop_asked):
             self._train_epoch(traced)
         traced.finish(self.engine)
 
@@ -228,6 +233,10 @@ class Trainer:
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
+            if result.stop_asked:
+                progress.totals = totals.read()
+                self._stop()
+                return
             if self._is_due() and progress.batch < self._feed.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
@@ -330,6 +339,17 @@ class Trainer:
         if self._checkpoints is not None:
             state = self.engine.everyone.together(self._feed.state)
             self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress), state)
+
+    def _stop(self) -> None:
+        """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
+        self._stop_asked = True
+        self._save()
+        step, saves = self.progress.step, self._checkpoints is not None
+        self._reporter.record({"event": "stop", "step": step, "saved": saves})
+        where = (
+            f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
+        )
+        self._reporter.say(f"stopped as asked: {where}")
 
     def _export(self) -> None:
         """Write the trained weights for others, if the job wants them."""
