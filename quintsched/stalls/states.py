@@ -80,6 +80,5 @@ class RankState:
     since_s: float
     heard_s: float
     fate: Fate | None = None
-    waits: bool | None = None
     awaits: Wait | None = None
     run: int | None = None
