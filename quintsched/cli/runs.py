@@ -1,4 +1,4 @@
-"""`quintsched run`, `verify`: start the launcher in a process that ends with this one, and hand on signals and exit code."""
+"""`quintsched run`, `verify`: start the launcher, which ends with this process, and hand signals and exit codes on."""
 
 from __future__ import annotations
 

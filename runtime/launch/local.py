@@ -22,7 +22,7 @@ from quintsched.errors import QuintschedError
 
 from ..rendezvous.addresses import LOOPBACK, listen
 from . import worker
-from .processes import Place, Ranks, Wakes
+from .processes import Place, Ranks, taking_signals
 from .supervise import supervise
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str], restarts:
     listener = listen(LOOPBACK)
     place = Place(LOOPBACK, listener.getsockname()[1], uuid.uuid4().hex, num_ranks)
     store: object = None
-    with Wakes().taking() as wakes:
+    with taking_signals() as wakes:
         for attempt in range(restarts + 1):
             with Ranks(place, [module, *arguments], attempt, restarts) as ranks:
                 store = store or _serve(listener)

@@ -134,12 +134,10 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class Wakes:
-    """What wakes the launcher: signals that ask for a stop, and ends of children; within a `with`, main thread only."""
+    """What wakes the launcher: signals that ask for a stop, and ends of children. Use it in the main thread."""
 
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+    def __init__(self, reader: socket.socket) -> None:
+        self._reader = reader
 
     def wait(self, timeout_s: float) -> list[int]:
         """Wait for the next signal, at most so long; return the signals that ask for a stop, in their order."""
@@ -148,18 +146,23 @@ class Wakes:
             return [number for number in self._reader.recv(4096) if number in STOPPING]
         return []
 
-    @contextlib.contextmanager
-    def taking(self) -> Iterator[Wakes]:
-        """Take signals within a `with`; those that are ignored (nohup) stay so."""
-        numbers = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+
+@contextlib.contextmanager
+def taking_signals() -> Iterator[Wakes]:
+    """Take signals within a `with`; those that are ignored (nohup) stay so."""
+    numbers = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, _note) for number in (*numbers, signal.SIGCHLD)}
-        fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         try:
-            yield self
+            yield Wakes(reader)
         finally:
-            signal.set_wakeup_fd(fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(fd)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import ValidationError
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
@@ -44,34 +43,12 @@ from .feed import open_feed
 from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
+from .progress import PROGRESS, Progress
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
-
-
-def _nan_for_null(value: object) -> object:
-    """JSON has no NaN: a sum that was not finite comes back from a checkpoint as null."""
-    return math.nan if value is None else value
-
-
-@pydantic_dataclass(config=ConfigDict(extra="forbid"))
-class Progress:
-    """How far a training has come; all that a checkpoint needs besides the engine's state."""
-
-    epoch_batches: int
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    best: float | None = None
-    epochs_without_gain: int = 0
-    stopped: bool = False
-    totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
-    history: list[Record] = field(default_factory=list)
-
-
-_PROGRESS = TypeAdapter(Progress)
 
 
 class Trainer:
@@ -367,7 +344,7 @@ class Trainer:
             return False
         (saved, state), where = self._checkpoints.load_all(self.engine, step), self._checkpoints.directory
         try:
-            progress = _PROGRESS.validate_python(saved)
+            progress = PROGRESS.validate_python(saved)
         except ValidationError as error:
             raise InputError(f"{where}: the checkpoint's progress: {describe_faults(error)}") from error
         if progress.epoch_batches != self.progress.epoch_batches:
