@@ -25,7 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 

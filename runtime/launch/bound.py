@@ -48,7 +48,8 @@ def command(module: str, *arguments: str) -> list[str]:
 def _asks_kernel() -> bool:
     if sys.platform != "linux":
         return False
-    return ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0) == 0
+    failed: int = ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    return not failed
 
 
 def _look_after(parent: int) -> None:

@@ -15,7 +15,7 @@ import secrets
 from dataclasses import dataclass
 from time import sleep
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import StallError
 

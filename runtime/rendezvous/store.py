@@ -14,7 +14,8 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from quintsched.errors import UsageError
 
