@@ -49,7 +49,7 @@ WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 GATHERED_BYTES = 2**28
 """The most bytes of a tensor that are gathered at once, where it has several rows."""
 
-_TYPE_NAMES = {
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -64,7 +64,8 @@ _TYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+"""What safetensors calls types."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,14 @@ def _entries(
         [
             origins[one.name].name,
             one.name,
-            _TYPE_NAMES[dtype if dtype is not None and one.tensor.is_floating_point() else one.tensor.dtype],
+            TYPE_NAMES[dtype if dtype is not None and one.tensor.is_floating_point() else one.tensor.dtype],
             one.placement.shape[::-1] if origins[one.name].transposed else one.placement.shape,
         ]
         for one in mine
     ]
     shared = share_bytes(holders, json.dumps(said).encode())
     found = {
-        held_as: FileEntry(name, held_as, _TYPES[kind], tuple(shape))
+        held_as: FileEntry(name, held_as, TYPES[kind], tuple(shape))
         for theirs in shared
         for name, held_as, kind, shape in json.loads(theirs)
     }
@@ -230,7 +231,7 @@ class _TensorFile:
         at = 0
         for entry in entries:
             place = [at, at + entry.nbytes]
-            header[entry.name] = {"dtype": _TYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
+            header[entry.name] = {"dtype": TYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
             at += entry.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
