@@ -96,20 +96,20 @@ def save_pretrained(
     everyone, is_first, is_writer = ControlGroup(groups.world), groups.world.index == 0, groups.holders.index == 0
     origins = everyone.together(lambda: _saved_origins(names))
     mine = {one.name: one for one in held if one.name in origins and _is_first_twin(one, model)}
-    files = _cut(_entries(mine.values(), origins, groups.holders, dtype), max_file_bytes)
+    files = cut_into_files(_entries(mine.values(), origins, groups.holders, dtype), max_file_bytes)
     counts = [int(said) for said in everyone.share_bytes(str(len(files) if is_writer else 0).encode())]
     first, total = 1 + sum(counts[: groups.world.index]), sum(counts)
 
     def write(folder: Path) -> None:
         done = []
         for number, entries in enumerate(files, first):
-            file = _TensorFile(folder / _file_name(number, total) if is_writer else None, entries)
+            file = TensorFile(folder / weight_file_name(number, total) if is_writer else None, entries)
             for entry in entries:
                 for piece in _gathered(entry, mine.get(entry.held_as), origins, groups.holders):
                     file.write(piece)
             done.append(file.close())
         everyone.together(lambda: _raise_first(done))
-        homes = {entry.name: _file_name(n, total) for n, entries in enumerate(files, first) for entry in entries}
+        homes = {entry.name: weight_file_name(n, total) for n, entries in enumerate(files, first) for entry in entries}
         size = sum(entry.nbytes for entries in files for entry in entries)
         shared = everyone.share_bytes(json.dumps([homes, size] if is_writer else [{}, 0]).encode())
         rest = partial(_write_rest, folder, [json.loads(said) for said in shared], names, dtype or _main_dtype(files))
@@ -172,7 +172,7 @@ def _entries(
     return list(found.values())
 
 
-def _cut(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
+def cut_into_files(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
     """Return the tensors of each file, in order; in a file the widest types come first, so that all are aligned."""
     files: list[list[FileEntry]] = []
     size = 0
@@ -185,7 +185,8 @@ def _cut(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
     return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
 
 
-def _file_name(number: int, total: int) -> str:
+def weight_file_name(number: int, total: int) -> str:
+    """Return the name of one of so many files."""
     return ONE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
@@ -217,17 +218,19 @@ def _moved(box: Box, offsets: Sequence[int]) -> tuple[slice, ...]:
     )
 
 
-class _TensorFile:
+class TensorFile:
     """A safetensors file, written tensor by tensor; where that fails, what follows is dropped, and `close` says so.
 
     Without a path nothing is written: another rank does it.
     """
 
-    def __init__(self, path: Path | None, entries: Sequence[FileEntry]) -> None:
+    def __init__(
+        self, path: Path | None, entries: Sequence[FileEntry], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self._path = path
         self._file: BinaryIO | None = None
         self._error: UsageError | None = None
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         at = 0
         for entry in entries:
             place = [at, at + entry.nbytes]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,6 +43,7 @@ class StateLayout:
         replica: which replica of the batch the rank belonged to, and how many there were.
         placements: by tensor, where its numbers lie in the full one; what is not named is whole.
         beside: by tensor that has no place, how the weight is held that it belongs to.
+        dtypes: by tensor, the type in which blocks compute with it, where it is kept in another ("bfloat16").
         own_names: what the model itself calls the weights, by our names, where that differs.
         same: names of ours that are one tensor.
     """
@@ -50,6 +51,7 @@ class StateLayout:
     replica: tuple[int, int] = (0, 1)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     beside: Mapping[str, Placement] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     own_names: Mapping[str, str] = field(default_factory=dict)
     same: Sequence[Sequence[str]] = ()
 
@@ -62,6 +64,7 @@ class StateLayout:
             "placements": [_to_words(placement) for placement in used],
             "tensors": {name: used[placement] for name, placement in self.placements.items()},
             "beside": {name: used[placement] for name, placement in self.beside.items()},
+            "dtypes": dict(self.dtypes),
             "own_names": dict(self.own_names),
             "same": [list(names) for names in self.same],
         }
@@ -91,7 +94,7 @@ class StateLayout:
             raise InputError(f"its layout: {describe_faults(error)}") from None
         except (InputError, IndexError, ValueError) as error:
             raise InputError(f"its layout: {error}") from None
-        return cls(said.replica, tensors, beside, said.own_names, said.same)
+        return cls(said.replica, tensors, beside, said.dtypes, said.own_names, said.same)
 
 
 class _Cut(BaseModel):
@@ -128,6 +131,7 @@ class _Said(BaseModel):
     placements: list[_Words]
     tensors: dict[str, int]
     beside: dict[str, int]
+    dtypes: dict[str, Annotated[str, Field(pattern="^[a-z0-9_]{1,40}$")]]
     own_names: dict[str, str]
     same: list[list[str]]
 
@@ -175,6 +179,11 @@ def layout_of(exchange: Exchange, averages: Sequence[WeightAverage]) -> StateLay
         (exchange.model.replica, exchange.model.num_replicas),
         {name: placement for name, placement in found.items() if not is_plain(placement)},
         {name: placement for name, placement in beside.items() if not placement.is_whole},
+        {
+            f"model.{one.name}": str(one.tensor.dtype).removeprefix("torch.")
+            for one in held
+            if one.numbers is not None and one.numbers.dtype != one.tensor.dtype
+        },
         {name: own[name] for name in (one.name for one in held) if own.get(name, name) != name},
         [list(group) for group in names.same()],
     )

@@ -155,6 +155,13 @@ class SavedState:
         if left:
             raise InputError(f"{self.paths[0].parent}: the files do not have all numbers of {name!r}")
 
+    def of_replica(self, name: str, replica: int, num_replicas: int) -> Tensor | None:
+        """Return what a rank of a replica has kept for itself; None where there were not as many replicas."""
+        for piece in self.pieces.get(name, ()):
+            if self.layouts[self.paths.index(piece.path)].replica == (replica, num_replicas):
+                return piece.whole()
+        return None
+
     def whole(self, name: str) -> Tensor:
         """Return a full tensor."""
         first = self.pieces[name][0]
