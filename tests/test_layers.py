@@ -32,6 +32,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "verification",
         "interpreter",
         "steps",
+        "resharding",
         "interchange",
         "weights",
         "state",

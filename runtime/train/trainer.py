@@ -352,7 +352,7 @@ class Trainer:
                 f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
                 f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
             )
-        self.engine.everyone.together(lambda: self._feed.restore(state, progress.batch))
+        self.engine.everyone.together(lambda: self._feed.restore(state, progress.epoch, progress.batch))
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
         return True
