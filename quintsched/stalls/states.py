@@ -25,11 +25,15 @@ and it may live.
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a process; `code` is an exit code or the number of a signal."""
+    """What became of a process; `code` is an exit code or the number of a signal.
+
+    `ago_s` is how long ago it was noticed, in seconds: processes that end after the first may end because of it.
+    """
 
     kind: FateKind
     code: int | None = None
     text: str = ""
+    ago_s: float = 0.0
 
 
 @dataclass(frozen=True)
