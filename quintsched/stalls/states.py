@@ -65,9 +65,9 @@ class RankState:
         heard_s: how long ago it said so, in seconds.
         fate: what became of its process; None while that runs.
         awaits: what it waits for at that place; None where it does not say, as on accelerators, whose host waits last.
-        run: how many programs it has begun to walk: the same number on all ranks for the same program, also where a step
-            has several of them. It has ended that one where `index` is None. None where it does not say; the step's
-            number then has to tell them apart.
+        run: how many programs it has begun to walk: the same number on all ranks for the same program, also where a
+            step has several of them. It has ended that one where `index` is None. None where it does not say; the
+            step's number then has to tell them apart.
     """
 
     rank: int
