@@ -50,7 +50,8 @@ class Partners:
         flows = self._plan.flows
         makers = flows.first_makers[[place for _, place in flows.consumes.of_rows(row, row + 1)]]
         makers = makers[makers != ABSENT]
-        return (makers[self._columns.are(Recv)[makers]] - (row - index)).tolist()
+        places: list[int] = (makers[self._columns.are(Recv)[makers]] - (row - index)).tolist()
+        return places
 
     def issued_by(self, pp_rank: int, index: int) -> int:
         """Return the first place at which a message that is issued or posted ahead is so for sure."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from quintsched.errors import StallError
 from quintsched.ir.plan_data import PlanData
@@ -63,7 +62,8 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
     return StallReport(culprits=tuple(culprits), chain=tuple(chain), states=tuple(known.values()), plan=plan)
 
 
-class Accusation(NamedTuple):
+@dataclass(frozen=True)
+class Accusation:
     """A rank, what it did, and of a message that this is about its place and the number of the step."""
 
     rank: int
