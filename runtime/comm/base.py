@@ -223,11 +223,13 @@ class Transport(ABC):
         device: where tensors that are sent and received live.
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
+        restarted: whether the ranks of this run came together before, and are started again.
     """
 
     name: str
     profile: str
     blocks_host = True
+    restarted: bool = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
