@@ -43,6 +43,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "blocks",
         "data",
         "autograd",
+        "agreement",
         "comm",
         "job",
     ),

@@ -24,11 +24,14 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import describe_faults
 from quintsched.plan import Plan
 
+from ..agreement.records import code_settings, job_settings, of_all_ranks, plan_section, world_settings
+from ..agreement.resuming import require_kept
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import checkpoints_of, remembered
 from ..comm import Transport
+from ..comm.agreement import Section, require_same
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
@@ -102,6 +105,17 @@ class Trainer:
         self._reporter = reporter or Reporter(None, lambda _: None)
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
+        self.settings = {**job_settings(job), **code_settings(job)}
+        require_same(
+            {
+                "world": Section.of(world_settings(transport)),
+                "job": Section.of(of_all_ranks(self.settings)),
+                "plan": plan_section(plan),
+            },
+            transport.world_group(),
+            "what they run",
+            "start all ranks with one job file, one plan and the same code",
+        )
         self._feed = open_feed(job.data, job.train, plan, transport)
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
@@ -148,7 +162,7 @@ class Trainer:
             example = self._example().to(transport.device)
             measured = self._remembered_costs(lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
-        transport.make_group([tuple(range(self.plan.mesh.size))]).broadcast(costs, 0).wait()
+        transport.world_group().broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
 
     def _example(self) -> Tensor:

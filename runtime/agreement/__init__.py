@@ -1,0 +1,5 @@
+"""What a run is, as settings with names: compared between ranks as they start, kept in checkpoints, compared again.
+
+`records` has those of a job, `engine_records` what an engine knows of itself, `resuming` what may change when a run goes
+on. Imports `comm` and `job`.
+"""
