@@ -71,6 +71,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "compiler",
         "request",
         "user_code",
+        "stalls",
         "torch_csv",
         "plan",
         "trace",
