@@ -1,6 +1,6 @@
 """The settings of a run, by name: of its job, its plan, its code and its wires.
 
-    train.seed: 0    train.optimizer.lr: 0.001    plan.mesh: "dp=2,pp=2"    code.torch: "2.13.0"    code.my_model.py: "9f…"
+    train.seed: 0    train.optimizer.lr: 0.001    plan.mesh: "dp=2,pp=2"    code.torch: "2.13.0"    code.mine.py: "9f…"
 
 What may differ from machine to machine is left out (`OF_A_MACHINE`): where files lie there. What lies in them is
 compared: the plan itself, the samples of a data set, a hash of files of the user's code, whose folders may differ too.

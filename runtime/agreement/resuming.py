@@ -1,6 +1,6 @@
 """What may change when a run goes on, and what may not unless its user says so.
 
-    kept     what is learnt from what, by which rule: model, data, optimizer, batch size, seed, precision, the user's code
+    kept     what is learnt, and by which rule: model, data, optimizer, batch size, seed, precision, the user's code
     noted    versions of quintsched, torch and Python
     free     mesh, schedule and all else of `parallel`, transport, checkpoints, logs; how long: epochs, patience
 
@@ -41,9 +41,7 @@ OPEN = ("model.options", "model.tied", "data.options", "code")
 _SHOWN = 80
 
 
-def require_kept(
-    saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Collection[str], where: str
-) -> list[str]:
+def require_kept(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Collection[str], where: str) -> list[str]:
     """Return what is to be said of a run that goes on with settings other than those it was saved with.
 
     Args:

@@ -6,7 +6,6 @@ other shapes by itself on the meta device, and all compare a hash of what they f
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -15,7 +15,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ _ABSENT = "not there"
 
 @dataclass(frozen=True)
 class Section:
-    """Settings that are compared together: a text that is the same where they are, and what they are, if they are not."""
+    """Settings that are compared together: a text that says them all, and what they are, one by one."""
 
     text: str
     record: Callable[[], Record]
@@ -131,9 +130,7 @@ def _broadcast(text: bytes, source: int, group: Group) -> bytes:
     return sent.cpu().numpy().tobytes()[:size]
 
 
-def _differences(
-    versions: Versions, section: str, ranks: Sequence[int]
-) -> list[tuple[str, list[int] | None, str]]:
+def _differences(versions: Versions, section: str, ranks: Sequence[int]) -> list[tuple[str, list[int] | None, str]]:
     """Return what differs: the setting, the ranks that are odd in it (None: nobody can say), and the words."""
     found = []
     for key in sorted({key for _, record in versions for key in record}):
@@ -159,7 +156,8 @@ def _told_apart(key: str, by_value: Mapping[str, list[int]]) -> tuple[list[int] 
 
 def _excerpts(values: Sequence[str]) -> dict[str, str]:
     """Return values as they are shown: long ones from a little before the place where they differ."""
-    start = max(len(commonprefix(list(values))) - _BEFORE, 0)
+    alike = next((k for k, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), 0)
+    start = max(alike - _BEFORE, 0)
     return {value: value if len(value) <= _SHOWN else _cut(value, start) for value in values}
 
 

@@ -110,9 +110,9 @@ class RankModel:
         options, tensor = self.options, self._groups.tensor
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         built = [on_meta(block) for block in blocks]
+        require_separate(built, self.cuts, tensor)
         same = {"blocks": blocks_section(built, self.cuts)}
         require_same(same, self._groups.world, "the blocks", "build the same blocks on all ranks, and cut them alike")
-        require_separate(built, self.cuts, tensor)
         is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1
         self.outlines = outlines(built, apart=tensor.size > 1, shared=is_shared)
         self.tensor = TensorCuts(

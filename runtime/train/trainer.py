@@ -25,7 +25,6 @@ from quintsched.files.strictjson import describe_faults
 from quintsched.plan import Plan
 
 from ..agreement.records import code_settings, job_settings, of_all_ranks, plan_section, world_settings
-from ..agreement.resuming import require_kept
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..blocks.trees import map_tensors
