@@ -124,7 +124,8 @@ class UserFeed:
     """The loaders of one replica."""
 
     def __init__(self, loaders: Loaders, world: Group) -> None:
-        self.spec, self.settings = loaders.spec, {}
+        self.spec = loaders.spec
+        self.settings: Record = {}
         self._train = LoaderFeed(loaders.train, loaders.batches)
         self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None)
         self.num_batches = self._train.num_batches

@@ -23,13 +23,11 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import describe_faults
 from quintsched.plan import Plan
 
-from ..agreement.records import code_settings, job_settings, of_all_ranks, plan_section, world_settings
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import checkpoints_of, remembered
 from ..comm import Transport
-from ..comm.agreement import Section, require_same
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
@@ -48,6 +46,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import PROGRESS, Progress
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
+from .start import agreed_settings
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -83,17 +82,7 @@ class Trainer:
         self._reporter = reporter or Reporter(None, lambda _: None)
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
-        self.settings = {**job_settings(job), **code_settings(job)}
-        require_same(
-            {
-                "world": Section.of(world_settings(transport)),
-                "job": Section.of(of_all_ranks(self.settings)),
-                "plan": plan_section(plan),
-            },
-            transport.world_group(),
-            "what they run",
-            "start all ranks with one job file, one plan and the same code",
-        )
+        self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
