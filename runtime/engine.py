@@ -20,10 +20,10 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
+from .agreement.comparison import require_same
 from .agreement.engine_records import engine_sections, functions_section
 from .blocks.blocks import Blocks
 from .comm import Transport
-from .comm.agreement import require_same
 from .comm.connection import connect_for, patience_s
 from .comm.control import ControlGroup, first_said, gather_texts
 from .engine_weights import EngineWeights

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from quintsched.plan import Plan
 
-from ..comm.agreement import Plain, Section, Sections
+from .comparison import Plain, Section, Sections
 from .records import plan_section
 
 _DIGITS = 16

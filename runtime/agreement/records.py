@@ -26,8 +26,8 @@ from quintsched.plan import Plan
 from quintsched.user_code import file_of, is_user_object
 
 from ..comm import Transport
-from ..comm.agreement import Plain, Record, Section
 from ..job.config import JobConfig
+from .comparison import Plain, Record, Section
 
 OF_A_MACHINE = (
     "data.path",

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
+from ..agreement.comparison import Section, require_same
 from ..comm import Group
-from ..comm.agreement import Section, require_same
 from ..comm.control import first_said
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
@@ -52,7 +52,7 @@ def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torc
 def agree(what: str, fingerprint: str, group: Group) -> None:
     """Raise `MisfitError`, on every member alike, unless all of them have the same fingerprint of `what`.
 
-    It names who has which; see `comm.agreement`.
+    It names who has which; see `agreement.comparison`.
     """
     require_same({what: Section.of({what: fingerprint})}, group, what, "give all of them the same")
 

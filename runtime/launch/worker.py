@@ -94,7 +94,7 @@ def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
         plan.mesh.require_world_size(processes)
     elif processes > 1:
         raise MisfitError(
-            f"runtime.transport is local, by which ranks are threads of one process, but there are {processes} processes; "
+            f"runtime.transport is local, with ranks that are threads of one process, but there are {processes}; "
             "set it to gloo or auto, or start one process"
         )
 

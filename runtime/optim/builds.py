@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instructions import OptStep
 
+from ..agreement.comparison import Section
 from ..agreement.engine_records import optimizer_section
 from ..comm import Group
-from ..comm.agreement import Section
 from ..job.choices import ZeroSplit
 from ..parallel.tensor.shard import shard_of
 from ..stage.rank_model import RankModel

@@ -22,12 +22,12 @@ from quintsched.ir.instructions import BwdInput, Overlap
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
+from ..agreement.comparison import require_same
 from ..agreement.engine_records import blocks_section
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
 from ..comm import LocalTransport, Transport
-from ..comm.agreement import require_same
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks

@@ -16,8 +16,8 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
+from ..agreement.comparison import Plain, Record, Section, require_same
 from ..comm import Group, Transport
-from ..comm.agreement import Plain, Record, Section, require_same
 from ..comm.control import ControlGroup
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders

@@ -1,15 +1,15 @@
 """What all ranks of a job have to have alike, compared as soon as they are connected: before data, models, gradients.
 
-job file, plan, code, wires ──▶ comm.agreement ──▶ settings, which checkpoints keep
+job file, plan, code, wires ──▶ agreement ──▶ settings, which checkpoints keep
 """
 
 from __future__ import annotations
 
 from quintsched.plan import Plan
 
+from ..agreement.comparison import Plain, Section, require_same
 from ..agreement.records import code_settings, job_settings, of_all_ranks, plan_section, world_settings
 from ..comm import Transport
-from ..comm.agreement import Plain, Section, require_same
 from ..job.config import JobConfig
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from .base import Group
+from ..comm import Group
 
 Plain = None | bool | int | float | str
 """What a setting may be."""
