@@ -23,7 +23,7 @@ from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import RankState
 
 from .legend import keys_of
-from .rows import Scale, band, draw_rows, rectangle, set_time_axis
+from .rows import band, draw_rows, rectangle, set_time_axis
 from .scene import Scene, stage_scene
 from .sheet import Key, Sheet, check_suffix
 from .style import INK, QUIET, house_style, printable
@@ -39,8 +39,13 @@ BLAME = "#C1121F"
 FADE, LIGHT = 0.72, 0.14
 """How white what is done becomes, and how red the culprit's row."""
 
+STANDS_POINTS, BLAME_POINTS = 1.8, 2.6
+
 LEAST_WIDTH = 0.012
 """The least width of a mark, as a fraction of the makespan: a message takes no time in a plan without costs."""
+
+
+Corners = list[tuple[float, float]]
 
 
 def render_stall(report: StallReport, path: Path) -> None:
@@ -75,7 +80,7 @@ def draw_stall(report: StallReport, simulation: Simulation) -> Sheet:
     axes = sheet.block(scene.ranks * scale.row_points / 72)
     draw_rows(axes, scene, scale, TEXT * sheet.font_scale)
     set_time_axis(axes, scene.makespan, scale)
-    _draw_standing(axes, report, simulation, rows, scale)
+    _draw_standing(axes, report, simulation, rows)
     name_times(sheet, axes, simulation.unit)
     return sheet
 
@@ -112,11 +117,11 @@ def _scene_of(report: StallReport, simulation: Simulation, rows: list[int]) -> S
     )
 
 
-def _draw_standing(axes: Axes, report: StallReport, simulation: Simulation, rows: list[int], scale: Scale) -> None:
+def _draw_standing(axes: Axes, report: StallReport, simulation: Simulation, rows: list[int]) -> None:
     """Fade what is done, mark where ranks stand, and redden the rows of culprits."""
     states, drawn = {state.rank: state for state in report.states}, _drawn_run(report)
     blamed = {culprit.rank: culprit.place.index for culprit in report.culprits}
-    done, stuck, faults = [], [], []
+    done, stuck, faults = list[Corners](), list[Corners](), list[Corners]()
     for row, rank in enumerate(rows):
         top, bottom = band(row)
         pp_rank = report.plan.mesh.pp_rank(rank)
@@ -137,13 +142,18 @@ def _draw_standing(axes: Axes, report: StallReport, simulation: Simulation, rows
             axes.add_patch(
                 Rectangle((0, row), simulation.makespan, 1, facecolor=BLAME, alpha=LIGHT, linewidth=0, zorder=0.5)
             )
-    for cells, gid, looks in (
-        (done, "done", {"facecolors": "white", "alpha": FADE, "linewidths": 0}),
-        (stuck, "stuck", {"facecolors": "none", "edgecolors": INK, "linewidths": 1.8}),
-        (faults, "culprits", {"facecolors": "none", "edgecolors": BLAME, "linewidths": 2.6}),
-    ):
-        if cells:
-            axes.add_collection(PolyCollection(cells, zorder=7, gid=gid, clip_on=False, **looks), autolim=False)
+    _outline(axes, stuck, "stuck", INK, STANDS_POINTS)
+    _outline(axes, faults, "culprits", BLAME, BLAME_POINTS)
+    faded = PolyCollection(done, facecolors="white", alpha=FADE, linewidths=0, zorder=7, gid="done", clip_on=False)
+    axes.add_collection(faded, autolim=False)
+
+
+def _outline(axes: Axes, cells: list[Corners], gid: str, colour: str, points: float) -> None:
+    if cells:
+        drawn = PolyCollection(
+            cells, facecolors="none", edgecolors=colour, linewidths=points, zorder=8, gid=gid, clip_on=False
+        )
+        axes.add_collection(drawn, autolim=False)
 
 
 def _drawn_run(report: StallReport) -> tuple[int, int] | None:
@@ -181,4 +191,4 @@ def _keys(size: float) -> list[Key]:
 
         return Key("culprit" if colour == BLAME else "stands here", size * 1.6, draw)
 
-    return [edged(BLAME, 2.6), edged(INK, 1.8)]
+    return [edged(BLAME, BLAME_POINTS), edged(INK, STANDS_POINTS)]

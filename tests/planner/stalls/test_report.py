@@ -1,6 +1,7 @@
 """Report files: what was written is read, and what is not a report is refused with the place."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,12 @@ def test_what_is_no_report_is_refused(text):
 def test_no_file(tmp_path):
     with pytest.raises(UsageError):
         StallReport.load(tmp_path / "none.json")
+
+
+def test_the_example_of_the_docs_says_what_it_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "reliability.md").read_text()
+    code, _, rest = page.partition("```python\n")[2].partition("```")
+    exec(code, {})
+    assert capsys.readouterr().out == rest.partition("```text\n")[2].partition("```")[0]
+    assert StallReport.load("stall.json").ranks == (1,)
