@@ -159,7 +159,7 @@ def _are_sizes(value: object) -> bool:
 
 def blocks_of(memory: Tensor) -> Iterator[memoryview]:
     """Yield a flat buffer of bytes in parts of `BLOCK`."""
-    view = memoryview(memory.numpy())
+    view = memory.numpy().data
     for start in range(0, len(view), BLOCK):
         yield view[start : start + BLOCK]
 
