@@ -32,6 +32,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "verification",
         "interpreter",
         "steps",
+        "resharding",
         "interchange",
         "weights",
         "state",
@@ -44,6 +45,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "data",
         "autograd",
         "comm",
+        "rendezvous",
         "job",
     ),
     "quintsched.viz": (

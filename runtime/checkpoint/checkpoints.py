@@ -26,10 +26,11 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.files.plain import require_folder
 
 from ..engine import Engine
+from ..job.choices import Start
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
 from .manifest import MANIFEST, DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
-from .opening import OpenRun, Start, open_run
+from .opening import OpenRun, open_run
 from .run_folder import SavedStep, writing
 from .shard_file import read_shard, write_shard
 from .writer import Writer
@@ -129,7 +130,7 @@ class OpenCheckpoints:
         state = self.engine.state_dict()
         if loader is not None:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
-        layout, memory = self._buffer.take(state)
+        layout, memory = self._buffer.take(state, self.engine.state_metadata())
         attempt = self.folder.next_attempt()
         joint = JointWrite(attempt, self._rank, self.engine.plan.mesh.size, self._patience_s, self._writer.given_up)
         digest, mesh = plan_digest(self.engine), self.engine.plan.mesh

@@ -24,9 +24,9 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> tuple[Layout, Tensor]:
+    def take(self, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Layout, Tensor]:
         """Copy tensors; return where they lie in which memory, which the next call overwrites."""
-        layout = Layout.of(state)
+        layout = Layout.of(state, metadata)
         if len(self._memory) != layout.num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # there never are two
             self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_accelerator(self._device))

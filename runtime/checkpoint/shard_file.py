@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -55,6 +55,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LETTERS = {dtype: letters for letters, dtype in _DTYPES.items()}
+METADATA = "__metadata__"
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -78,13 +79,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a file lie; `num_bytes` is all of their memory."""
+    """Where the tensors of a file lie; `num_bytes` is all of their memory, `metadata` what the file says besides."""
 
     slots: tuple[Slot, ...]
     num_bytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor]) -> Layout:
+    def of(cls, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Layout:
         """Return a layout for these tensors: wide types first, so that each lies as its type has to.
 
         Raises `UsageError` for a tensor of a type that safetensors does not have.
@@ -96,7 +98,7 @@ class Layout:
             stop = start + tensor.numel() * tensor.dtype.itemsize
             slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, stop))
             start = stop
-        return cls(tuple(slots), start)
+        return cls(tuple(slots), start, metadata)
 
     @classmethod
     def parse(cls, header: bytes, num_bytes: int) -> Layout:
@@ -104,7 +106,10 @@ class Layout:
         found = parse_strict(header)
         if not isinstance(found, dict):
             raise InputError("the header is not an object")
-        slots = [_read_slot(name, entry) for name, entry in found.items() if name != "__metadata__"]
+        metadata = found.pop(METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise InputError(f"/{METADATA}: has to have texts")
+        slots = [_read_slot(name, entry) for name, entry in found.items()]
         slots.sort(key=lambda slot: (slot.start, slot.stop))
         start = 0
         for slot in slots:
@@ -113,11 +118,12 @@ class Layout:
             start = slot.stop
         if start != num_bytes:
             raise InputError(f"the header describes {start} bytes, but {num_bytes} follow")
-        return cls(tuple(slots), num_bytes)
+        return cls(tuple(slots), num_bytes, metadata)
 
     def header(self) -> bytes:
         """Return what stands before the memory, its length included."""
-        entries = {
+        entries: dict[str, object] = {METADATA: dict(self.metadata)} if self.metadata else {}
+        entries |= {
             slot.name: {
                 "dtype": _LETTERS[slot.dtype],
                 "shape": list(slot.shape),

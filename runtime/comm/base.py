@@ -203,10 +203,12 @@ class Transport(ABC):
         rank: mine.
         world_size: how many ranks there are.
         device: where tensors that are sent and received live.
+        restarted: whether the ranks of this run came together before, and are started again.
     """
 
     name: str
     profile: str
+    restarted: bool = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

@@ -78,6 +78,7 @@ class RunOptions:
     """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
+    wants_stop: Callable[[], bool]
 
 
 @dataclass
@@ -269,7 +270,8 @@ class PlanRunner:
                 self._settler.draws = self._most(drawn) > 0
         outputs = self._join_outputs(step) if wants_outputs else None
         names = tuple(self._options.metrics)
-        return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
+        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
+        return StepResult(tally.figures, names, *told)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current
@@ -317,7 +319,8 @@ class PlanRunner:
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device, room)
+        device, wants_stop = self._transport.device, options.wants_stop
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, wants_stop)
         cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,

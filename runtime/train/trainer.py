@@ -26,12 +26,11 @@ from ..blocks.costs import estimate_costs, measure_costs
 from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import OpenCheckpoints
 from ..checkpoint.of_job import checkpoints_of, remembered_costs
-from ..checkpoint.opening import Start
 from ..comm import Transport
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
-from ..job.choices import Precision
+from ..job.choices import Precision, Start
 from ..job.config import JobConfig
 from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
@@ -60,6 +59,7 @@ class Trainer:
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
         sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
 
     Raises what loading the data, building the model and the engine raise.
     """
@@ -72,6 +72,7 @@ class Trainer:
         reporter: Reporter | None = None,
         *,
         sinks: Sequence[Sink] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -105,12 +106,14 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
+            wants_stop=wants_stop,
             seed=job.train.seed,
             transport=transport,
         )
         self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
         self._saves: OpenCheckpoints | None = None
         self.progress = Progress(self._feed.num_batches)
+        self._stop_asked = False
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
@@ -144,14 +147,15 @@ class Trainer:
         """The steps of all epochs."""
         return self.job.train.epochs * self._feed.num_batches
 
-    def fit(self, *, resume: bool = False, fresh: bool = False) -> list[Record]:
+    def fit(self, start: Start = "new", *, resume: bool = False) -> list[Record]:
         """Train to the end, and return the record of each epoch.
 
-        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to `resume` from its
-        newest checkpoint that is whole, or to start `fresh`, which moves it away.
+        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to "resume" from its
+        newest checkpoint that is whole (`resume` says the same), or to start "fresh", which moves it away.
         """
-        with self._reporter as reporter, self._opened("resume" if resume else "fresh" if fresh else "new"):
-            if not (resume and self._resume()):
+        start = "resume" if resume else start
+        with self._reporter as reporter, self._opened(start):
+            if not (start == "resume" and self._resume()):
                 self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
@@ -169,7 +173,8 @@ class Trainer:
             )
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
-            self._export()
+            if not self._stop_asked:
+                self._export()
         return self.progress.history
 
     @contextmanager
@@ -203,7 +208,7 @@ class Trainer:
             self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _train(self, traced: TracedSteps) -> None:
-        while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+        while self.progress.epoch < self.job.train.epochs and not (self.progress.stopped or self._stop_asked):
             self._train_epoch(traced)
         traced.finish(self.engine)
 
@@ -220,6 +225,10 @@ class Trainer:
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
+            if result.stop_asked:
+                progress.totals = totals.read()
+                self._stop()
+                return
             if self._is_due() and progress.batch < self._feed.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
@@ -323,6 +332,19 @@ class Trainer:
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
 
+    def _stop(self) -> None:
+        """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
+        self._stop_asked = True
+        self._save()
+        if self._saves is not None:
+            self._saves.finish()
+        step, saves = self.progress.step, self._saves is not None
+        self._reporter.record({"event": "stop", "step": step, "saved": saves})
+        where = (
+            f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
+        )
+        self._reporter.say(f"stopped as asked: {where}")
+
     def _export(self) -> None:
         """Write the trained weights for others, if the job wants them."""
         directory = self.job.checkpoint.export
@@ -340,7 +362,7 @@ class Trainer:
             self._reporter.say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
         progress = progress_of(found, self.progress.epoch_batches)
         found.load()
-        self.engine.everyone.together(lambda: self._feed.restore(found.loader(), progress.batch))
+        self.engine.everyone.together(lambda: self._feed.restore(found.loader(), progress.epoch, progress.batch))
         self.progress = progress
         self._reporter.say(f"resumed after step {found.step}")
         return True

@@ -50,6 +50,9 @@ class Holder:
     def require_loadable(self, state: dict[str, torch.Tensor]) -> None:
         assert state.keys() == {"model.0.weight"}
 
+    def state_metadata(self) -> dict[str, str]:
+        return {}
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.loaded = state
 
