@@ -45,6 +45,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
+from .start import agreed_settings
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -80,6 +81,7 @@ class Trainer:
         self._reporter = reporter or Reporter(None, lambda _: None)
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
+        self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
@@ -129,7 +131,7 @@ class Trainer:
             example = self._example().to(transport.device)
             measured = self._remembered_costs(len(blocks), lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
-        transport.make_group([tuple(range(self.plan.mesh.size))]).broadcast(costs, 0).wait()
+        transport.world_group().broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
 
     def _example(self) -> Tensor:
