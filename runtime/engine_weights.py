@@ -105,6 +105,10 @@ class EngineWeights:
         """
         return {**self._state.read(), **self._averages.state_dict(), **self._progress()}
 
+    def require_loadable(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `MisfitError` unless names, shapes and types are those that `load_state_dict` takes here."""
+        self._state.require_loadable(state)
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""
         self._averages.require_none_applied("load_state_dict")

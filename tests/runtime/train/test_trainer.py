@@ -15,6 +15,7 @@ from torch import Tensor
 import quintsched as qs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
+from quintsched.runtime.job.choices import Start
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.train.reporter import Reporter
@@ -53,14 +54,16 @@ def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(values)
 
 
-def fit(config: JobConfig, *, resume: bool = False) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
+def fit(
+    config: JobConfig, *, resume: bool = False, fresh: bool = False
+) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
     plan = plan_of(config)
 
     def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
         said: list[str] = []
         reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
         trainer = Trainer(config, plan, transport, reporter)
-        history = trainer.fit(resume=resume)
+        history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
         return history, trainer.engine.full_weights(), said
 
     return run_local(plan.mesh.size, run)
@@ -177,7 +180,7 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Pa
         assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
 
 
-def interrupt_after(config: JobConfig, steps: int) -> None:
+def interrupt_after(config: JobConfig, steps: int, start: Start = "new") -> None:
     plan = plan_of(config)
 
     class Interrupted(Exception):
@@ -193,7 +196,7 @@ def interrupt_after(config: JobConfig, steps: int) -> None:
             return step(*batch)
 
         trainer.engine.step = interrupted_step  # type: ignore[method-assign, assignment]
-        trainer.fit()
+        trainer.fit(start)
 
     with pytest.raises(Interrupted):
         run_local(plan.mesh.size, run)
@@ -202,7 +205,7 @@ def interrupt_after(config: JobConfig, steps: int) -> None:
 def test_only_the_latest_checkpoints_stay_and_half_written_ones_are_not_loaded(data_file: Path, tmp_path: Path) -> None:
     config = job(data_file, checkpoint={"dir": str(tmp_path / "c"), "every": 3, "keep": 2})
     fit(config)
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000015", "step-00000018"]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["run.lock", "step-00000015", "step-00000018"]
     (tmp_path / "c" / "step-00000018" / "manifest.json").unlink()
     assert "resumed after step 15" in fit(config, resume=True)[0][2]
 
@@ -229,7 +232,7 @@ def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file: Path, tm
 def test_interrupted_checkpoints_are_cleared_away_by_later_ones(data_file: Path, tmp_path: Path) -> None:
     (tmp_path / "c" / "step-00000001").mkdir(parents=True)
     fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")}))
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["run.lock", "step-00000006"]
 
 
 def test_without_a_checkpoint_a_resumed_run_starts_at_the_beginning(data_file: Path, tmp_path: Path) -> None:
