@@ -26,17 +26,20 @@ def run(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run's checkpoints away; start anew.")] = False,
     nproc: Annotated[
         int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes; default: the mesh's ranks.")
     ] = None,
 ) -> None:
     """Run a job here, with one process per rank of its mesh."""
     plan, job = plan_and_job(files)
+    if resume and fresh:
+        raise UsageError("--resume goes on with an earlier run and --fresh does not; give one of them")
     _require_torch()
     arguments = _job_arguments(plan, job, overrides)
     arguments += ["--trace", str(trace)] if trace else []
-    arguments += ["--resume"] if resume else []
+    arguments += ["--resume"] if resume else ["--fresh"] if fresh else []
     arguments += ["--nproc", str(nproc)] if nproc else []
     raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.local", *arguments]))
 

@@ -34,7 +34,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
     parser.add_argument("--trace", metavar="DIR", help="write down there when each instruction of some steps ran")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
+    start.add_argument("--fresh", action="store_true", help="move an earlier run's checkpoints away, and start anew")
     return parser.parse_args(argv)
 
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return leave_together(error, rank)
     try:
-        run(job, plan, resume=arguments.resume, notes=notes)
+        run(job, plan, resume=arguments.resume, fresh=arguments.fresh, notes=notes)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -84,7 +86,7 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     return choose(job)
 
 
-def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) -> None:
+def run(job: JobConfig, plan: Plan, *, resume: bool, fresh: bool = False, notes: Sequence[str] = ()) -> None:
     """Train the job on the transport it names."""
     from ..comm import run_local
     from ..comm.connection import connect_for, patience_s
@@ -94,21 +96,23 @@ def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) 
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
-            lambda transport: train(job, plan, transport, resume, notes),
+            lambda transport: train(job, plan, transport, resume, fresh, notes),
             timeout_s,
             rules=rules,
         )
         return
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules)
     try:
-        train(job, plan, transport, resume, notes)
+        train(job, plan, transport, resume, fresh, notes)
     except BaseException as error:
         transport.abort(error)
         raise
     transport.close()
 
 
-def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool, notes: Sequence[str] = ()) -> None:
+def train(
+    job: JobConfig, plan: Plan, transport: Transport, resume: bool, fresh: bool = False, notes: Sequence[str] = ()
+) -> None:
     """Train as one rank; rank 0 reports."""
     from ..train.reporter import Reporter
     from ..train.trainer import Trainer
@@ -119,7 +123,7 @@ def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool, notes:
     reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
     for line in (*notes, plan.title):
         reporter.say(line)
-    Trainer(job, plan, transport, reporter).fit(resume=resume)
+    Trainer(job, plan, transport, reporter).fit(resume=resume, fresh=fresh)
 
 
 def _say(line: str) -> None:

@@ -365,16 +365,17 @@ def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_p
         "checkpoint": {"dir": str(tmp_path / "out")},
     }
 
-    def fit(resume: bool, epochs: int) -> list[Any]:
+    def fit(start: str, epochs: int) -> list[Any]:
         job = JobConfig.model_validate(values | {"train": values["train"] | {"epochs": epochs}})
         plan = plan_of(job)
-        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(resume=resume))
+        how = {start: True} if start else {}
+        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(**how))
 
-    (record,), _ = fit(resume=False, epochs=1)
+    (record,), _ = fit("", epochs=1)
     ids = (torch.arange(48)[:, None] + torch.arange(9)) % 10
     expected = F.cross_entropy(run_gpt2(weights, ids[32:, :-1]).flatten(0, 1), ids[32:, 1:].flatten()).item()
     assert record["validation_loss"] == pytest.approx(expected, abs=1e-10)
     path.unlink()
-    assert fit(resume=True, epochs=2)[0][-1]["validation_loss"] == pytest.approx(expected, abs=1e-10)
+    assert fit("resume", epochs=2)[0][-1]["validation_loss"] == pytest.approx(expected, abs=1e-10)
     with pytest.raises(UsageError, match="no such file"):
-        fit(resume=False, epochs=1)
+        fit("fresh", epochs=1)
