@@ -20,6 +20,8 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
+from .agreement.comparison import require_same
+from .agreement.engine_records import engine_sections, functions_section
 from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
@@ -94,6 +96,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
+        wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
 
     Raises:
@@ -124,6 +127,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         zero_split: ZeroSplit = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
+        wants_stop: Callable[[], bool] = lambda: False,
         seed: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 300.0,
@@ -138,6 +142,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)
+        given_loss = loss_fn
         self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
@@ -154,6 +159,14 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             compiled=compiled,
             seed=seed,
         )
+        self._scale = LossScale(grad_scaler)
+        beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "metrics": [*metrics]}
+        require_same(
+            engine_sections(plan, {**vars(options), **beside, **self._scale.state_dict()}, len(blocks)),
+            self.transport.world_group(),
+            "the plan and the engine's options",
+            "give all ranks the same",
+        )
         self._groups = make_groups(plan, self.transport)
         self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
         self._plans.open()
@@ -162,17 +175,24 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self.everyone = ControlGroup(self._groups.world)
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)
+        builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
         self._state = TrainingState(
             plan,
             self._model.pp_rank,
             self._model.stages,
             self._groups,
             self._model.tied,
-            OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
+            builds,
             bucket_bytes=int(bucket_mb * 1e6),
         )
+        functions = functions_section({"loss_fn": given_loss, **metrics}) if self.needs_targets else None
+        require_same(
+            {"functions": functions, "optimizer": builds.settings},
+            self._groups.world,
+            "the loss and the optimizer",
+            "give all ranks the same",
+        )
         self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
-        self._scale = LossScale(grad_scaler)
         self.clock = Clock(self.transport.device)
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._loss_fn, self._clip = loss_fn, clip
@@ -183,6 +203,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             clip=clip,
             scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,
+            wants_stop=wants_stop,
         )
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder

@@ -44,7 +44,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "blocks",
         "data",
         "autograd",
+        "agreement",
         "comm",
+        "rendezvous",
         "job",
     ),
     "quintsched.viz": (

@@ -1,8 +1,9 @@
-"""`quintsched run`, `verify`: fill in torchrun for one machine, and hand its signals and its exit code on."""
+"""`quintsched run`, `verify`: start the launcher, which ends with this process, and hand signals and exit codes on."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import typer
 
 from quintsched.errors import UsageError
 
-PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP")
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 JOB_SUFFIXES = (".yaml", ".yml")
 
 
@@ -29,10 +30,26 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run's checkpoints away; start anew.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes; default: the mesh's ranks.")
+        int | None,
+        typer.Option(
+            "--nproc", metavar="N", min=1, help="Processes here; default: this machine's of the mesh's ranks."
+        ),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", metavar="N", min=0, help="Start a run that failed again, so many times.")
+    ] = 0,
+    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="How many machines run it.")] = 1,
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")
+    ] = 0,
+    master: Annotated[
+        str | None, typer.Option("--master", metavar="HOST:PORT", help="Machine 0's address, and a free port of it.")
     ] = None,
 ) -> None:
-    """Run a job here, with one process per rank of its mesh."""
+    """Run a job, with one process per rank of its mesh, here or as one of several machines.
+
+    SIGTERM, SIGUSR1 or Ctrl-C lets it finish the step in progress, save, and end with 0; Ctrl-C again ends it at once.
+    """
     plan, job = plan_and_job(files)
     if resume and fresh:
         raise UsageError("--resume goes on with an earlier run and --fresh does not; give one of them")
@@ -41,7 +58,17 @@ def run(
     arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else ["--fresh"] if fresh else []
     arguments += ["--nproc", str(nproc)] if nproc else []
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.local", *arguments]))
+    arguments += ["--restarts", str(restarts)] if restarts else []
+    arguments += _machines(nnodes, node_rank, master)
+    raise typer.Exit(call(_launch("local", arguments)))
+
+
+def _machines(nnodes: int, node_rank: int, master: str | None) -> list[str]:
+    if nnodes == 1 and node_rank == 0 and master is None:
+        return []
+    if master is None or nnodes == 1:
+        raise UsageError("several machines need --nnodes N --node-rank I --master HOST:PORT, the last the same on each")
+    return ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--master", master]
 
 
 def verify(
@@ -62,7 +89,13 @@ def verify(
     plan, job = plan_and_job(files)
     _require_torch()
     arguments = ["--steps", str(steps), *(["--json"] if as_json else []), *_job_arguments(plan, job, overrides)]
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.verify", *arguments]))
+    raise typer.Exit(call(_launch("verify", arguments)))
+
+
+def _launch(module: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs a module of the runtime's room `launch` until it ends, or this process."""
+    launch = "quintsched.runtime.launch"
+    return [sys.executable, "-m", f"{launch}.bound", str(os.getpid()), f"{launch}.{module}", *arguments]
 
 
 def _require_torch() -> None:

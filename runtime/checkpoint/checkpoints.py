@@ -25,10 +25,11 @@ from quintsched.errors import InputError
 from quintsched.files.plain import require_folder
 
 from ..engine import Engine
+from ..job.choices import Start
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
 from .manifest import DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
-from .opening import OpenRun, Start, open_run
+from .opening import OpenRun, open_run
 from .reading import LOADER, Reading, plan_digest
 from .run_folder import SavedStep, writing
 from .shard_file import write_shard

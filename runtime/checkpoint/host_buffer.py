@@ -25,10 +25,7 @@ class HostBuffer:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Layout, Tensor]:
-        """Copy tensors, whose file has this metadata; return where they lie in which memory.
-
-        The next call overwrites that.
-        """
+        """Copy tensors; return where they lie in which memory, which the next call overwrites."""
         layout = Layout.of(state, metadata)
         if len(self._memory) != layout.num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # there never are two

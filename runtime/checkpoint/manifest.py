@@ -18,7 +18,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 MOST_BYTES = 2**25
 """The longest manifest that is read: a hundred thousand ranks have a shorter one."""
 
-VERSION = 2
+VERSION: Final = 2
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 """A SHA-256 in hexadecimal digits."""
@@ -146,8 +146,8 @@ def read_dcp_manifest(path: Path, step: int) -> DcpManifest:
 def run_of(path: Path, step: int) -> str | None:
     """Return of which run the manifest at `path` is, of whatever format; None: it does not say. Raises `InputError`."""
     found = _without_seal(read_plain(path, "the checkpoint", MOST_BYTES))
-    kind = DcpManifest if isinstance(found, dict) and found.get("format") == "quintsched.dcp" else Manifest
-    return _read(kind, path, step).run
+    is_dcp = isinstance(found, dict) and found.get("format") == "quintsched.dcp"
+    return read_dcp_manifest(path, step).run if is_dcp else read_manifest(path, step).run
 
 
 def parse_manifest(kind: type[AnyManifest], content: bytes, step: int) -> AnyManifest:

@@ -15,17 +15,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from quintsched.errors import InputError, UsageError
 
 from ..comm.control import ControlGroup
+from ..job.choices import Start
 from .manifest import run_of
 from .run_folder import RunFolder, SavedStep, writing
 from .run_lock import RunLock, lock_folder, sees_lock
-
-Start = Literal["new", "fresh", "resume"]
-"""How a run begins."""
 
 LOCK_PATIENCE_S = 5.0
 """How long a run waits for another one that is about to end, and for a file system to show what was written."""

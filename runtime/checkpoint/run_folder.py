@@ -126,7 +126,8 @@ class RunFolder:
                 saved.folder.rename(_free(home / saved.folder.name))
 
     def _drop_old(self, keep: int) -> None:
-        saved, kept = self.steps(), {}
+        saved = self.steps()
+        kept: dict[int, Path] = {}
         for one in saved:
             if one.is_complete and len(kept) < keep:
                 kept.setdefault(one.step, one.folder)

@@ -55,6 +55,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LETTERS = {dtype: letters for letters, dtype in _DTYPES.items()}
+METADATA = "__metadata__"
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -85,7 +86,7 @@ class Layout:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+    def of(cls, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Layout:
         """Return a layout for these tensors: wide types first, so that each lies as its type has to.
 
         Raises `UsageError` for a tensor of a type that safetensors does not have.
@@ -97,7 +98,7 @@ class Layout:
             stop = start + tensor.numel() * tensor.dtype.itemsize
             slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, stop))
             start = stop
-        return cls(tuple(slots), start, dict(metadata or {}))
+        return cls(tuple(slots), start, metadata)
 
     @classmethod
     def parse(cls, header: bytes, num_bytes: int) -> Layout:
@@ -105,7 +106,10 @@ class Layout:
         found = parse_strict(header)
         if not isinstance(found, dict):
             raise InputError("the header is not an object")
-        slots = [_read_slot(name, entry) for name, entry in found.items() if name != "__metadata__"]
+        metadata = found.pop(METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise InputError(f"/{METADATA}: has to have texts")
+        slots = [_read_slot(name, entry) for name, entry in found.items()]
         slots.sort(key=lambda slot: (slot.start, slot.stop))
         start = 0
         for slot in slots:
@@ -114,14 +118,11 @@ class Layout:
             start = slot.stop
         if start != num_bytes:
             raise InputError(f"the header describes {start} bytes, but {num_bytes} follow")
-        metadata = found.get("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise InputError("/__metadata__: has to consist of names and texts")
         return cls(tuple(slots), num_bytes, metadata)
 
     def header(self) -> bytes:
         """Return what stands before the memory, its length included."""
-        entries: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        entries: dict[str, object] = {METADATA: dict(self.metadata)} if self.metadata else {}
         entries |= {
             slot.name: {
                 "dtype": _LETTERS[slot.dtype],
@@ -164,7 +165,7 @@ def _are_sizes(value: object) -> bool:
 
 def blocks_of(memory: Tensor) -> Iterator[memoryview]:
     """Yield a flat buffer of bytes in parts of `BLOCK`."""
-    view = memoryview(memory.numpy())
+    view = memory.numpy().data
     for start in range(0, len(view), BLOCK):
         yield view[start : start + BLOCK]
 

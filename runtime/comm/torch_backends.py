@@ -25,12 +25,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
 from ..job.choices import Rules
+from ..rendezvous.addresses import choose_interfaces
+from ..rendezvous.attempt import Attempt, meet
+from ..rendezvous.store import open_store, require_addresses, within
 from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
 from .device import (
     LIBRARIES,
@@ -41,10 +43,10 @@ from .device import (
     synchronize,
 )
 from .failures import Blame, raise_stall, run_bounded, stall_errors
+from .waiting import NOTHING, WaitCell
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
-_BACKEND_KEY = "quintsched/backend"
 
 
 def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
@@ -74,16 +76,23 @@ def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = No
         raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
     device = claim_device(backend)
     timeout = timedelta(seconds=timeout_s)
-    owns_world = not dist.is_initialized()
-    if owns_world:
-        _require_torchrun()
-        with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
-            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
-            require_same_backend(backend, store, rank, world_size)
-            world = PrefixStore("world", store)
-            dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
-    return transport(device, timeout, owns_world)
+    attempt = None if dist.is_initialized() else _come_together(backend, timeout)
+    made = transport(device, timeout, owns_world=attempt is not None)
+    made.restarted = attempt is not None and attempt.number > 1
+    return made
+
+
+def _come_together(backend: str, timeout: timedelta) -> Attempt:
+    """Make the process group of all ranks, whose keys are those of this attempt; raises as `connect`."""
+    require_addresses()
+    rank, world_size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
+    choose_interfaces()
+    with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
+        attempt = meet(open_store(timeout_s), rank, world_size, timeout_s)
+        require_same_backend(backend, attempt.store, rank)
+        world = within(attempt.store, "world")
+        dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
+    return attempt
 
 
 def as_group(group: Group | dist.ProcessGroup) -> Group:
@@ -143,7 +152,7 @@ class TorchGroup(Group):
             work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:
             raise_stall(error, name(), self._blame)
-        return _TorchWork(work, output, name, self._blame)
+        return _CollectiveWork(work, output, name, self._blame, self.wait_cell, self.wait_code)
 
     def _name(self, kind: str, tensor: Tensor) -> str:
         return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
@@ -172,6 +181,30 @@ class _TorchWork:
         except RuntimeError as error:
             raise_stall(error, self._name(), self._blame)
         self._work = self._tensor = self._name = None
+
+
+class _CollectiveWork(_TorchWork):
+    """A collective of a group, which says that it is waited for."""
+
+    __slots__ = ("_cell", "_code")
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        tensor: Tensor,
+        name: Callable[[], str],
+        blame: Blame,
+        cell: WaitCell,
+        code: int,
+    ) -> None:
+        super().__init__(work, tensor, name, blame)
+        self._cell, self._code = cell, code
+
+    def wait(self) -> None:
+        cell = self._cell
+        cell.memory[cell.at] = self._code
+        super().wait()
+        cell.memory[cell.at] = NOTHING
 
 
 class _TorchTransport(Transport):
@@ -307,6 +340,7 @@ class NcclTransport(_TorchTransport):
 
     name = "nccl"
     profile = "channel"
+    blocks_host = False
 
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(device, timeout, owns_world)
@@ -342,21 +376,11 @@ class NcclTransport(_TorchTransport):
         super()._hang_up(destroy)
 
 
-def _require_torchrun() -> None:
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
-
-
-def require_same_backend(backend: str, store: Store, rank: int, world_size: int) -> None:
-    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain.
-
-    The store may outlive a connection, so its keys count the connections made so far.
-    """
-    key = f"{_BACKEND_KEY}/{(store.add(_BACKEND_KEY, 1) - 1) // world_size}"
+def require_same_backend(backend: str, store: Store, rank: int) -> None:
+    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain."""
     if rank == 0:
-        store.set(key, backend)
-    first = store.get(key).decode()
+        store.set("backend", backend)
+    first = store.get("backend").decode()
     if first != backend:
         raise MisfitError(
             f"rank {rank} connects over {backend}, but rank 0 over {first}; give every rank of every node a device, or "

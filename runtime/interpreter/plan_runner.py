@@ -78,6 +78,7 @@ class RunOptions:
     """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
+    wants_stop: Callable[[], bool]
 
 
 @dataclass
@@ -180,8 +181,8 @@ class PlanRunner:
         shape = self._settler.any_shape()
         spec, shapes = shape.spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
-        agree("the inputs and extras of a step", given, self._alike, self._transport.device)
-        agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike, self._transport.device)
+        agree("the inputs and extras of a step", given, self._alike)
+        agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
         if not self._usual_samples:
             self._usual_samples = self._most(max(map(len, units.samples), default=0))
             self._loss = WeighedLoss(self._loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
@@ -269,7 +270,8 @@ class PlanRunner:
                 self._settler.draws = self._most(drawn) > 0
         outputs = self._join_outputs(step) if wants_outputs else None
         names = tuple(self._options.metrics)
-        return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
+        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
+        return StepResult(tally.figures, names, *told)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current
@@ -283,7 +285,7 @@ class PlanRunner:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
         noted = overlaps.end_step()
         if noted is not None:
-            agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
+            agree("what overlapping stages exchange", noted, self._groups.holders)
             overlaps.settle(self._groups.holders)
 
     def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:
@@ -313,11 +315,12 @@ class PlanRunner:
     def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
         tokens = model.tensor.tokens
-        layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
+        layout, current, waits = flows.plan.layout, CurrentStep(), Waits(self._transport.waits)
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device, room)
+        device, wants_stop = self._transport.device, options.wants_stop
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, wants_stop)
         cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,

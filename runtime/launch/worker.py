@@ -12,16 +12,21 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
-from quintsched.errors import CodeError, QuintschedError, StallError
+from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError
+
+from .bound import end_with
+from .stop_request import StopRequest
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
+    from ..job.choices import Start
     from ..job.config import JobConfig
 
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
@@ -43,20 +48,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, or all ranks of a `local` job; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+    stop = StopRequest()
+    with stop.listening():
+        end = _run(arguments, stop)
+    return end()
+
+
+def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
+    """Run the job, and return what ends this process, when signals end it again as they do any other."""
     rank = int(os.environ.get("RANK", 0))
     try:
         job, plan, notes = prepare(arguments)
     except QuintschedError as error:
         from .exit_together import leave_together
 
-        return leave_together(error, rank)
+        return partial(leave_together, error, rank)
     try:
-        run(job, plan, resume=arguments.resume, fresh=arguments.fresh, notes=notes)
+        run(job, plan, start_of(arguments), notes=notes, stop=stop)
     except KeyboardInterrupt:
-        return 130
+        return lambda: 130
     except Exception as error:
-        return explain(error, rank)
-    return 0
+        return partial(explain, error, rank)
+    return lambda: 0
 
 
 def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobConfig, Plan, tuple[str, ...]]:
@@ -71,9 +86,20 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
     job = load_job(arguments.config, [*arguments.set, *traced])
     require_sinks(job.log.sinks)
     job, plan, notes = _planned(job, arguments.plan)
-    if job.runtime.transport != "local" and not alone:
-        plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    if not alone:
+        _require_world(job, plan, int(os.environ.get("WORLD_SIZE", 1)))
     return job, plan, notes
+
+
+def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
+    """Raise `MisfitError` unless there are as many processes as ranks; one where they are threads."""
+    if job.runtime.transport != "local":
+        plan.mesh.require_world_size(processes)
+    elif processes > 1:
+        raise MisfitError(
+            f"runtime.transport is local, with ranks that are threads of one process, but there are {processes}; "
+            "set it to gloo or auto, or start one process"
+        )
 
 
 def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tuple[str, ...]]:
@@ -86,8 +112,15 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     return choose(job)
 
 
-def run(job: JobConfig, plan: Plan, *, resume: bool, fresh: bool = False, notes: Sequence[str] = ()) -> None:
-    """Train the job on the transport it names."""
+def start_of(arguments: argparse.Namespace) -> Start:
+    """Return how the run begins, as the command line says."""
+    return "resume" if arguments.resume else "fresh" if arguments.fresh else "new"
+
+
+def run(
+    job: JobConfig, plan: Plan, start: Start, *, notes: Sequence[str] = (), stop: StopRequest | None = None
+) -> None:
+    """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import run_local
     from ..comm.connection import connect_for, patience_s
 
@@ -96,14 +129,14 @@ def run(job: JobConfig, plan: Plan, *, resume: bool, fresh: bool = False, notes:
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
-            lambda transport: train(job, plan, transport, resume, fresh, notes),
+            lambda transport: train(job, plan, transport, start, notes, stop),
             timeout_s,
             rules=rules,
         )
         return
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules)
     try:
-        train(job, plan, transport, resume, fresh, notes)
+        train(job, plan, transport, "resume" if transport.restarted else start, notes, stop)
     except BaseException as error:
         transport.abort(error)
         raise
@@ -111,7 +144,12 @@ def run(job: JobConfig, plan: Plan, *, resume: bool, fresh: bool = False, notes:
 
 
 def train(
-    job: JobConfig, plan: Plan, transport: Transport, resume: bool, fresh: bool = False, notes: Sequence[str] = ()
+    job: JobConfig,
+    plan: Plan,
+    transport: Transport,
+    start: Start,
+    notes: Sequence[str] = (),
+    stop: StopRequest | None = None,
 ) -> None:
     """Train as one rank; rank 0 reports."""
     from ..train.reporter import Reporter
@@ -123,7 +161,8 @@ def train(
     reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
     for line in (*notes, plan.title):
         reporter.say(line)
-    Trainer(job, plan, transport, reporter).fit(resume=resume, fresh=fresh)
+    stop = stop or StopRequest()
+    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(start)
 
 
 def _say(line: str) -> None:

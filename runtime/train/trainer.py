@@ -26,12 +26,11 @@ from ..blocks.costs import estimate_costs, measure_costs
 from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import OpenCheckpoints
 from ..checkpoint.of_job import checkpoints_of, remembered_costs
-from ..checkpoint.opening import Start
 from ..comm import Transport
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
-from ..job.choices import Precision
+from ..job.choices import Precision, Start
 from ..job.config import JobConfig
 from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
@@ -46,6 +45,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
+from .start import agreed_settings
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -60,6 +60,7 @@ class Trainer:
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
         sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
 
     Raises what loading the data, building the model and the engine raise.
     """
@@ -72,6 +73,7 @@ class Trainer:
         reporter: Reporter | None = None,
         *,
         sinks: Sequence[Sink] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -79,6 +81,7 @@ class Trainer:
         self._reporter = reporter or Reporter(None, lambda _: None)
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
+        self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
@@ -105,12 +108,14 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
+            wants_stop=wants_stop,
             seed=job.train.seed,
             transport=transport,
         )
         self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
         self._saves: OpenCheckpoints | None = None
         self.progress = Progress(self._feed.num_batches)
+        self._stop_asked = False
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
@@ -126,7 +131,7 @@ class Trainer:
             example = self._example().to(transport.device)
             measured = self._remembered_costs(len(blocks), lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
-        transport.make_group([tuple(range(self.plan.mesh.size))]).broadcast(costs, 0).wait()
+        transport.world_group().broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
 
     def _example(self) -> Tensor:
@@ -144,14 +149,15 @@ class Trainer:
         """The steps of all epochs."""
         return self.job.train.epochs * self._feed.num_batches
 
-    def fit(self, *, resume: bool = False, fresh: bool = False) -> list[Record]:
+    def fit(self, start: Start = "new", *, resume: bool = False) -> list[Record]:
         """Train to the end, and return the record of each epoch.
 
-        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to `resume` from its
-        newest checkpoint that is whole, or to start `fresh`, which moves it away.
+        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to "resume" from its
+        newest checkpoint that is whole (`resume` says the same), or to start "fresh", which moves it away.
         """
-        with self._reporter as reporter, self._opened("resume" if resume else "fresh" if fresh else "new"):
-            if not (resume and self._resume()):
+        start = "resume" if resume else start
+        with self._reporter as reporter, self._opened(start):
+            if not (start == "resume" and self._resume()):
                 self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
@@ -169,7 +175,8 @@ class Trainer:
             )
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
-            self._export()
+            if not self._stop_asked:
+                self._export()
         return self.progress.history
 
     @contextmanager
@@ -203,7 +210,7 @@ class Trainer:
             self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _train(self, traced: TracedSteps) -> None:
-        while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+        while self.progress.epoch < self.job.train.epochs and not (self.progress.stopped or self._stop_asked):
             self._train_epoch(traced)
         traced.finish(self.engine)
 
@@ -220,6 +227,10 @@ class Trainer:
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
+            if result.stop_asked:
+                progress.totals = totals.read()
+                self._stop()
+                return
             if self._is_due() and progress.batch < self._feed.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
@@ -322,6 +333,19 @@ class Trainer:
         if self._saves is not None:
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
+
+    def _stop(self) -> None:
+        """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
+        self._stop_asked = True
+        self._save()
+        if self._saves is not None:
+            self._saves.finish()
+        step, saves = self.progress.step, self._saves is not None
+        self._reporter.record({"event": "stop", "step": step, "saved": saves})
+        where = (
+            f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
+        )
+        self._reporter.say(f"stopped as asked: {where}")
 
     def _export(self) -> None:
         """Write the trained weights for others, if the job wants them."""

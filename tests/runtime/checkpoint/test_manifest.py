@@ -47,14 +47,14 @@ class Holder:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"model.0.weight": torch.ones(2)}
 
+    def require_loadable(self, state: dict[str, torch.Tensor]) -> None:
+        assert state.keys() == {"model.0.weight"}
+
     def state_metadata(self) -> dict[str, str]:
         return {}
 
     def fits_state(self, state: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
         return True
-
-    def require_loadable(self, state: dict[str, torch.Tensor]) -> None:
-        assert state.keys() == {"model.0.weight"}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.loaded = state

@@ -49,7 +49,7 @@ def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_f
     other = job(data_file, train={"seed": 7}, checkpoint={"dir": str(folder), "every": 4})
     fit(config)
     old = run_in(folder, 18)
-    interrupt_after(other, steps=10, fresh=True)
+    interrupt_after(other, steps=10, start="fresh")
     assert steps_in(folder) == ["step-00000004", "step-00000008"]
     assert steps_in(folder / f"run-{old}") == ["step-00000016", "step-00000018"]
     assert run_in(folder, 8) != old
@@ -174,7 +174,7 @@ def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(data_file
     interrupt_after(config, steps=13)
     mode = (tmp_path / "step-00000012" / "rank-00001.safetensors").read_bytes()
     (tmp_path / "step-00000012" / "rank-00001.safetensors").write_bytes(mode[:-1])
-    interrupt_after(job(data_file, checkpoint={"dir": str(tmp_path), "every": 5}), steps=11, resume=True)
+    interrupt_after(job(data_file, checkpoint={"dir": str(tmp_path), "every": 5}), steps=11, start="resume")
     assert "step-00000012" not in steps_in(tmp_path)
     assert len(list(tmp_path.glob("set-aside-*/step-00000012"))) == 1
     assert "resumed after step 10" in fit(config, resume=True)[0][2]

@@ -23,6 +23,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interchange import safetensors_folder
+from quintsched.runtime.job.choices import Start
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
@@ -176,6 +177,7 @@ def train(mesh: str, path: Path, options: GPTOptions) -> list[tuple[list[float],
     return run_local(plan.mesh.size, body, rules="nccl")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["pp=2", "tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,tp=4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_mesh_goes_on_from_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:
@@ -365,13 +367,12 @@ def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_p
         "checkpoint": {"dir": str(tmp_path / "out")},
     }
 
-    def fit(start: str, epochs: int) -> list[Any]:
+    def fit(start: Start, epochs: int) -> list[Any]:
         job = JobConfig.model_validate(values | {"train": values["train"] | {"epochs": epochs}})
         plan = plan_of(job)
-        how = {start: True} if start else {}
-        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(**how))
+        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(start))
 
-    (record,), _ = fit("", epochs=1)
+    (record,), _ = fit("new", epochs=1)
     ids = (torch.arange(48)[:, None] + torch.arange(9)) % 10
     expected = F.cross_entropy(run_gpt2(weights, ids[32:, :-1]).flatten(0, 1), ids[32:, 1:].flatten()).item()
     assert record["validation_loss"] == pytest.approx(expected, abs=1e-10)

@@ -19,6 +19,7 @@ from quintsched.runtime.checkpoint.manifest import MANIFEST, file_name, read_man
 from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
+from quintsched.runtime.job.choices import Start
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.train.reporter import Reporter
@@ -66,7 +67,7 @@ def fit(
         said: list[str] = []
         reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
         trainer = Trainer(config, plan, transport, reporter)
-        history = trainer.fit(resume=resume, fresh=fresh)
+        history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
         return history, trainer.engine.full_weights(), said
 
     return run_local(plan.mesh.size, run)
@@ -183,7 +184,7 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Pa
         assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
 
 
-def interrupt_after(config: JobConfig, steps: int, **start: bool) -> None:
+def interrupt_after(config: JobConfig, steps: int, start: Start = "new") -> None:
     plan = plan_of(config)
 
     class Interrupted(Exception):
@@ -199,7 +200,7 @@ def interrupt_after(config: JobConfig, steps: int, **start: bool) -> None:
             return step(*batch)
 
         trainer.engine.step = interrupted_step  # type: ignore[method-assign, assignment]
-        trainer.fit(**start)
+        trainer.fit(start)
 
     with pytest.raises(Interrupted):
         run_local(plan.mesh.size, run)
