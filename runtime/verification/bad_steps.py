@@ -107,7 +107,7 @@ class BadSteps:
                 model.stages,
                 len(model.outlines),
                 state.compute.tally.losses,
-                lambda: [(held, self._state.masters.of(held.tensor)) for held in self._held() if _is_weight(held)],
+                self._weights,
             )
             if part is parts[0]:
                 checks.look_at_weights()
@@ -117,6 +117,11 @@ class BadSteps:
                 runner.run(part, calls, last=part is parts[-1])
             looked.append(checks)
         return looked
+
+    def _weights(self) -> list[tuple[HeldTensor, nn.Parameter | None]]:
+        """Return the weights that this rank holds, and what is stepped of each."""
+        masters = self._state.masters
+        return [(held, masters.of(held.tensor)) for held in self._held() if isinstance(held.tensor, nn.Parameter)]
 
     def _first(self, mine: list[NotFinite]) -> NotFinite | None:
         """Return the first finding of all ranks; None where nobody found anything."""
@@ -164,10 +169,6 @@ class BadSteps:
         if self._directory is None:
             return "Its batch is not written down, as there is no directory for it (log.path, or Engine: spike_dir)"
         return f"Its batch is in {', '.join(filter(None, all_said))}"
-
-
-def _is_weight(held: HeldTensor) -> bool:
-    return isinstance(held.tensor, nn.Parameter)
 
 
 def _tensors(batches: list[Batch]) -> dict[str, Tensor]:

@@ -188,12 +188,11 @@ class FiniteChecks:
                     self._note("activations", unit, number, f"its output: {describe(tensor)}")
             if loss is not None and not is_finite(loss):
                 self._note("loss", unit, number, f"the loss that it returns is {loss.item()}")
-        for block, tensors in ((number, tensors_of(given)), (number + 1, gives)):
-            taker = block if block < self._num_blocks else LOSS
+        for taker, tensors in ((number, tensors_of(given)), (number + 1, gives)):
+            at = taker if taker < self._num_blocks else LOSS
             for tensor in tensors:
                 if tensor.requires_grad:
-                    words = "gradient of what it is given"
-                    tensor.register_hook(partial(self._look_at_gradient, taker, words, unit))
+                    tensor.register_hook(partial(self._look_at_gradient, at, "gradient of what it is given", unit))
 
     def _look_at_gradient(self, number: int, words: str, unit: int | None, gradient: Tensor) -> None:
         if not is_finite(local_of(gradient)):
