@@ -17,7 +17,7 @@ from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
-from quintsched.errors import CodeError, QuintschedError, StallError
+from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError
 
 from .bound import end_with
 from .stop_request import StopRequest
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
+    from ..job.choices import Start
     from ..job.config import JobConfig
 
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
@@ -38,7 +39,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
     parser.add_argument("--trace", metavar="DIR", help="write down there when each instruction of some steps ran")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
+    start.add_argument("--fresh", action="store_true", help="move an earlier run's checkpoints away, and start anew")
     return parser.parse_args(argv)
 
 
@@ -63,7 +66,7 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
 
         return partial(leave_together, error, rank)
     try:
-        run(job, plan, resume=arguments.resume, notes=notes, stop=stop)
+        run(job, plan, start_of(arguments), notes=notes, stop=stop)
     except KeyboardInterrupt:
         return lambda: 130
     except Exception as error:
@@ -83,9 +86,20 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
     job = load_job(arguments.config, [*arguments.set, *traced])
     require_sinks(job.log.sinks)
     job, plan, notes = _planned(job, arguments.plan)
-    if job.runtime.transport != "local" and not alone:
-        plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    if not alone:
+        _require_world(job, plan, int(os.environ.get("WORLD_SIZE", 1)))
     return job, plan, notes
+
+
+def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
+    """Raise `MisfitError` unless there are as many processes as ranks; one where they are threads."""
+    if job.runtime.transport != "local":
+        plan.mesh.require_world_size(processes)
+    elif processes > 1:
+        raise MisfitError(
+            f"runtime.transport is local, with ranks that are threads of one process, but there are {processes}; "
+            "set it to gloo or auto, or start one process"
+        )
 
 
 def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tuple[str, ...]]:
@@ -98,8 +112,13 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     return choose(job)
 
 
+def start_of(arguments: argparse.Namespace) -> Start:
+    """Return how the run begins, as the command line says."""
+    return "resume" if arguments.resume else "fresh" if arguments.fresh else "new"
+
+
 def run(
-    job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = (), stop: StopRequest | None = None
+    job: JobConfig, plan: Plan, start: Start, *, notes: Sequence[str] = (), stop: StopRequest | None = None
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import run_local
@@ -110,14 +129,14 @@ def run(
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
-            lambda transport: train(job, plan, transport, resume, notes, stop),
+            lambda transport: train(job, plan, transport, start, notes, stop),
             timeout_s,
             rules=rules,
         )
         return
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules)
     try:
-        train(job, plan, transport, resume or transport.restarted, notes, stop)
+        train(job, plan, transport, "resume" if transport.restarted else start, notes, stop)
     except BaseException as error:
         transport.abort(error)
         raise
@@ -128,7 +147,7 @@ def train(
     job: JobConfig,
     plan: Plan,
     transport: Transport,
-    resume: bool,
+    start: Start,
     notes: Sequence[str] = (),
     stop: StopRequest | None = None,
 ) -> None:
@@ -143,7 +162,7 @@ def train(
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
-    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(resume=resume)
+    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(start)
 
 
 def _say(line: str) -> None:

@@ -22,6 +22,7 @@ from quintsched.ir.instructions import BwdInput, Overlap
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
+from ..agreement.engine_records import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
@@ -109,6 +110,7 @@ class RankModel:
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         built = [on_meta(block) for block in blocks]
         require_separate(built, self.cuts, tensor)
+        agree_on_blocks(built, self.cuts, self._groups.world)
         is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1
         self.outlines = outlines(built, apart=tensor.size > 1, shared=is_shared)
         self.tensor = TensorCuts(
