@@ -223,13 +223,16 @@ class Transport(ABC):
         device: where tensors that are sent and received live.
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
-        restarted: whether the ranks of this run came together before, and are started again.
+        goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
     """
 
     name: str
     profile: str
     blocks_host = True
-    restarted: bool = False
+    goes_on: bool = False
+
+    def begin_run(self) -> None:
+        """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

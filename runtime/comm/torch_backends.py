@@ -47,6 +47,7 @@ from .waiting import NOTHING, WaitCell
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
+BEGIN_WAITS_S = 10.0
 
 
 def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
@@ -78,7 +79,8 @@ def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = No
     timeout = timedelta(seconds=timeout_s)
     attempt = None if dist.is_initialized() else _come_together(backend, timeout)
     made = transport(device, timeout, owns_world=attempt is not None)
-    made.restarted = attempt is not None and attempt.number > 1
+    if attempt is not None:
+        made.attempt, made.goes_on = attempt, attempt.goes_on
     return made
 
 
@@ -210,6 +212,8 @@ class _CollectiveWork(_TorchWork):
 class _TorchTransport(Transport):
     """What gloo and NCCL have in common: making groups, blaming and hanging up."""
 
+    attempt: Attempt | None = None
+
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
         self._timeout = timeout
@@ -218,6 +222,11 @@ class _TorchTransport(Transport):
         self._process_groups: list[dist.ProcessGroup] = []
         self._groups: list[TorchGroup] = []
         self._is_open = True
+
+    def begin_run(self) -> None:
+        """Note in the store that the run has begun; a store that is gone is that of a run that is not started again."""
+        if self.attempt is not None:
+            run_bounded(self.attempt.begin, BEGIN_WAITS_S)
 
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make the process group of `ranks`; None on ranks that are not among them."""

@@ -64,6 +64,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(t
     code, out, err = run(sys.executable, "-m", *ways[launcher], "--config", tmp_path / "job.yaml", *given)
     assert code == 0, err
     assert not (tmp_path / "fuse").exists()
+    print(out, err)
     assert "resumed after step 6" in out
 
     job = load_job(tmp_path / "job.yaml")
