@@ -40,9 +40,9 @@ class Fate:
 class Wait:
     """What a rank is waiting for, in a call that returns when another rank has done its part.
 
-    `receive`: what the receive at `index` of its program brings. `send`: that its send at `index` is received; while
-    the index of its state is None, that is one of the program that it ran before. `collective`: the others of the
-    group `ranks`, itself included. `nothing`: it says that it waits for nobody.
+    `receive`: what the receive at `index` of its program brings. `send`: that its send at `index` is received; between
+    programs, that is one of the program that it ran last. `collective`: the others of the group `ranks`, itself
+    included. `nothing`: it says that it waits for nobody.
     """
 
     kind: Literal["receive", "send", "collective", "nothing"]
@@ -58,16 +58,16 @@ class RankState:
         rank: the global rank; `host` and `pid` say where it runs.
         phase: what it is about.
         step: the number of the training step that it has begun last, the first of the run is 1; None before that.
-        program: which of the run's plans it walks, "train" or "forward": their modes.
+        program: which of the run's plans it walks, or walked last, "train" or "forward": their modes.
         index: the instruction at whose place in its program it is. A receive that is posted ahead of its place, and a
-            send that is issued ahead, are at the place where that is done. None before the first instruction and in
-            other phases. Who has ended a step is in another phase, with the same number of a step.
+            send that is issued ahead, are at the place where that is done. None between programs.
         since_s: how long it has been there, in seconds up to now.
         heard_s: how long ago it said so, in seconds.
         fate: what became of its process; None while that runs.
         awaits: what it waits for at that place; None where it does not say, as on accelerators, whose host waits last.
-        run: how many programs it has begun, this one included: the same number on all ranks for the same program, also
-            where a step has several of them. None where it does not say; the step's number then tells them apart.
+        run: how many programs it has begun to walk: the same number on all ranks for the same program, also where a
+            step has several of them. It has ended that one where `index` is None. None where it does not say; the
+            step's number then has to tell them apart.
     """
 
     rank: int

@@ -23,6 +23,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from .host_link import HostLink, host_link
+from .waiting import NOTHING, WaitCell, collective_code
 
 
 class ReduceOp(Enum):
@@ -52,6 +53,21 @@ class DoneWork:
         """Return at once."""
 
 
+class _NotedWork:
+    """Work among the members of a group, which says that it is waited for."""
+
+    __slots__ = ("_group", "_work")
+
+    def __init__(self, work: Work, group: Group) -> None:
+        self._work, self._group = work, group
+
+    def wait(self) -> None:
+        cell = self._group.wait_cell
+        cell.memory[cell.at] = self._group.wait_code
+        self._work.wait()
+        cell.memory[cell.at] = NOTHING
+
+
 class Group(ABC):
     """Ranks that do collectives together, each of them issuing the same ones in the same order.
 
@@ -62,12 +78,14 @@ class Group(ABC):
         ranks: the members, as global ranks in ascending order.
         index: the caller's place among them.
         device: where their tensors live.
+        wait_cell, wait_code: where a wait for its collectives is written down, and as which number.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, device: torch.device) -> None:
         self.ranks = ranks
         self.index = index
         self.device = device
+        self.wait_cell, self.wait_code = WaitCell(), NOTHING
 
     @property
     def size(self) -> int:
@@ -121,7 +139,7 @@ class Group(ABC):
 
     def beside(self, work: Work) -> Work:
         """Return the work of a message between members as something that other work of the rank may run beside."""
-        return work
+        return _NotedWork(work, self)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
@@ -203,10 +221,13 @@ class Transport(ABC):
         rank: mine.
         world_size: how many ranks there are.
         device: where tensors that are sent and received live.
+        waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
+        blocks_host: whether the host stands still in a wait.
     """
 
     name: str
     profile: str
+    blocks_host = True
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
@@ -214,6 +235,8 @@ class Transport(ABC):
         self.device = device
         self._device_type = device.type
         self._channels: set[tuple[int, int]] = set()
+        self.waits = WaitCell()
+        self.groups: list[tuple[int, ...]] = []
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         """Split the world into groups and return the caller's.
@@ -229,7 +252,10 @@ class Transport(ABC):
             raise MisfitError(f"{list(partition)} does not name each of the {self.world_size} ranks once")
         if any(list(ranks) != sorted(ranks) for ranks in partition):
             raise MisfitError(f"ranks of a group must be ascending: {list(partition)}")
-        return self._make_group(partition)
+        group = self._make_group(partition)
+        group.wait_cell, group.wait_code = self.waits, collective_code(len(self.groups))
+        self.groups.append(group.ranks)
+        return group
 
     def open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
         """Make the directed (source, destination) channels up front, in ascending order.

@@ -30,6 +30,7 @@ from quintsched.plan import Plan
 
 from . import Group, ReduceOp, Transport, Work
 from .device import current_stream, is_accelerator, new_stream, on_stream
+from .waiting import NOTHING
 
 SPELLED_TAG = 2
 """The tag of all chunks: ring attention, whose messages may have the same ends, takes 0 and 1."""
@@ -43,6 +44,7 @@ class SpelledGroup(Group):
 
     def __init__(self, group: Group, communication: Communication, transport: Transport) -> None:
         super().__init__(group.ranks, group.index, group.device)
+        self.wait_cell, self.wait_code = group.wait_cell, group.wait_code
         self._native = group
         self._communication = communication
         self._transport = transport
@@ -88,10 +90,13 @@ class SpelledGroup(Group):
 
     def drive(self, until: SpelledWork) -> None:
         """Carry out all that was issued up to `until`; nothing where that has been done already."""
+        cell = self.wait_cell
         while until in self._queue:
             work = self._queue.popleft()
+            cell.memory[cell.at] = self.wait_code
             with on_stream(self._stream):
                 work.carry_out()
+            cell.memory[cell.at] = NOTHING
 
     def _gather(self, plan: CollectiveProgram, whole: Tensor, shard: Tensor) -> None:
         whole.view(self.size, -1)[self.index].copy_(shard)

@@ -292,7 +292,7 @@ class SidedGroup(Group):
 
     def beside(self, work: Work) -> Work:
         """Return the work of a message, before whose wait the other side goes on."""
-        return self._sided(work, "message")
+        return self._sided(self._groups[0].beside(work), "message")
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         return self._sided(self._group._all_reduce(tensor, op), "all_reduce")

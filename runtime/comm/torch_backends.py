@@ -41,6 +41,7 @@ from .device import (
     synchronize,
 )
 from .failures import Blame, raise_stall, run_bounded, stall_errors
+from .waiting import NOTHING, WaitCell
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
@@ -143,7 +144,7 @@ class TorchGroup(Group):
             work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:
             raise_stall(error, name(), self._blame)
-        return _TorchWork(work, output, name, self._blame)
+        return _CollectiveWork(work, output, name, self._blame, self.wait_cell, self.wait_code)
 
     def _name(self, kind: str, tensor: Tensor) -> str:
         return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
@@ -172,6 +173,30 @@ class _TorchWork:
         except RuntimeError as error:
             raise_stall(error, self._name(), self._blame)
         self._work = self._tensor = self._name = None
+
+
+class _CollectiveWork(_TorchWork):
+    """A collective of a group, which says that it is waited for."""
+
+    __slots__ = ("_cell", "_code")
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        tensor: Tensor,
+        name: Callable[[], str],
+        blame: Blame,
+        cell: WaitCell,
+        code: int,
+    ) -> None:
+        super().__init__(work, tensor, name, blame)
+        self._cell, self._code = cell, code
+
+    def wait(self) -> None:
+        cell = self._cell
+        cell.memory[cell.at] = self._code
+        super().wait()
+        cell.memory[cell.at] = NOTHING
 
 
 class _TorchTransport(Transport):
@@ -307,6 +332,7 @@ class NcclTransport(_TorchTransport):
 
     name = "nccl"
     profile = "channel"
+    blocks_host = False
 
     def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
         super().__init__(device, timeout, owns_world)

@@ -16,6 +16,7 @@ from quintsched.ir.values import Kind, Value
 
 from ..blocks.trees import TensorSpec
 from ..comm import Work
+from ..comm.waiting import NOTHING, WaitCell, receive_code, send_code
 from ..stage.forward import Outputs
 from .data_flow import activation_of
 from .recorder import Recorder
@@ -33,13 +34,14 @@ class Cell:
     One that comes from another rank is waited for when it is taken.
     """
 
-    __slots__ = ("receive", "sent", "value", "works")
+    __slots__ = ("receive", "send", "sent", "value", "works")
 
     def __init__(self) -> None:
         self.value: Outputs = ()
         self.works: Sequence[Work] = ()
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
+        self.send: int | None = None
 
 
 class ReceiveBuffers:
@@ -80,9 +82,13 @@ class ReceiveBuffers:
 
 
 class Waits:
-    """Waits for other ranks; while a step is recorded, the time counts as that of the instruction that waits."""
+    """Waits for other ranks; while a step is recorded, the time counts as that of the instruction that waits.
 
-    def __init__(self) -> None:
+    `cell` is where messages that are waited for are written down; collectives do that themselves.
+    """
+
+    def __init__(self, cell: WaitCell | None = None) -> None:
+        self.cell = cell or WaitCell()
         self.recorder: Recorder | None = None
 
     def wait(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
@@ -142,11 +148,14 @@ class Cells:
             works, cell.works = cell.works, ()
             if not works:
                 return
+            said = waits.cell
+            said.memory[said.at] = NOTHING if cell.receive is None else receive_code(cell.receive)
             if waits.recorder is None:
                 for work in works:
                     work.wait()
             else:
                 waits.wait(works, index, cell.receive)
+            said.memory[said.at] = NOTHING
             if answered is not None and answered.sent is not None:
                 self.release(answered, index)
 
@@ -182,12 +191,18 @@ class Cells:
         """Release what was sent from a cell, once that is done."""
         if cell.sent is not None:
             works, cell.sent = cell.sent[0], None
+            said = self._waits.cell
+            said.memory[said.at] = NOTHING if cell.send is None else send_code(cell.send)
             self._waits.wait(works, index)
+            said.memory[said.at] = NOTHING
 
     def settle(self) -> None:
         """Release what was sent in the step before: the next one, of any plan, begins when it has been received."""
+        said = self._waits.cell
         for cell in self.sending:
             if cell.sent is not None:
                 works, cell.sent = cell.sent[0], None
+                said.memory[said.at] = NOTHING if cell.send is None else send_code(cell.send)
                 for work in works:
                     work.wait()
+                said.memory[said.at] = NOTHING

@@ -153,6 +153,7 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
         message, (value,) = state.flows.program[index], flows[index].consumes
         assert isinstance(message, Message)
         sends.append((first, index, _bind_send(state, value, message.peer)))
+        state.cells.of(value).send = index
         gradients = (taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD)
         if last + 1 < len(flows) and value not in map(activation_of, gradients):
             releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))

@@ -313,7 +313,7 @@ class PlanRunner:
     def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RankState:
         model, gradients, options = self._model, self._state.gradients, self._options
         tokens = model.tensor.tokens
-        layout, current, waits = flows.plan.layout, CurrentStep(), Waits()
+        layout, current, waits = flows.plan.layout, CurrentStep(), Waits(self._transport.waits)
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None

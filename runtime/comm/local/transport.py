@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError
 from ...job.choices import Rules
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from ..host_link import HostLink, TimedLink
+from ..waiting import NOTHING, WaitCell
 from .rendezvous import Collective, Distribute
 from .wire import WireTimes
 from .world import Awaited, LocalWorld
@@ -64,13 +65,13 @@ class LocalTransport(Transport):
         with self._world.lock:
             message = self._wire.send(self.rank, peer, tag, payload)
             self._world.wake(peer)
-        return DoneWork() if self._wire.is_buffered else _LocalWork(self._world, self.rank, message)
+        return DoneWork() if self._wire.is_buffered else _LocalWork(self._world, self.rank, message, None, NOTHING)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         with self._world.lock:
             message = self._wire.receive(peer, self.rank, tag, buffer)
             self._world.wake(peer)
-        return _LocalWork(self._world, self.rank, message)
+        return _LocalWork(self._world, self.rank, message, None, NOTHING)
 
     def host_link(self) -> HostLink:
         """Return a link of the world's speed, if it has one."""
@@ -126,7 +127,7 @@ class LocalGroup(Group):
             if meeting.arrival_s is not None:
                 for rank in self.ranks:
                     self._world.wake(rank)
-        return _LocalWork(self._world, self._rank, meeting)
+        return _LocalWork(self._world, self._rank, meeting, self.wait_cell, self.wait_code)
 
 
 def _tensors(brought: list[Collective]) -> list[Tensor]:
@@ -150,19 +151,26 @@ def _swap(brought: list[Collective]) -> list[Tensor]:
 
 
 class _LocalWork:
-    """What a rank can wait for, as a Work."""
+    """What a rank can wait for, as a Work; `cell` is where it says so, None for a message: who takes it does."""
 
-    __slots__ = ("_awaited", "_rank", "_world")
+    __slots__ = ("_awaited", "_cell", "_code", "_rank", "_world")
 
-    def __init__(self, world: LocalWorld, rank: int, awaited: Awaited) -> None:
+    def __init__(self, world: LocalWorld, rank: int, awaited: Awaited, cell: WaitCell | None, code: int) -> None:
         self._world = world
         self._rank = rank
         self._awaited: Awaited | None = awaited
+        self._cell, self._code = cell, code
 
     def wait(self) -> None:
-        if self._awaited is not None:
-            self._world.wait_for(self._rank, self._awaited)
-            self._awaited = None
+        if self._awaited is None:
+            return
+        cell = self._cell
+        if cell is not None:
+            cell.memory[cell.at] = self._code
+        self._world.wait_for(self._rank, self._awaited)
+        if cell is not None:
+            cell.memory[cell.at] = NOTHING
+        self._awaited = None
 
 
 def run_local(

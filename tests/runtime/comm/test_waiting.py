@@ -1,0 +1,97 @@
+"""What a rank waits for is written down while it waits, and gone afterwards."""
+
+import threading
+
+import pytest
+import torch
+
+import quintsched as qs
+from quintsched.ir.instructions import RecvGrad, SendAct
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.waiting import (
+    NOTHING,
+    UNKNOWN,
+    WaitCell,
+    collective_code,
+    receive_code,
+    send_code,
+    wait_of,
+)
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.stalls.states import Wait
+
+from ..toys import Task, sgd, share, tiny_vit
+
+
+def test_a_cell_says_what_it_was_given():
+    groups = [(0, 1), (0, 2)]
+    assert wait_of(UNKNOWN, groups) is None
+    assert wait_of(NOTHING, groups) == Wait("nothing")
+    assert wait_of(receive_code(7), groups) == Wait("receive", index=7)
+    assert wait_of(send_code(0), groups) == Wait("send", index=0)
+    assert wait_of(collective_code(1), groups) == Wait("collective", ranks=(0, 2))
+    assert wait_of(collective_code(2), groups) is None
+
+
+def test_a_cell_can_move():
+    cell, memory = WaitCell(), [5, 5, 5]
+    cell.memory[cell.at] = receive_code(3)
+    cell.move(memory, 1)
+    assert memory == [5, receive_code(3), 5]
+
+
+class Noted(list[int]):
+    """A memory that remembers what was written."""
+
+    def __init__(self) -> None:
+        super().__init__([NOTHING])
+        self.said: list[int] = []
+
+    def __setitem__(self, at, code):
+        self.said.append(code)
+        super().__setitem__(at, code)
+
+
+@pytest.mark.parametrize(("mesh", "rules"), [("pp=2", "mailbox"), ("dp=2,pp=2", "rendezvous"), ("pp=2,tp=2", "nccl")])
+def test_a_step_says_what_it_waits_for(mesh, rules):
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
+    task, blocks = Task.make(2, 8, torch.float32), tiny_vit()
+
+    def run(transport: Transport):
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
+        engine.step(*share(engine, task.inputs[0], task.targets[0]))
+        memory = Noted()
+        transport.waits.move(memory, 0)
+        engine.step(*share(engine, task.inputs[1], task.targets[1]))
+        assert list(memory) == [NOTHING]
+        return [wait_of(code, transport.groups) for code in memory.said if code != NOTHING], plan.program(
+            transport.rank
+        )
+
+    ranks = plan.mesh.size
+    for rank, (waits, program) in enumerate(run_local(ranks, run, rules=rules)):
+        received = {wait.index for wait in waits if wait.kind == "receive"}
+        assert received == {i for i, one in enumerate(program) if type(one).__name__ in ("RecvAct", "RecvGrad")}
+        sends = [program[wait.index] for wait in waits if wait.kind == "send"]
+        assert all(type(one).__name__ in ("SendAct", "SendGrad") for one in sends)
+        if rules != "mailbox" and any(isinstance(i, RecvGrad) for i in program):
+            assert any(isinstance(one, SendAct) for one in sends), "a gradient releases what was sent"
+        groups = {wait.ranks for wait in waits if wait.kind == "collective"}
+        assert groups
+        assert all(rank in group for group in groups)
+
+
+def test_a_wait_is_seen_while_it_lasts():
+    seen, may_go = [], threading.Event()
+
+    def run(transport: Transport):
+        group = transport.make_group([(0, 1)])
+        if transport.rank:
+            may_go.wait(10)
+        else:
+            threading.Timer(0.05, lambda: (seen.append(transport.waits.memory[0]), may_go.set())).start()
+        group.all_reduce(torch.ones(1)).wait()
+
+    run_local(2, run)
+    assert seen == [collective_code(0)]
