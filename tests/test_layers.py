@@ -44,6 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "data",
         "autograd",
         "comm",
+        "watch",
         "job",
     ),
     "quintsched.viz": (

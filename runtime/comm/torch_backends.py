@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -28,9 +29,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from quintsched.errors import MisfitError, StallError, UsageError, suggest
+from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..job.choices import Rules
+from ..watch.publisher import Publisher
+from ..watch.start import WatchOptions, find_watch, start_watch
+from ..watch.waiting import NOTHING, WaitCell
 from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
 from .device import (
     LIBRARIES,
@@ -40,21 +44,23 @@ from .device import (
     require_queues,
     synchronize,
 )
-from .failures import Blame, raise_stall, run_bounded, stall_errors
-from .waiting import NOTHING, WaitCell
+from .failures import raise_stall, run_bounded, stall_errors
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
-_BACKEND_KEY = "quintsched/backend"
+_BACKEND_KEY, _WATCH_KEY = "quintsched/backend", "quintsched/watch"
 
 
-def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
+def connect(
+    backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None, watch: WatchOptions | None = None
+) -> Transport:
     """Join the other ranks, with the addresses that torchrun put into the environment.
 
     Args:
         backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one), or what takes
             NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
         timeout_s: the longest that one wait may take, in seconds.
+        watch: what the watch over the ranks is told; None: to wait as long as waits do.
         rules: the backend's if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
@@ -74,17 +80,31 @@ def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = No
     if transport is None:
         raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
     device = claim_device(backend)
-    timeout = timedelta(seconds=timeout_s)
-    owns_world = not dist.is_initialized()
-    if owns_world:
-        _require_torchrun()
-        with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
-            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
-            require_same_backend(backend, store, rank, world_size)
-            world = PrefixStore("world", store)
+    timeout, watch = timedelta(seconds=timeout_s), watch or WatchOptions(timeout_s)
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = PrefixStore(_WATCH_KEY, dist.distributed_c10d._get_default_store())
+        publisher = start_watch(rank, world_size, store, watch, host_waits=transport.blocks_host)
+        return transport(device, timeout, owns_world=False, publisher=publisher)
+    _require_torchrun()
+    publisher = _join(backend, timeout, watch, host_waits=transport.blocks_host)
+    return transport(device, timeout, owns_world=True, publisher=publisher)
+
+
+def _join(backend: str, timeout: timedelta, watch: WatchOptions, *, host_waits: bool) -> Publisher:
+    """Make the process group of all ranks; return who says where this rank is, from then on or before."""
+    named = find_watch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), watch, host_waits=host_waits)
+    awaiting = nullcontext() if named is None else named.waiting_for_all()
+    with stall_errors(f"waiting {timeout.total_seconds():g} s for all ranks to come together", named), awaiting:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        require_same_backend(backend, store, rank, world_size)
+        own = PrefixStore(_WATCH_KEY, store)
+        publisher = named or start_watch(rank, world_size, own, watch, host_waits=host_waits)
+        world = PrefixStore("world", store)
+        with publisher.waiting_for_all():
             dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
-    return transport(device, timeout, owns_world)
+    return publisher
 
 
 def as_group(group: Group | dist.ProcessGroup) -> Group:
@@ -93,18 +113,18 @@ def as_group(group: Group | dist.ProcessGroup) -> Group:
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
     device = current_device(dist.get_backend(group))
-    return TorchGroup(group, ranks, device, Blame()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
+    return TorchGroup(group, ranks, device, Publisher()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
 
 
 class TorchGroup(Group):
     """Collectives over a torch ProcessGroup."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, blame: Blame
+        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, publisher: Publisher
     ) -> None:
         super().__init__(ranks, dist.get_rank(process_group), device)
         self.process_group: dist.ProcessGroup | None = process_group
-        self._blame = blame
+        self._publisher = publisher
 
     def release(self) -> None:
         """Let go of the process group: gloo's connections close with the last reference."""
@@ -143,8 +163,8 @@ class TorchGroup(Group):
         try:
             work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:
-            raise_stall(error, name(), self._blame)
-        return _CollectiveWork(work, output, name, self._blame, self.wait_cell, self.wait_code)
+            raise_stall(error, name(), self._publisher)
+        return _CollectiveWork(work, output, name, self._publisher, self.wait_cell, self.wait_code)
 
     def _name(self, kind: str, tensor: Tensor) -> str:
         return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
@@ -157,13 +177,13 @@ class _TorchWork:
     microseconds, and so would be the words.
     """
 
-    __slots__ = ("_blame", "_name", "_tensor", "_work")
+    __slots__ = ("_name", "_publisher", "_tensor", "_work")
 
-    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], blame: Blame) -> None:
+    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], publisher: Publisher) -> None:
         self._work = work
         self._tensor: Tensor | None = tensor
         self._name: Callable[[], str] | None = name
-        self._blame = blame
+        self._publisher = publisher
 
     def wait(self) -> None:
         if self._work is None or self._name is None:
@@ -171,7 +191,7 @@ class _TorchWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise_stall(error, self._name(), self._blame)
+            raise_stall(error, self._name(), self._publisher)
         self._work = self._tensor = self._name = None
 
 
@@ -185,11 +205,11 @@ class _CollectiveWork(_TorchWork):
         work: dist.Work | None,
         tensor: Tensor,
         name: Callable[[], str],
-        blame: Blame,
+        publisher: Publisher,
         cell: WaitCell,
         code: int,
     ) -> None:
-        super().__init__(work, tensor, name, blame)
+        super().__init__(work, tensor, name, publisher)
         self._cell, self._code = cell, code
 
     def wait(self) -> None:
@@ -200,20 +220,22 @@ class _CollectiveWork(_TorchWork):
 
 
 class _TorchTransport(Transport):
-    """What gloo and NCCL have in common: making groups, blaming and hanging up."""
+    """What gloo and NCCL have in common: making groups, and hanging up."""
 
-    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size(), device)
+    def __init__(
+        self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
+    ) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), device, publisher)
         self._timeout = timeout
         self._owns_world = owns_world
-        self._blame = Blame()
+        self._has_failed = False
         self._process_groups: list[dist.ProcessGroup] = []
         self._groups: list[TorchGroup] = []
         self._is_open = True
 
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make the process group of `ranks`; None on ranks that are not among them."""
-        with stall_errors(f"rank {self.rank} connecting with ranks {list(ranks)}", self._blame):
+        with stall_errors(f"rank {self.rank} connecting with ranks {list(ranks)}", self.publisher):
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=self.name)
         if self.rank not in ranks:
             return None
@@ -225,7 +247,7 @@ class _TorchTransport(Transport):
         for ranks in partition:
             process_group = self._new_process_group(ranks) if len(ranks) > 1 else None
             if process_group is not None:
-                mine = TorchGroup(process_group, ranks, self.device, self._blame)
+                mine = TorchGroup(process_group, ranks, self.device, self.publisher)
                 self._groups.append(mine)
         self._warm_up(mine)
         return mine
@@ -239,21 +261,22 @@ class _TorchTransport(Transport):
         try:
             work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
         except RuntimeError as error:
-            raise_stall(error, name(), self._blame)
-        return _TorchWork(work, tensor, name, self._blame)
+            raise_stall(error, name(), self.publisher)
+        return _TorchWork(work, tensor, name, self.publisher)
 
     def _name(self, verb: str, tensor: Tensor, peer: int, tag: int) -> str:
         doing = "sending to" if verb == "send" else "receiving from"
         return f"rank {self.rank} {doing} rank {peer}: {describe(tensor)}, tag {tag}"
 
     def abort(self, error: BaseException) -> None:
-        """Leave word of who failed, then hang up, which wakes the others."""
-        if not isinstance(error, StallError):
-            self._blame.accuse(self.rank, error)
+        """Say why this rank fails, then hang up, which wakes the others."""
+        self._has_failed = True
+        self.publisher.fail(error)
         self._hang_up(self._abandon)
 
     def close(self) -> None:
         """Destroy the process groups; does not wait for peers longer than a few seconds."""
+        self.publisher.close(clean=not self._has_failed)
         self._hang_up(dist.destroy_process_group)
 
     def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
@@ -275,8 +298,10 @@ class GlooTransport(_TorchTransport):
     name = "gloo"
     profile = "tagged"
 
-    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(device, timeout, owns_world)
+    def __init__(
+        self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
+    ) -> None:
+        super().__init__(device, timeout, owns_world, publisher)
         self._messages: dist.ProcessGroup | None = None
 
     def _warm_up(self, group: Group) -> None:
@@ -334,8 +359,10 @@ class NcclTransport(_TorchTransport):
     profile = "channel"
     blocks_host = False
 
-    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(device, timeout, owns_world)
+    def __init__(
+        self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
+    ) -> None:
+        super().__init__(device, timeout, owns_world, publisher)
         self.name = library_of(device)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
 

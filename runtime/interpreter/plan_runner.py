@@ -21,6 +21,7 @@ from torch import nn
 from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
+from quintsched.stalls.states import Phase
 
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import agree, trace_shapes, wants_data
@@ -158,6 +159,8 @@ class PlanRunner:
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         is_first = plan.mode not in self.interpreters
+        phase: Phase = "step" if plan.mode == "train" else "evaluate"
+        self._transport.publisher.enter(phase, step=self.steps.total + 1 if phase == "step" else None)
         if is_first:
             units = self._settle_first(plan, batch, compare)
         else:
@@ -268,6 +271,7 @@ class PlanRunner:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
                 self._settler.draws = self._most(drawn) > 0
         outputs = self._join_outputs(step) if wants_outputs else None
+        self._transport.publisher.enter("idle")
         names = tuple(self._options.metrics)
         return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
 

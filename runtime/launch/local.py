@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 from quintsched.errors import QuintschedError
 
+from ..watch.hub import Hub
 from . import worker
 
 if TYPE_CHECKING:
     from ..job.config import JobConfig
 
 DIED = 4
+VERDICT_S = 5.0
+"""How long the launcher waits for the verdict when all ranks have ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,14 +91,27 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    hub = Hub(num_ranks, tell=lambda verdict: _say(verdict.message))
+    os.environ.update(hub.environment)
+    hub.start()
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
+        verdict = hub.wait(VERDICT_S)
+        if verdict is not None:
+            return verdict.exit_code
         return failure.exitcode if failure.exitcode > 0 else DIED
     except (KeyboardInterrupt, SignalException):
         return 130
+    finally:
+        hub.close()
     return 0
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A verdict, always: every rank says where it is, a hub beside the ranks sees who stands still, and says whose fault it is.
+"""A verdict, always: every rank says where it is; a hub beside them sees who stands still, and whose fault that is.
 
     rank: Publisher ──store──▶ Cell (memory that the hub maps) ◀──reads── Hub: in the launcher, or a process of its own
           Watcher   ◀──────────── TCP: who it is, errors, goodbyes ─────────▶   Progress: may it stand still so long?

@@ -16,6 +16,8 @@ from typing import NamedTuple, get_args
 
 from quintsched.stalls.states import Phase
 
+from .waiting import NOTHING
+
 PHASES: tuple[Phase, ...] = get_args(Phase)
 INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID = range(9)
 """What each number of a cell is."""
@@ -24,20 +26,11 @@ BYTES = 8 * NUMBERS
 NOWHERE = -1
 """No instruction, no step, no program."""
 
-UNKNOWN, NOTHING, RECEIVE, SEND, COLLECTIVE = range(5)
-"""What a rank waits for; as a number of its cell with the place of the message, or the number of the group."""
-_KINDS = 8
-
-
-def wait_code(kind: int, number: int = 0) -> int:
-    """Return what is stored at WAIT: the kind, and the place of a message or the number of a group."""
-    return kind + _KINDS * number
-
 
 class Place(NamedTuple):
     """Where a rank is, as its cell says: instruction, step and program are `NOWHERE` where there are none.
 
-    `wait` is a `wait_code`, `run` says how many programs it has begun, `entered` how many phases.
+    `wait` is a number as `waiting` has it, `run` says how many programs it has begun, `entered` how many phases.
     """
 
     index: int
@@ -48,18 +41,8 @@ class Place(NamedTuple):
     run: int
     entered: int
 
-    @property
-    def wait_kind(self) -> int:
-        """What it waits for: UNKNOWN, NOTHING, …"""
-        return self.wait % _KINDS
 
-    @property
-    def wait_number(self) -> int:
-        """The place of the message, or the number of the group, that it waits for."""
-        return self.wait // _KINDS
-
-
-START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", UNKNOWN, 0, 0)
+START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
 """Where a rank is that has said nothing."""
 
 
@@ -76,6 +59,7 @@ class Cell:
         self.numbers = memoryview(memory).cast("q")
         self.numbers[RANK], self.numbers[PID] = rank, os.getpid()
         self.numbers[INDEX] = self.numbers[STEP] = self.numbers[PROGRAM] = NOWHERE
+        self.numbers[WAIT] = NOTHING
 
     def read(self) -> Place:
         """Return where the rank is."""

@@ -20,6 +20,8 @@ from typing import Any
 
 from .frames import JSON, FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_of
 
+ADDRESS, KEY = "QUINTSCHED_WATCH", "QUINTSCHED_WATCH_KEY"
+"""The environment that ranks find their hub by."""
 CHUNK = 256 * 1024
 STRANGER_S = 10.0
 CUT_S = 10

@@ -1,4 +1,4 @@
-"""The hub of a run's watch: hears every rank, reads their cells, and makes the verdict. It is no rank, and outlives them.
+"""The hub of a run's watch: hears all ranks, reads their cells, makes the verdict. It is no rank, and outlives them.
 
     quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
@@ -9,10 +9,8 @@ It listens on the loopback unless ranks are on several machines, and takes nobod
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import threading
@@ -22,12 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quintsched.plan import Plan
 from quintsched.stalls.states import Fate
 
 from .cell import CellReader, place_of
-from .connection import Connection, Listener
+from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
-from .judge import Judge, Ruling
+from .judge import SETTLE_S, Judge, Ruling
 from .plans import Plans
 from .process import ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
@@ -37,10 +36,10 @@ from .verdict import Verdict, make_verdict
 TICK_S = 0.1
 HURRY_S = 0.01
 """How long a look at everything is apart from the next; the latter while it is looked for what became of a process."""
+ALONE_AT_FIRST_S, ALONE_S = 120.0, 2.0
+"""How long a hub stays that is a process of its own and hears no rank: at first, and later."""
 FATE_S = 0.25
 """How long it is looked for that at most."""
-ADDRESS, KEY = "QUINTSCHED_WATCH", "QUINTSCHED_WATCH_KEY"
-"""The environment that ranks find their hub by."""
 
 now_s = time.monotonic
 
@@ -50,17 +49,22 @@ class Hub:
 
     Args:
         num_ranks: how many there are.
+        plan: what they run; None: rank 0 says so.
         patience: how long they may stand still; that which rank 0 brings wins.
         report: the file to write the verdict to; None: that which rank 0 names.
         tell: is given the verdict as soon as there is one, in the hub's thread.
         host: the address to listen on.
         spoken: whether `tell` says it to the user, so that ranks need not.
+        key: what shows that somebody belongs to the run; None: made up.
+        listening: a socket that listens already.
+        ends_alone: whether it ends with the last rank, and not only when it is closed.
     """
 
     def __init__(
         self,
         num_ranks: int,
         *,
+        plan: Plan | None = None,
         patience: Patience | None = None,
         report: Path | None = None,
         tell: Callable[[Verdict], None] = lambda verdict: None,
@@ -68,20 +72,22 @@ class Hub:
         spoken: bool = True,
         key: str | None = None,
         listening: socket.socket | None = None,
+        ends_alone: bool = False,
     ) -> None:
         self.key = key or secrets.token_hex(16)
         self.verdict: Verdict | None = None
-        self._report, self._tell, self._spoken = report, tell, spoken
+        self._report, self._tell, self._spoken, self._ends_alone = report, tell, spoken, ends_alone
         self._members = [Member(rank) for rank in range(num_ranks)]
         self._progress = Progress(patience or Patience())
         self._judge = Judge(self._members, self._progress)
-        self._plans = Plans()
+        self._plans = Plans(plan)
         self._machine = machine()
         self._listener = Listener(self.key, listening or socket.create_server((host, 0)), 2 * num_ranks + 16)
         self._by_rank: dict[int, Connection] = {}
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
         self._is_closing = False
+        self._lonely_s = now_s() + ALONE_AT_FIRST_S
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self.run, name="quintsched watch hub", daemon=True)
 
@@ -127,7 +133,9 @@ class Hub:
             while not self._is_closing:
                 self._hear()
                 self._look()
-                if self._is_over.is_set() and not self._by_rank:
+                if self._by_rank:
+                    self._lonely_s = now_s() + ALONE_S
+                elif self._ends_alone and (self._is_over.is_set() or now_s() > self._lonely_s):
                     return
         finally:
             self._is_over.set()
@@ -152,7 +160,7 @@ class Hub:
         if "place" in message:
             member.move(place_of([int(number) for number in message["place"]]), now)
         if "group" in message:
-            member.groups[int(message["group"])] = tuple(map(int, message["ranks"]))
+            member.groups.append(tuple(map(int, message["group"])))
         if "plan" in message:
             self._plans.add(int(message["plan"]), message["text"])
         if "error" in message and (member.error is None or member.error[0] == "stall"):
@@ -171,6 +179,7 @@ class Hub:
             raise FrameError("no such rank, or one more")
         connection.rank, self._by_rank[rank] = rank, connection
         member.has_come, member.host = True, str(message["host"])[:200]
+        member.host_waits = bool(message["host_waits"])
         member.process = ProcessId(int(message["pid"]), int(message["started"]))
         member.changed_s = member.heard_s = now
         member.is_here = bool(self._machine) and message["machine"] == self._machine
@@ -205,9 +214,11 @@ class Hub:
                 member.end(fate_of_code(ended[member.rank]), now)
             elif member.closed_s is not None and member.fate is None:
                 self._seek_fate(member, now)
-            elif member.is_here and member.lives:
+            elif member.is_here and member.has_come and member.lives:
                 state = look_at(member.process)
                 member.is_stopped = state is not None and state.state == "T"
+                if state is None or state.state in "ZX":
+                    member.closed_s = now
         if self._is_over.is_set():
             return
         match self._judge.look(now):
@@ -240,7 +251,11 @@ class Hub:
                 member.closed_s = None
 
     def _make_verdict(self) -> None:
-        self.verdict = make_verdict(self._members, self._plans, self._progress, self._report, now_s())
+        why = f"no rank has gone on for {self._progress.still_s:.0f} s"
+        if not self._judge.is_stalled:
+            why = "a rank lost its connection to another"
+        still_s = max(self._progress.still_s / 2, SETTLE_S)
+        self.verdict = make_verdict(self._members, self._plans, self._report, now_s(), still_s=still_s, why=why)
         for connection in self._by_rank.values():
             self._announce(connection)
         self._tell(self.verdict)

@@ -1,10 +1,10 @@
 """When there is a verdict to be made: after the first sign that something is wrong, and the words that come with it.
 
-    a process ended, or is cut off                 0.3 s later: late words are in, and the first to end is still the first
-    a rank's own code raised                       when its process has ended, so that its traceback comes first
-    all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
-    a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
-    nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
+a process ended, or is cut off                 0.3 s later: late words are in, and the first to end is still the first
+a rank's own code raised                       when its process has ended, so that its traceback comes first
+all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
+a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
+nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
 """
 
 from __future__ import annotations

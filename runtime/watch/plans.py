@@ -9,9 +9,10 @@ MOST_PLANS = 32
 
 
 class Plans:
-    """The plans that were told of last."""
+    """The plans that were told of last; `first` is the run's own, where it is known from the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Plan | None = None) -> None:
+        self._first = first
         self._plans: dict[int, Plan] = {}
 
     def add(self, number: int, text: bytes) -> None:
@@ -25,7 +26,7 @@ class Plans:
 
     def get(self, number: int) -> Plan | None:
         """Return the plan of a number, if it is known."""
-        return self._plans.get(number)
+        return self._plans.get(number, self._first if number <= 0 else None)
 
     def modes(self) -> dict[int, str]:
         """Return the mode of each plan by its number."""

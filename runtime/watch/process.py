@@ -1,7 +1,7 @@
 """What became of a process, as the kernel says where it runs on this machine; nothing of it elsewhere.
 
-    /proc/PID/stat     state R, S, D: it runs, sleeps, waits for a disk    T: stopped    Z: ended, exit code readable
-    boot_id            whether another process is on this machine: its number means the same there as here
+/proc/PID/stat     state R, S, D: it runs, sleeps, waits for a disk    T: stopped    Z: ended, exit code readable
+boot_id            whether another process is on this machine: its number means the same there as here
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from quintsched.stalls.states import Phase
 
-from .cell import NOTHING, UNKNOWN, Place
+from .cell import Place
+from .waiting import NOTHING, UNKNOWN
 
 FLOOR_S = 10.0
 """No shorter stand is a stall, unless a limit is given."""
@@ -155,4 +156,4 @@ def _walk_of(place: Place) -> tuple[Phase, int]:
 
 def may_wait(place: Place) -> bool:
     """Whether a rank that is there waits for others, or may do so: in a walk always, elsewhere where it says so."""
-    return place.phase in WALKS or place.wait_kind not in (NOTHING, UNKNOWN)
+    return place.phase in WALKS or place.wait not in (NOTHING, UNKNOWN)

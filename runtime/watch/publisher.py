@@ -9,32 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 from quintsched.stalls.states import Phase
 
-from .cell import (
-    COLLECTIVE,
-    ENTERED,
-    INDEX,
-    NOTHING,
-    NOWHERE,
-    PHASE,
-    PHASES,
-    PROGRAM,
-    RUN,
-    STEP,
-    UNKNOWN,
-    WAIT,
-    Cell,
-    wait_code,
-)
+from .cell import ENTERED, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, RUN, STEP, WAIT, Cell
+from .waiting import NOTHING, WORLD_CODE, WaitCell
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
 NUMBER_OF: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The verdict, as a rank hears it; `was_told`: somebody has said it to the user already."""
+
+    message: str
+    was_told: bool
 
 
 class Listener(Protocol):
@@ -43,13 +38,13 @@ class Listener(Protocol):
     def tell_program(self, number: int, plan: Plan) -> None:
         """Pass on that a plan goes by this number."""
 
-    def tell_group(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Pass on that a group of ranks goes by this number."""
+    def tell_group(self, ranks: tuple[int, ...]) -> None:
+        """Pass on that this rank is in a further group of ranks."""
 
     def tell_error(self, error: BaseException) -> None:
         """Pass on that this rank's own work failed."""
 
-    def ask(self, said: str) -> str | None:
+    def ask(self, said: str) -> Answer | None:
         """Pass on that a wait for other ranks failed, as `said`; return the verdict, None where there is none."""
 
     def close(self, *, clean: bool) -> None:
@@ -61,24 +56,24 @@ class Publisher:
 
     Attributes:
         numbers: the cell's, for stores in hot loops.
-        calm: what is stored at WAIT when a wait has ended: that the rank waits for nothing, or, where a device waits
-            in its host's stead, that nobody knows.
     """
 
-    def __init__(self, cell: Cell | None = None, listener: Listener | None = None, *, host_waits: bool = True) -> None:
+    def __init__(self, cell: Cell | None = None, listener: Listener | None = None) -> None:
         self._cell = cell or Cell(0, shared=False)
         self.numbers = self._cell.numbers
-        self.calm = NOTHING if host_waits else UNKNOWN
         self._listener = listener
         self._programs: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
         self._num_programs = 0
-        self._groups: dict[tuple[int, ...], int] = {}
+
+    def follow(self, waits: WaitCell) -> None:
+        """Let what is written down of waits be in this cell from now on."""
+        waits.move(self.numbers, WAIT)
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:
         """Say that a phase begins; `step`: the number of the training step that begins with it, the first is 1."""
         numbers = self.numbers
         numbers[INDEX] = NOWHERE
-        numbers[WAIT] = self.calm
+        numbers[WAIT] = NOTHING
         numbers[PHASE] = NUMBER_OF[phase]
         numbers[ENTERED] += 1
         if step is not None:
@@ -107,22 +102,25 @@ class Publisher:
                 self._listener.tell_program(number, plan)
         return number
 
-    def wait_for_group(self, ranks: tuple[int, ...]) -> int:
-        """Return what is stored at WAIT while this rank waits for a collective of a group."""
-        number = self._groups.get(ranks)
-        if number is None:
-            number = self._groups[ranks] = len(self._groups)
-            if self._listener is not None:
-                self._listener.tell_group(number, ranks)
-        return wait_code(COLLECTIVE, number)
+    @contextmanager
+    def waiting_for_all(self) -> Iterator[None]:
+        """Say, while the block runs, that this rank waits for all others: before there are groups to be named."""
+        self.numbers[WAIT] = WORLD_CODE
+        yield
+        self.numbers[WAIT] = NOTHING
+
+    def tell_group(self, ranks: tuple[int, ...]) -> None:
+        """Say that this rank is in a further group: the k-th, counted from 0, is number k where it is waited for."""
+        if self._listener is not None:
+            self._listener.tell_group(ranks)
 
     def fail(self, error: BaseException) -> None:
         """Say that this rank's own work failed."""
         if self._listener is not None:
             self._listener.tell_error(error)
 
-    def explain(self, said: str) -> str | None:
-        """Say that a wait for other ranks failed, and return whose fault it was, in words; None: nobody says.
+    def explain(self, said: str) -> Answer | None:
+        """Say that a wait for other ranks failed, and return whose fault it was; None: nobody says.
 
         Takes a few seconds at most.
         """

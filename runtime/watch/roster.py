@@ -1,7 +1,7 @@
 """What the hub knows of each rank: where it is, since when, what became of its process, what it said.
 
-    hello ─▶ Member ─▶ place (read or sent) ─▶ …  bye: it has done all it should     error: what it raised
-                                                  closed: its process has ended, or is cut off ─▶ fate
+hello ─▶ Member ─▶ place (read or sent) ─▶ …  bye: it has done all it should     error: what it raised
+                                              closed: its process has ended, or is cut off ─▶ fate
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ from typing import Literal
 
 from quintsched.stalls.states import Fate, RankState, Wait
 
-from .cell import COLLECTIVE, NOTHING, NOWHERE, RECEIVE, SEND, START, UNKNOWN, CellReader, Place
+from .cell import NOWHERE, START, CellReader, Place
 from .process import ProcessId
+from .waiting import WORLD_CODE, wait_of
+
+NOBODY = ProcessId(0, 0)
 
 ErrorKind = Literal["own", "refusal", "stall"]
 """What a rank says of an error: its own code's; one that all ranks may find alike; that a wait for others failed."""
-
-_WAITS: dict[int, Literal["receive", "send", "collective", "nothing"]] = {
-    NOTHING: "nothing",
-    RECEIVE: "receive",
-    SEND: "send",
-    COLLECTIVE: "collective",
-}
 
 
 @dataclass
@@ -33,14 +29,16 @@ class Member:
 
     rank: int
     host: str = ""
-    process: ProcessId = ProcessId(0, 0)
+    process: ProcessId = NOBODY
     is_here: bool = False
     """Whether it runs on the hub's machine, where numbers of processes mean the same."""
     reader: CellReader | None = None
     place: Place = START
     changed_s: float = 0.0
     heard_s: float = 0.0
-    groups: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    host_waits: bool = True
+    """Whether its host waits for other ranks itself, and no device in its stead."""
     has_come: bool = False
     has_ended: bool = False
     """Whether it said that it has done all it should."""
@@ -69,7 +67,7 @@ class Member:
         if self.fate is None or self.fate.kind in ("gone", "unreachable"):
             self.fate = fate
 
-    def state(self, now_s: float, modes: Mapping[int, str]) -> RankState:
+    def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> RankState:
         """Return what it said last; `modes` are those of the plans by their numbers."""
         place = self.place
         return RankState(
@@ -83,7 +81,7 @@ class Member:
             since_s=now_s - self.changed_s,
             heard_s=now_s - self.heard_s,
             fate=self._told_fate(now_s),
-            awaits=self._wait(),
+            awaits=self._wait(num_ranks),
             run=place.run or None,
         )
 
@@ -97,10 +95,9 @@ class Member:
             return Fate("stopped", signal.SIGSTOP) if self.is_stopped else None
         return Fate(self.fate.kind, self.fate.code, self.fate.text, ago_s=ago_s)
 
-    def _wait(self) -> Wait | None:
-        kind, number = self.place.wait_kind, self.place.wait_number
-        if kind == UNKNOWN or kind not in _WAITS:
+    def _wait(self, num_ranks: int) -> Wait | None:
+        if not self.host_waits:
             return None
-        if kind == COLLECTIVE:
-            return Wait("collective", None, self.groups.get(number, ()))
-        return Wait(_WAITS[kind], None if kind == NOTHING else number)
+        if self.place.wait == WORLD_CODE:
+            return Wait("collective", ranks=tuple(range(num_ranks)))
+        return wait_of(self.place.wait, self.groups)

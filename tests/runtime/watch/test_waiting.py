@@ -9,7 +9,8 @@ import quintsched as qs
 from quintsched.ir.instructions import RecvGrad, SendAct
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.waiting import (
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.watch.waiting import (
     NOTHING,
     UNKNOWN,
     WaitCell,
@@ -18,7 +19,6 @@ from quintsched.runtime.comm.waiting import (
     send_code,
     wait_of,
 )
-from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.stalls.states import Wait
 
 from ..toys import Task, sgd, share, tiny_vit
