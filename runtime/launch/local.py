@@ -98,6 +98,8 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
+        for rank, each in failed.failures.items():
+            hub.ended(rank, each.exitcode)
         verdict = hub.wait(VERDICT_S)
         if verdict is not None:
             return verdict.exit_code

@@ -100,6 +100,7 @@ class Trainer:
         self.plan = plan
         require_sinks(job.log.sinks)
         self._reporter = reporter or Reporter(None, lambda _: None)
+        self._publisher = transport.publisher
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
         self._feed = open_feed(job.data, job.train, plan, transport)
@@ -170,8 +171,9 @@ class Trainer:
     def fit(self, *, resume: bool = False) -> list[Record]:
         """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
         with self._reporter as reporter:
-            if not (resume and self._resume()):
-                self._load_pretrained()
+            with self._publisher.phase("load"):
+                if not (resume and self._resume()):
+                    self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
             if self.engine.expert_shares is not None:
@@ -239,7 +241,7 @@ class Trainer:
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
-        for inputs, targets, extras in self._feed.train(progress.epoch, start=progress.batch):
+        for inputs, targets, extras in self._loading(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
             *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
@@ -248,6 +250,16 @@ class Trainer:
             progress.step += 1
             progress.batch += 1
             yield result
+
+    def _loading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and say while each is loaded that this is what the rank is about."""
+        batches = iter(batches)
+        while True:
+            with self._publisher.phase("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _set_learning_rate(self) -> None:
         train = self.job.train
@@ -305,7 +317,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
-        for inputs, targets, extras in self._feed.validation():
+        for inputs, targets, extras in self._loading(self._feed.validation()):
             totals.add(self.engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read())
 
@@ -327,7 +339,9 @@ class Trainer:
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
     def _save(self) -> None:
-        if self._checkpoints is not None:
+        if self._checkpoints is None:
+            return
+        with self._publisher.phase("save"):
             state = self.engine.everyone.together(self._feed.state)
             self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress), state)
 
@@ -335,7 +349,8 @@ class Trainer:
         """Write the trained weights for others, if the job wants them."""
         directory = self.job.checkpoint.export
         if directory is not None:
-            self.engine.save_pretrained(directory)
+            with self._publisher.phase("save"):
+                self.engine.save_pretrained(directory)
             self._reporter.say(f"weights saved in {directory}")
 
     def _resume(self) -> bool:

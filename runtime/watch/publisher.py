@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from quintsched.stalls.states import Phase
 
@@ -62,7 +62,7 @@ class Publisher:
         self._cell = cell or Cell(0, shared=False)
         self.numbers = self._cell.numbers
         self._listener = listener
-        self._programs: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
+        self._programs: dict[int, tuple[int, ref[Plan]]] = {}
         self._num_programs = 0
 
     def follow(self, waits: WaitCell) -> None:
@@ -94,10 +94,11 @@ class Publisher:
 
     def number_of(self, plan: Plan) -> int:
         """Return the number that a plan goes by: how many others this rank ran before it."""
-        number = self._programs.get(plan)
-        if number is None:
-            number = self._programs[plan] = self._num_programs
-            self._num_programs += 1
+        number, known = self._programs.get(id(plan), (0, None))
+        if known is None or known() is not plan:
+            number, self._num_programs = self._num_programs, self._num_programs + 1
+            self._programs = {key: value for key, value in self._programs.items() if value[1]() is not None}
+            self._programs[id(plan)] = number, ref(plan)
             if self._listener is not None:
                 self._listener.tell_program(number, plan)
         return number
