@@ -95,6 +95,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
+        wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank. Then:
         timeout_s, stall_after: how long a wait may take, and how long a step may stand still, None: learnt (`watch`).
 
@@ -126,6 +127,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         zero_split: ZeroSplit = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
+        wants_stop: Callable[[], bool] = lambda: False,
         seed: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 300.0,
@@ -187,6 +189,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             clip=clip,
             scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,
+            wants_stop=wants_stop,
         )
         self._runner = PlanRunner(
             self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from torch.optim import Optimizer
 
 from quintsched.errors import UsageError
 
+from .interchange.exchange import Exchange
 from .interpreter.plan_runner import PlanRunner
 from .optim.chained import LRSchedulers
 from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import MeshGroups
+from .resharding.layout import LAYOUT, layout_of
+from .resharding.load_saved import load_saved
+from .resharding.saved_state import SavedState, opened, read_layout
 from .stage.build import Stage
 from .stage.rank_model import RankModel
 from .state.master_weights import Masters
@@ -36,6 +41,7 @@ class EngineWeights:
     _scale: LossScale
     _access: WeightAccess
     _averages: Averages
+    _exchange: Exchange
 
     @property
     def stages(self) -> Mapping[int, Stage]:
@@ -105,6 +111,34 @@ class EngineWeights:
         self._state.load(state)
         self._averages.load_state_dict(state)
         self._load_progress(state)
+
+    def state_metadata(self) -> dict[str, str]:
+        """Return what a file of this rank's `state_dict` has to say of itself, so that any mesh can read it.
+
+        safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata())
+        """
+        return {LAYOUT: layout_of(self._exchange, self._averages.all).to_text()}
+
+    def load_state_files(self, paths: Sequence[str | Path]) -> None:
+        """Take over what all ranks of a run have saved, on whatever mesh (collective).
+
+        `paths` are their files, of `state_dict` with `state_metadata`. Each rank reads what it holds of them. Raises,
+        on all ranks alike, `InputError` for files that are damaged or not all there, `MisfitError` for those of
+        another model, or where state of an optimizer cannot be cut otherwise than it was.
+        """
+        self._averages.require_none_applied("load_state_files")
+        with self._exchange.everyone.together(lambda: SavedState([Path(path) for path in paths])) as saved:
+            self._load_progress(load_saved(saved, self._exchange, self._averages.all))
+
+    def fits_state_file(self, path: str | Path) -> bool:
+        """Whether a file has just this rank's weights, cut as they are here, so that `load_state_dict` can take it.
+
+        A file that does not say how its tensors lie is taken to have them so.
+        """
+        with opened(Path(path)) as file:
+            theirs, names = read_layout(Path(path), file), {n for n in file.keys() if n.startswith("model.")}  # noqa: SIM118
+        mine = {f"model.{one.name}" for one in self._exchange.held() if one.numbers is not None}
+        return theirs is None or (names == mine and theirs.holds_as(layout_of(self._exchange, [])))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).

@@ -32,6 +32,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "verification",
         "interpreter",
         "steps",
+        "resharding",
         "interchange",
         "weights",
         "state",
@@ -45,6 +46,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "autograd",
         "comm",
         "watch",
+        "rendezvous",
         "job",
     ),
     "quintsched.viz": (

@@ -1,8 +1,9 @@
-"""`quintsched run`, `verify`: fill in torchrun for one machine, and hand its signals and its exit code on."""
+"""`quintsched run`, `verify`: start the launcher, which ends with this process, and hand signals and exit codes on."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import typer
 
 from quintsched.errors import UsageError
 
-PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP")
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 JOB_SUFFIXES = (".yaml", ".yml")
 
 
@@ -38,7 +39,7 @@ def run(
     arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else []
     arguments += ["--nproc", str(nproc)] if nproc else []
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.local", *arguments]))
+    raise typer.Exit(call(_launch("local", arguments)))
 
 
 def verify(
@@ -59,7 +60,13 @@ def verify(
     plan, job = plan_and_job(files)
     _require_torch()
     arguments = ["--steps", str(steps), *(["--json"] if as_json else []), *_job_arguments(plan, job, overrides)]
-    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.launch.verify", *arguments]))
+    raise typer.Exit(call(_launch("verify", arguments)))
+
+
+def _launch(module: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs a module of the runtime's room `launch` until it ends, or this process."""
+    launch = "quintsched.runtime.launch"
+    return [sys.executable, "-m", f"{launch}.bound", str(os.getpid()), f"{launch}.{module}", *arguments]
 
 
 def _require_torch() -> None:

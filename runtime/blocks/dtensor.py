@@ -30,19 +30,21 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-@torch.no_grad()
 def local_of(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this rank, in the same memory: of a DTensor its shard, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
-@torch.no_grad()
 def local_gradient(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter's gradient; where it comes as partial sums, they are added up first."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local_of(gradient)
 
 

@@ -67,7 +67,8 @@ class Checkpoints:
             state = engine.state_dict()
             if loader is not None:
                 state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
-            data = save(_apart({name: tensor.cpu().contiguous() for name, tensor in state.items()}))
+            tensors = _apart({name: tensor.cpu().contiguous() for name, tensor in state.items()})
+            data = save(tensors, metadata=engine.state_metadata())
             _write(folder / file_name(engine.transport.rank), data)
             digests = engine.everyone.gather_bytes(hashlib.sha256(data).digest())
             if engine.transport.rank == 0:

@@ -225,11 +225,13 @@ class Transport(ABC):
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
         publisher: says where the rank is.
+        restarted: whether the ranks of this run came together before, and are started again.
     """
 
     name: str
     profile: str
     blocks_host = True
+    restarted: bool = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device, publisher: Publisher | None = None) -> None:
         self.rank = rank

@@ -26,29 +26,28 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..job.choices import Rules
+from ..rendezvous.addresses import choose_interfaces
+from ..rendezvous.attempt import Attempt, meet
+from ..rendezvous.store import open_store, require_addresses, within
 from ..watch.publisher import Publisher
 from ..watch.start import WatchOptions, find_watch, start_watch
-from ..watch.waiting import NOTHING, WaitCell
-from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
+from .base import Group, SelfGroup, Transport, Work, describe
 from .device import (
     LIBRARIES,
     claim_device,
-    current_device,
     library_of,
     require_queues,
     synchronize,
 )
 from .failures import raise_stall, run_bounded, stall_errors
+from .torch_groups import TorchGroup, TorchWork
 
-_REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
-_BACKEND_KEY, _WATCH_KEY = "quintsched/backend", "quintsched/watch"
 
 
 def connect(
@@ -82,141 +81,36 @@ def connect(
     device = claim_device(backend)
     timeout, watch = timedelta(seconds=timeout_s), watch or WatchOptions(timeout_s)
     if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        store = PrefixStore(_WATCH_KEY, dist.distributed_c10d._get_default_store())
-        publisher = start_watch(rank, world_size, store, watch, host_waits=transport.blocks_host)
+        store = within(dist.distributed_c10d._get_default_store(), "quintsched/watch")
+        publisher = start_watch(dist.get_rank(), dist.get_world_size(), store, watch, host_waits=transport.blocks_host)
         return transport(device, timeout, owns_world=False, publisher=publisher)
-    _require_torchrun()
-    publisher = _join(backend, timeout, watch, host_waits=transport.blocks_host)
-    return transport(device, timeout, owns_world=True, publisher=publisher)
+    attempt, publisher = _come_together(backend, timeout, watch, host_waits=transport.blocks_host)
+    made = transport(device, timeout, owns_world=True, publisher=publisher)
+    made.restarted = attempt.number > 1
+    return made
 
 
-def _join(backend: str, timeout: timedelta, watch: WatchOptions, *, host_waits: bool) -> Publisher:
-    """Make the process group of all ranks; return who says where this rank is, from then on or before."""
-    named = find_watch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), watch, host_waits=host_waits)
+def _come_together(
+    backend: str, timeout: timedelta, watch: WatchOptions, *, host_waits: bool
+) -> tuple[Attempt, Publisher]:
+    """Make the process group of all ranks, whose keys are those of this attempt; raises as `connect`.
+
+    Also returned is who says where this rank is, from then on, or from before where the launcher watches.
+    """
+    require_addresses()
+    rank, world_size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
+    choose_interfaces()
+    named = find_watch(rank, world_size, watch, host_waits=host_waits)
     awaiting = nullcontext() if named is None else named.waiting_for_all()
-    with stall_errors(f"waiting {timeout.total_seconds():g} s for all ranks to come together", named), awaiting:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        require_same_backend(backend, store, rank, world_size)
-        own = PrefixStore(_WATCH_KEY, store)
+    with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together", named), awaiting:
+        attempt = meet(open_store(timeout_s), rank, world_size, timeout_s)
+        require_same_backend(backend, attempt.store, rank)
+        own = within(attempt.store, "watch")
         publisher = named or start_watch(rank, world_size, own, watch, host_waits=host_waits)
-        world = PrefixStore("world", store)
+        world = within(attempt.store, "world")
         with publisher.waiting_for_all():
             dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
-    return publisher
-
-
-def as_group(group: Group | dist.ProcessGroup) -> Group:
-    """Return `group` as a Group; a ProcessGroup (of a DeviceMesh, say) is wrapped."""
-    if isinstance(group, Group):
-        return group
-    ranks = tuple(dist.get_process_group_ranks(group))
-    device = current_device(dist.get_backend(group))
-    return TorchGroup(group, ranks, device, Publisher()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
-
-
-class TorchGroup(Group):
-    """Collectives over a torch ProcessGroup."""
-
-    def __init__(
-        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, publisher: Publisher
-    ) -> None:
-        super().__init__(ranks, dist.get_rank(process_group), device)
-        self.process_group: dist.ProcessGroup | None = process_group
-        self._publisher = publisher
-
-    def release(self) -> None:
-        """Let go of the process group: gloo's connections close with the last reference."""
-        self.process_group = None
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
-        return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
-
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        # torch 2.13 deprecates the old name and has the new one only since.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
-
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type == "cpu" and self.is_shard_in_place(output, tensor):
-            # gloo sums a copy of all of it, in half as much time again as its all-reduce takes in place.
-            return self._all_reduce(tensor, ReduceOp.SUM)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        if tensor.is_complex():  # which it alone of the collectives does not take
-            output, tensor = torch.view_as_real(output), torch.view_as_real(tensor)
-        return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
-
-    def _all_to_all(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
-    ) -> Work:
-        splits = None if received is None else list(received), None if sent is None else list(sent)
-        return self._issue(partial(dist.all_to_all_single, output, tensor, *splits), "all_to_all", tensor, output)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        issue = partial(dist.broadcast, tensor, self.ranks[source])
-        return self._issue(issue, f"broadcast from rank {self.ranks[source]}", tensor, tensor)
-
-    def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
-        name = partial(self._name, kind, tensor)
-        try:
-            work = issue(group=self.process_group, async_op=True)
-        except RuntimeError as error:
-            raise_stall(error, name(), self._publisher)
-        return _CollectiveWork(work, output, name, self._publisher, self.wait_cell, self.wait_code)
-
-    def _name(self, kind: str, tensor: Tensor) -> str:
-        return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
-
-
-class _TorchWork:
-    """A torch Work that keeps its tensors until waited for, and whose errors are ours.
-
-    `name` says in words what is under way. It is called when something failed: a message is a matter of
-    microseconds, and so would be the words.
-    """
-
-    __slots__ = ("_name", "_publisher", "_tensor", "_work")
-
-    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], publisher: Publisher) -> None:
-        self._work = work
-        self._tensor: Tensor | None = tensor
-        self._name: Callable[[], str] | None = name
-        self._publisher = publisher
-
-    def wait(self) -> None:
-        if self._work is None or self._name is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise_stall(error, self._name(), self._publisher)
-        self._work = self._tensor = self._name = None
-
-
-class _CollectiveWork(_TorchWork):
-    """A collective of a group, which says that it is waited for."""
-
-    __slots__ = ("_cell", "_code")
-
-    def __init__(
-        self,
-        work: dist.Work | None,
-        tensor: Tensor,
-        name: Callable[[], str],
-        publisher: Publisher,
-        cell: WaitCell,
-        code: int,
-    ) -> None:
-        super().__init__(work, tensor, name, publisher)
-        self._cell, self._code = cell, code
-
-    def wait(self) -> None:
-        cell = self._cell
-        cell.memory[cell.at] = self._code
-        super().wait()
-        cell.memory[cell.at] = NOTHING
+    return attempt, publisher
 
 
 class _TorchTransport(Transport):
@@ -262,7 +156,7 @@ class _TorchTransport(Transport):
             work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
         except RuntimeError as error:
             raise_stall(error, name(), self.publisher)
-        return _TorchWork(work, tensor, name, self.publisher)
+        return TorchWork(work, tensor, name, self.publisher)
 
     def _name(self, verb: str, tensor: Tensor, peer: int, tag: int) -> str:
         doing = "sending to" if verb == "send" else "receiving from"
@@ -395,21 +289,11 @@ class NcclTransport(_TorchTransport):
         super()._hang_up(destroy)
 
 
-def _require_torchrun() -> None:
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
-
-
-def require_same_backend(backend: str, store: Store, rank: int, world_size: int) -> None:
-    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain.
-
-    The store may outlive a connection, so its keys count the connections made so far.
-    """
-    key = f"{_BACKEND_KEY}/{(store.add(_BACKEND_KEY, 1) - 1) // world_size}"
+def require_same_backend(backend: str, store: Store, rank: int) -> None:
+    """Raise `MisfitError` on ranks that do not come with rank 0's backend, before they wait for each other in vain."""
     if rank == 0:
-        store.set(key, backend)
-    first = store.get(key).decode()
+        store.set("backend", backend)
+    first = store.get("backend").decode()
     if first != backend:
         raise MisfitError(
             f"rank {rank} connects over {backend}, but rank 0 over {first}; give every rank of every node a device, or "

@@ -110,6 +110,24 @@ class LoaderFeed:
             ) from error
         return saved.getvalue()
 
+    def skip(self, epoch: int, batch: int) -> None:
+        """Let a loader that has not begun be `batch` batches into an epoch: it gives all that come before, for nobody.
+
+        Of a sampler with `set_epoch` these are the epoch's, of any other all since the first epoch.
+        """
+        sampler: Any = getattr(self._loader, "sampler", None)
+        if self._goes_on:
+            for number in range(epoch * self.num_batches + batch):
+                self._next(number)
+            return
+        for earlier in range(0 if hasattr(sampler, "set_epoch") else epoch):
+            for _ in self.epoch(earlier):
+                pass
+        if batch and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        for number in range(batch):
+            self._next(number)
+
     def restore(self, state: bytes, batch: int) -> None:
         """Let the loader be where `state` says, `batch` batches into an epoch.
 

@@ -51,6 +51,18 @@ class Box:
         )
         return Box(tuple(first for first, _ in ranges), self.numbers[here])
 
+    def without(self, hole: Box) -> Iterator[Box]:
+        """Yield boxes that fill this one but for `hole`, which lies in it."""
+        begins, sizes = list(self.offsets), list(self.numbers.shape)
+        for dim, place in enumerate(hole.places):
+            begin, end = begins[dim], begins[dim] + sizes[dim]
+            for first, last in ((begin, place.start), (place.stop, end)):
+                begins[dim], sizes[dim] = first, last - first
+                rest = self.within(begins, sizes) if first < last else None
+                if rest is not None:
+                    yield rest
+            begins[dim], sizes[dim] = place.start, place.stop - place.start
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -45,7 +45,8 @@ class Exchange:
     steps: Steps
 
     @property
-    def _everyone(self) -> ControlGroup:
+    def everyone(self) -> ControlGroup:
+        """All ranks."""
         return ControlGroup(self.groups.world)
 
     def held(self) -> list[HeldTensor]:
@@ -54,7 +55,7 @@ class Exchange:
         return list(held_tensors(self.model.stages, self.state.masters, self.groups))
 
     @contextmanager
-    def _writing(self) -> Iterator[list[HeldTensor]]:
+    def writing(self) -> Iterator[list[HeldTensor]]:
         """A context in which this rank's tensors are written; blocks have the same numbers after it."""
         yield self.held()
         self.state.masters.publish(list(self.model.stages))
@@ -64,25 +65,23 @@ class Exchange:
         self, path: str | Path, given: Mapping[str, str] | None, fresh: Sequence[str], *, strict: bool
     ) -> LoadedWeights:
         """See `CheckpointFiles.load_pretrained`."""
-        with self._writing() as held:
-            return load_pretrained(
-                Path(path), self.names, held, self._everyone, given=given, fresh=fresh, strict=strict
-            )
+        with self.writing() as held:
+            return load_pretrained(Path(path), self.names, held, self.everyone, given=given, fresh=fresh, strict=strict)
 
     def save_dcp(self, path: str | Path, beside: Mapping[str, object]) -> None:
         """See `CheckpointFiles.save_dcp`; `beside` are values of this rank's own, by name."""
         weights = self._weights(self.held())
-        save_dcp(Path(path), weights, self.steps.total, beside, self._everyone, self.groups.world.index)
+        save_dcp(Path(path), weights, self.steps.total, beside, self.everyone, self.groups.world.index)
 
     def load_dcp(
         self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str]
     ) -> LoadedWeights:
         """See `CheckpointFiles.load_dcp`."""
-        with self._writing() as held:
+        with self.writing() as held:
             loaded, step = load_dcp(
                 Path(path),
                 self._weights(held),
-                self._everyone,
+                self.everyone,
                 fresh=fresh,
                 strict=strict,
                 optimizer=optimizer,

@@ -77,14 +77,21 @@ class ModelNames:
         """Return the names of tensors that are one: tied, or under several names in a block."""
         return [*self.tied.values(), *_same_within(self.outlines)]
 
-    def dcp_names(self) -> dict[str, tuple[str, ...]]:
-        """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
-        names = {name: (self.own or {}).get(name, name) for name in self.ours}
-        same: dict[str, list[str]] = {name: [name] for name in names}
+    def groups(self) -> dict[str, list[str]]:
+        """Return all names of ours that a tensor has in the whole model, by each of them."""
+        same: dict[str, list[str]] = {name: [name] for name in self.ours}
         for group in self.same():
             joined = list(dict.fromkeys(name for one in group for name in same[one]))
             same.update(dict.fromkeys(joined, joined))
-        return {name: tuple(dict.fromkeys(names[other] for other in group)) for name, group in same.items()}
+        return same
+
+    def dcp_names(self) -> dict[str, tuple[str, ...]]:
+        """Return all names that a tensor has in the whole model, by our name: the model's own where blocks say so."""
+        own = self.own or {}
+        return {
+            name: tuple(dict.fromkeys(own.get(other, other) for other in group))
+            for name, group in self.groups().items()
+        }
 
 
 def _same_within(blocks: Sequence[nn.Module]) -> list[list[str]]:

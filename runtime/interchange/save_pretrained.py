@@ -49,7 +49,7 @@ WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 GATHERED_BYTES = 2**28
 """The most bytes of a tensor that are gathered at once, where it has several rows."""
 
-_TYPE_NAMES = {
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -64,7 +64,8 @@ _TYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+"""What safetensors calls types."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,20 @@ def save_pretrained(
     everyone, is_first, is_writer = ControlGroup(groups.world), groups.world.index == 0, groups.holders.index == 0
     origins = everyone.together(lambda: _saved_origins(names))
     mine = {one.name: one for one in held if one.name in origins and _is_first_twin(one, model)}
-    files = _cut(_entries(mine.values(), origins, groups.holders, dtype), max_file_bytes)
+    files = cut_into_files(_entries(mine.values(), origins, groups.holders, dtype), max_file_bytes)
     counts = [int(said) for said in everyone.share_bytes(str(len(files) if is_writer else 0).encode())]
     first, total = 1 + sum(counts[: groups.world.index]), sum(counts)
 
     def write(folder: Path) -> None:
         done = []
         for number, entries in enumerate(files, first):
-            file = _TensorFile(folder / _file_name(number, total) if is_writer else None, entries)
+            file = TensorFile(folder / weight_file_name(number, total) if is_writer else None, entries)
             for entry in entries:
                 for piece in _gathered(entry, mine.get(entry.held_as), origins, groups.holders):
                     file.write(piece)
             done.append(file.close())
         everyone.together(lambda: _raise_first(done))
-        homes = {entry.name: _file_name(n, total) for n, entries in enumerate(files, first) for entry in entries}
+        homes = {entry.name: weight_file_name(n, total) for n, entries in enumerate(files, first) for entry in entries}
         size = sum(entry.nbytes for entries in files for entry in entries)
         shared = everyone.share_bytes(json.dumps([homes, size] if is_writer else [{}, 0]).encode())
         rest = partial(_write_rest, folder, [json.loads(said) for said in shared], names, dtype or _main_dtype(files))
@@ -157,21 +158,21 @@ def _entries(
         [
             origins[one.name].name,
             one.name,
-            _TYPE_NAMES[dtype if dtype is not None and one.tensor.is_floating_point() else one.tensor.dtype],
+            TYPE_NAMES[dtype if dtype is not None and one.tensor.is_floating_point() else one.tensor.dtype],
             one.placement.shape[::-1] if origins[one.name].transposed else one.placement.shape,
         ]
         for one in mine
     ]
     shared = share_bytes(holders, json.dumps(said).encode())
     found = {
-        held_as: FileEntry(name, held_as, _TYPES[kind], tuple(shape))
+        held_as: FileEntry(name, held_as, TYPES[kind], tuple(shape))
         for theirs in shared
         for name, held_as, kind, shape in json.loads(theirs)
     }
     return list(found.values())
 
 
-def _cut(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
+def cut_into_files(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
     """Return the tensors of each file, in order; in a file the widest types come first, so that all are aligned."""
     files: list[list[FileEntry]] = []
     size = 0
@@ -184,7 +185,8 @@ def _cut(entries: Sequence[FileEntry], max_bytes: int) -> list[list[FileEntry]]:
     return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
 
 
-def _file_name(number: int, total: int) -> str:
+def weight_file_name(number: int, total: int) -> str:
+    """Return the name of one of so many files."""
     return ONE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
@@ -216,21 +218,23 @@ def _moved(box: Box, offsets: Sequence[int]) -> tuple[slice, ...]:
     )
 
 
-class _TensorFile:
+class TensorFile:
     """A safetensors file, written tensor by tensor; where that fails, what follows is dropped, and `close` says so.
 
     Without a path nothing is written: another rank does it.
     """
 
-    def __init__(self, path: Path | None, entries: Sequence[FileEntry]) -> None:
+    def __init__(
+        self, path: Path | None, entries: Sequence[FileEntry], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self._path = path
         self._file: BinaryIO | None = None
         self._error: UsageError | None = None
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         at = 0
         for entry in entries:
             place = [at, at + entry.nbytes]
-            header[entry.name] = {"dtype": _TYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
+            header[entry.name] = {"dtype": TYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
             at += entry.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

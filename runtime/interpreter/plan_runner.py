@@ -79,6 +79,7 @@ class RunOptions:
     """What losses are multiplied with for their backwards."""
     max_sends: int | None
     """How many sends of a channel may be in flight; None: any number."""
+    wants_stop: Callable[[], bool]
 
 
 @dataclass
@@ -273,7 +274,8 @@ class PlanRunner:
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
         names = tuple(self._options.metrics)
-        return StepResult(tally.figures, names, outcome.norm, outcome.skipped, outcome.empty, outputs)
+        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
+        return StepResult(tally.figures, names, *told)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current
@@ -321,7 +323,8 @@ class PlanRunner:
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, self._transport.device, room)
+        device, wants_stop = self._transport.device, options.wants_stop
+        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, wants_stop)
         cells, saved = Cells(waits), dict[Value, Saved]()
         compute = ComputeState(
             flows=flows,

@@ -163,12 +163,13 @@ class MessageState:
 class GradOutcome:
     """What became of a step's gradient: its global norm, and whether the step is skipped since it is not finite.
 
-    `empty` says that it is skipped since there were no samples.
+    `empty` says that it is skipped since there were no samples; `stop_asked`, that a rank was asked to stop after it.
     """
 
     norm: Tensor | None = None
     skipped: bool = False
     empty: bool = False
+    stop_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class RankState:
         self.compute.tally.begin(alone=accumulates)
         self.compute.host.begin()
         outcome = self.step_end.outcome
-        outcome.norm, outcome.skipped, outcome.empty = None, False, False
+        outcome.norm, outcome.skipped, outcome.empty, outcome.stop_asked = None, False, False, False
         if self.flows.trains:
             self.compute.gradients.accumulate(on=accumulates)
             self.compute.gradients.reducer.begin(self.compute.tally.passengers)

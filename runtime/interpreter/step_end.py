@@ -53,10 +53,12 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         tally.take_along()
         weight = tally.weight(wait) + sum(weight() for weight in earlier)
         earlier.clear()
-        figures, work = norm.divide(weight * scale.value if scale.value != 1 else weight, absent.suspects())
+        total = weight * scale.value if scale.value != 1 else weight
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked())
         wait([work])
         found = outcome.norm = figures[0].sqrt_()
-        length, suspects = figures.tolist()
+        length, suspects, asked = figures.tolist()
+        outcome.stop_asked = asked > 0
         outcome.skipped = not math.isfinite(length)
         outcome.empty = outcome.skipped and tally.figures.is_empty()
         if not outcome.empty:

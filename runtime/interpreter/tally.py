@@ -32,7 +32,7 @@ Column = list[tuple[int, Tensor | float]]
 class Figures:
     """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
 
-    Its last number says how many units were computed on last stages, over all ranks.
+    Its last two numbers say how many ranks were asked to stop, and how many units were computed on last stages.
     """
 
     table: Tensor
@@ -49,8 +49,13 @@ class Figures:
         self.work.wait()
         end = self.num_rows * self.num_units
         found: Tensor = self.table[:end].view(self.num_rows, self.num_units).sum(1)
-        found[0] += self.table[end:-1].sum()
+        found[0] += self.table[end:-2].sum()
         return found
+
+    def num_asked(self) -> Tensor:
+        """Return how many ranks were asked to stop, once that is known; 0-dimensional."""
+        self.work.wait()
+        return self.table[-2]
 
     def is_empty(self) -> bool:
         """Whether no rank had any samples, once they are known."""
@@ -66,14 +71,22 @@ class Tally:
         metrics: one such list per metric.
         passengers: gives the figures that are to ride along with the last gradients; None: they do not.
         auxiliary: what blocks brought, by `piece of the model x microbatches + microbatch`.
+        wants_stop: says whether this rank was asked to stop after the step.
         figures: those of the step; before they are reduced, not-a-number.
     """
 
     def __init__(
-        self, num_metrics: int, num_units: int, num_pieces: int, device: torch.device, room: Room | None = None
+        self,
+        num_metrics: int,
+        num_units: int,
+        num_pieces: int,
+        device: torch.device,
+        room: Room | None = None,
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._device, self._num_rows, self.num_units = device, 2 + num_metrics, num_units
-        self._size = (self._num_rows + num_pieces) * num_units + 1
+        self._size = (self._num_rows + num_pieces) * num_units + 2
+        self._wants_stop = wants_stop
         self._num_computed = 0
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *self.metrics, self.auxiliary = self._columns
@@ -126,6 +139,8 @@ class Tally:
             column.clear()
         if self._num_computed:
             table[-1], self._num_computed = self._num_computed, 0
+        if self._wants_stop():
+            table[-2] = 1
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
@@ -149,7 +164,8 @@ class StepResult:
 
     `grad_norm` is the global 2-norm of the batch's gradient before clipping (None after an evaluation); `skipped`
     says that it was not finite, so that no rank stepped its optimizer; `empty`, that no replica had samples.
-    `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage.
+    `outputs` are those of an evaluation that was asked for them, on the ranks of the last stage. `stop_asked` says that
+    some rank was asked to stop after this step.
     """
 
     _figures: Figures
@@ -158,6 +174,7 @@ class StepResult:
     skipped: bool = False
     empty: bool = False
     outputs: Any = None
+    stop_asked: bool = False
     _earlier: tuple[Figures, ...] = ()
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:

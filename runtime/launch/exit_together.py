@@ -15,8 +15,8 @@ WAIT_S = 5.0
 def leave_together(error: QuintschedError, rank: int) -> int:
     """Say the error once, wait for the other ranks to find it too, and return its exit code.
 
-    torchrun ends all ranks as soon as one has ended; a rank that it ends here has the same exit code. Rank 0 speaks;
-    another one only if rank 0 does not come.
+    A launcher ends all ranks as soon as one has failed; one that torchrun ends here has the same exit code. Rank 0
+    speaks; another one only if rank 0 does not come.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
     if rank == 0:
@@ -32,21 +32,15 @@ def _say(error: QuintschedError) -> None:
 
 
 def _meet(rank: int) -> bool:
-    """Wait in torchrun's store until all ranks have come; returns whether rank 0 was among them."""
+    """Wait in the launcher's store until all ranks have come; returns whether rank 0 was among them."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return rank == 0
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.distributed_c10d import PrefixStore
-
     from ..comm.clock import now_s
+    from ..rendezvous.store import open_store, within
 
-    world_size = int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    world_size, attempt = int(os.environ["WORLD_SIZE"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-        store = PrefixStore("quintsched/leave", agent)
+        store = within(open_store(WAIT_S), f"quintsched/leave/{attempt}")
         store.set(f"rank{rank}", "here")
         came = store.add("ranks", 1)
         deadline = now_s() + WAIT_S

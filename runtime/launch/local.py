@@ -1,38 +1,45 @@
 """Start a job's ranks on this machine: what `quintsched run` calls.
 
-`torchrun` itself always ends with 1 and prints a trailer; this starts the ranks through the same library
-and passes on the exit code of the rank that failed first.
+    listen at 127.0.0.1 ─▶ start the ranks ─▶ serve their store ─▶ supervise ─▶ exit code
+                                ▲                                      │ failed, and may be started again
+                                └──────────────────────────────────────┘
+
+Unlike torchrun, which ends with 1 whatever its processes end with, this passes on the exit code of the rank that failed
+first, listens nowhere but on the loopback interface, and unpickles nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
+import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quintsched.errors import QuintschedError
 
-from ..watch.hub import Hub
+from ..rendezvous.addresses import LOOPBACK, listen
 from . import worker
+from .processes import Place, Ranks, taking_signals
+from .supervise import supervise
+from .watching import note_end, watching
 
 if TYPE_CHECKING:
     from ..job.config import JobConfig
 
-DIED = 4
-VERDICT_S = 5.0
-"""How long the launcher waits for the verdict when all ranks have ended."""
+STORE_WAITS_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the ranks of the job's mesh (or `--nproc` of them) and return their exit code."""
+    """Start the ranks of the job's mesh (or `--nproc` of them) and return the exit code of the run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
+    parser.add_argument("--restarts", type=int, default=0)
     known, rest = parser.parse_known_args(arguments)
     try:
         num_ranks, in_process, more = _ranks(worker.parse(rest), known.nproc)
@@ -40,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     given = [*rest, *more]
-    return worker.main(given) if in_process else start_ranks(num_ranks, "quintsched.runtime", given)
+    if in_process and not known.restarts:
+        return worker.main(given)
+    return start_ranks(1 if in_process else num_ranks, "quintsched.runtime", given, known.restarts)
 
 
 def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool, list[str]]:
@@ -73,47 +82,38 @@ def _measure_first(job: JobConfig) -> None:
     subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
 
 
-def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
-    """Run a module on so many ranks, a process each; return the exit code of the rank that failed first, or 0."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    hub = Hub(num_ranks, tell=lambda verdict: _say(verdict.message))
-    os.environ.update(hub.environment)
-    hub.start()
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as failed:
-        _, failure = failed.get_first_failure()
-        for rank, each in failed.failures.items():
-            hub.ended(rank, each.exitcode)
-        verdict = hub.wait(VERDICT_S)
-        if verdict is not None:
-            return verdict.exit_code
-        return failure.exitcode if failure.exitcode > 0 else DIED
-    except (KeyboardInterrupt, SignalException):
-        return 130
-    finally:
-        hub.close()
-    return 0
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+def start_ranks(num_ranks: int, module: str, arguments: Sequence[str], restarts: int = 0) -> int:
+    """Run a module on so many ranks of this machine, a process each; return the exit code of the run.
+
+    That is 0, or the code of the rank that failed first; 128 + n where signal n ended the run before it could stop.
+    After a failure all ranks are started again, up to `restarts` times, unless it is one that would come again.
+    """
+    listener = listen(LOOPBACK)
+    place = Place(LOOPBACK, listener.getsockname()[1], uuid.uuid4().hex, num_ranks)
+    store: object = None
+    with taking_signals() as wakes:
+        for attempt in range(restarts + 1):
+            with watching(num_ranks) as hub, Ranks(place, [module, *arguments], attempt, restarts) as ranks:
+                store = store or _serve(listener)
+                ended = supervise(ranks, wakes, partial(note_end, hub))
+            if hub.verdict is not None:
+                ended = replace(ended, code=hub.verdict.exit_code)
+            if ended.is_final or attempt == restarts:
+                break
+            _say(f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}")
+    return ended.code
+
+
+def _serve(listener: socket.socket) -> object:
+    """Serve the store, for as long as what is returned is kept. Torch is imported while the ranks import it too."""
+    from ..rendezvous.store import serve
+
+    return serve(listener, STORE_WAITS_S)
 
 
 if __name__ == "__main__":

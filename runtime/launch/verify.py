@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from quintsched.errors import InputError, QuintschedError
 
 from . import worker
+from .stop_request import let_through
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -85,6 +86,7 @@ def _as_rank(arguments: argparse.Namespace, steps: int, directory: Path) -> int:
     from ..comm.connection import connect_for
 
     rank = int(os.environ.get("RANK", 0))
+    let_through()
     try:
         job, plan, _ = worker.prepare(arguments)
         assert job.runtime.transport != "local"

@@ -12,12 +12,16 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
 from quintsched.errors import CodeError, QuintschedError, StallError
+
+from .bound import end_with
+from .stop_request import StopRequest
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -44,20 +48,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, or all ranks of a `local` job; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+    stop = StopRequest()
+    with stop.listening():
+        end = _run(arguments, stop)
+    return end()
+
+
+def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
+    """Run the job, and return what ends this process, when signals end it again as they do any other."""
     rank = int(os.environ.get("RANK", 0))
     try:
         job, plan, notes = prepare(arguments)
     except QuintschedError as error:
         from .exit_together import leave_together
 
-        return leave_together(error, rank)
+        return partial(leave_together, error, rank)
     try:
-        run(job, plan, resume=arguments.resume, notes=notes)
+        run(job, plan, resume=arguments.resume, notes=notes, stop=stop)
     except KeyboardInterrupt:
-        return 130
+        return lambda: 130
     except Exception as error:
-        return explain(error, rank)
-    return 0
+        return partial(explain, error, rank)
+    return lambda: 0
 
 
 def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobConfig, Plan, tuple[str, ...]]:
@@ -87,8 +101,10 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     return choose(job)
 
 
-def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) -> None:
-    """Train the job on the transport it names."""
+def run(
+    job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = (), stop: StopRequest | None = None
+) -> None:
+    """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import run_local
     from ..comm.connection import connect_for, patience_s
 
@@ -97,7 +113,7 @@ def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) 
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
-            lambda transport: train(job, plan, transport, resume, notes),
+            lambda transport: train(job, plan, transport, resume, notes, stop),
             timeout_s,
             rules=rules,
         )
@@ -105,7 +121,7 @@ def run(job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = ()) 
     watch = watch_options(job, timeout_s)
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
-        train(job, plan, transport, resume, notes)
+        train(job, plan, transport, resume or transport.restarted, notes, stop)
     except BaseException as error:
         transport.abort(error)
         raise
@@ -122,7 +138,14 @@ def watch_options(job: JobConfig, timeout_s: float) -> WatchOptions:
     return WatchOptions(timeout_s, stall_after, job.runtime.compile, str(near / REPORT))
 
 
-def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool, notes: Sequence[str] = ()) -> None:
+def train(
+    job: JobConfig,
+    plan: Plan,
+    transport: Transport,
+    resume: bool,
+    notes: Sequence[str] = (),
+    stop: StopRequest | None = None,
+) -> None:
     """Train as one rank; rank 0 reports."""
     from ..train.reporter import Reporter
     from ..train.trainer import Trainer
@@ -133,7 +156,8 @@ def train(job: JobConfig, plan: Plan, transport: Transport, resume: bool, notes:
     reporter = Reporter(job.log.path if speaks else None, say, show_progress=watched)
     for line in (*notes, plan.title):
         reporter.say(line)
-    Trainer(job, plan, transport, reporter).fit(resume=resume)
+    stop = stop or StopRequest()
+    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(resume=resume)
 
 
 def _say(line: str) -> None:

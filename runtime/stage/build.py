@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
+from operator import is_
 from threading import Thread, current_thread
 from weakref import WeakKeyDictionary, ref
 
@@ -51,6 +52,7 @@ class Stage(nn.Module):
         self.partial = partial
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
+        self._approved: list[tuple[Mapping[str, object], tuple[object, ...]]] = []
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained, by their names in the whole model: "3.attn.qkv.weight".
@@ -64,6 +66,20 @@ class Stage(nn.Module):
 
         It was frozen when the stage was made, or was put in a known one's place since.
         """
+        if any(parameter.requires_grad for parameter in self._frozen.values()) or self._has_changed():
+            self._look_through(known)
+            held = [found for module in self.modules() for found in (module._parameters, module._modules)]
+            self._approved = [(found, tuple(found.values())) for found in held if found]
+
+    def _has_changed(self) -> bool:
+        """Whether a module or a parameter is another one than when all were looked through; cheap, for every step."""
+        if not self._approved:
+            return True
+        return any(
+            len(found) != len(before) or not all(map(is_, found.values(), before)) for found, before in self._approved
+        )
+
+    def _look_through(self, known: Container[nn.Parameter]) -> None:
         for name, parameter in self.named_parameters():
             if parameter not in known and parameter.requires_grad and name not in self._frozen:
                 raise MisfitError(

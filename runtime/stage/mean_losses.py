@@ -45,7 +45,9 @@ class Mean(NamedTuple):
 
 def _elements(given: Mapping[str, Any]) -> tuple[Tensor | float, bool]:
     first, target = list(given.values())[:2]
-    shape = torch.broadcast_shapes(first.shape, target.shape)
+    shape = first.shape
+    if shape != target.shape:
+        shape = torch.broadcast_shapes(shape, target.shape)
     return float(shape.numel()), False
 
 

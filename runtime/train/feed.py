@@ -41,8 +41,8 @@ class Feed(Protocol):
     def state(self) -> bytes | None:
         """Return where the loader of training is; None: that follows from the epoch and the batch."""
 
-    def restore(self, state: bytes | None, batch: int) -> None:
-        """Go on from a state, `batch` batches into an epoch."""
+    def restore(self, state: bytes | None, epoch: int, batch: int) -> None:
+        """Go on from a state, `batch` batches into an epoch; None: there is none of this replica."""
 
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
@@ -108,7 +108,7 @@ class DatasetFeed:
         """Return None: batches follow from the epoch."""
         return None
 
-    def restore(self, state: bytes | None, batch: int) -> None:
+    def restore(self, state: bytes | None, epoch: int, batch: int) -> None:
         """Do nothing: batches follow from the epoch."""
 
 
@@ -145,10 +145,16 @@ class UserFeed:
         """Return where the loader of training is; None where it does not say."""
         return self._train.state() if self._train.has_state else None
 
-    def restore(self, state: bytes | None, batch: int) -> None:
-        """Go on from a state; raises `MisfitError` in the middle of an epoch where there is none."""
-        if state is not None and self._train.has_state:
-            self._train.restore(state, batch)
+    def restore(self, state: bytes | None, epoch: int, batch: int) -> None:
+        """Go on from a state, or where there is none for as many replicas, behind the batches that were.
+
+        Raises `MisfitError` in the middle of an epoch for a loader that does not say where it is.
+        """
+        if self._train.has_state:
+            if state is None:
+                self._train.skip(epoch, batch)
+            else:
+                self._train.restore(state, batch)
         elif batch:
             raise MisfitError(
                 f"the checkpoint is {batch} batches into an epoch, but the loader has no state to go on from; use one "

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import ValidationError
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
@@ -44,34 +43,12 @@ from .feed import open_feed
 from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
+from .progress import PROGRESS, Progress
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
-
-
-def _nan_for_null(value: object) -> object:
-    """JSON has no NaN: a sum that was not finite comes back from a checkpoint as null."""
-    return math.nan if value is None else value
-
-
-@pydantic_dataclass(config=ConfigDict(extra="forbid"))
-class Progress:
-    """How far a training has come; all that a checkpoint needs besides the engine's state."""
-
-    epoch_batches: int
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    best: float | None = None
-    epochs_without_gain: int = 0
-    stopped: bool = False
-    totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
-    history: list[Record] = field(default_factory=list)
-
-
-_PROGRESS = TypeAdapter(Progress)
 
 
 class Trainer:
@@ -83,6 +60,7 @@ class Trainer:
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
         sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
 
     Raises what loading the data, building the model and the engine raise.
     """
@@ -95,6 +73,7 @@ class Trainer:
         reporter: Reporter | None = None,
         *,
         sinks: Sequence[Sink] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.job = job
         self.plan = plan
@@ -129,11 +108,13 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
+            wants_stop=wants_stop,
             seed=job.train.seed,
             transport=transport,
         )
         self._checkpoints = checkpoints_of(job.checkpoint)
         self.progress = Progress(self._feed.num_batches)
+        self._stop_asked = False
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
@@ -190,7 +171,8 @@ class Trainer:
             )
             if self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
                 self._train(TracedSteps(self.job.runtime, self.total_steps - self.progress.step))
-            self._export()
+            if not self._stop_asked:
+                self._export()
         return self.progress.history
 
     def record(self, steps: int) -> Recording:
@@ -213,7 +195,7 @@ class Trainer:
             self._reporter.say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
     def _train(self, traced: TracedSteps) -> None:
-        while self.progress.epoch < self.job.train.epochs and not self.progress.stopped:
+        while self.progress.epoch < self.job.train.epochs and not (self.progress.stopped or self._stop_asked):
             self._train_epoch(traced)
         traced.finish(self.engine)
 
@@ -230,6 +212,10 @@ class Trainer:
             reporter.advance()
             if window.add(result):
                 reporter.record(self._step_record(window, result))
+            if result.stop_asked:
+                progress.totals = totals.read()
+                self._stop()
+                return
             if self._is_due() and progress.batch < self._feed.num_batches:  # else: after the validation
                 progress.totals = totals.read()
                 self._save()
@@ -345,6 +331,17 @@ class Trainer:
             state = self.engine.everyone.together(self._feed.state)
             self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress), state)
 
+    def _stop(self) -> None:
+        """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
+        self._stop_asked = True
+        self._save()
+        step, saves = self.progress.step, self._checkpoints is not None
+        self._reporter.record({"event": "stop", "step": step, "saved": saves})
+        where = (
+            f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
+        )
+        self._reporter.say(f"stopped as asked: {where}")
+
     def _export(self) -> None:
         """Write the trained weights for others, if the job wants them."""
         directory = self.job.checkpoint.export
@@ -362,7 +359,7 @@ class Trainer:
             return False
         (saved, state), where = self._checkpoints.load_all(self.engine, step), self._checkpoints.directory
         try:
-            progress = _PROGRESS.validate_python(saved)
+            progress = PROGRESS.validate_python(saved)
         except ValidationError as error:
             raise InputError(f"{where}: the checkpoint's progress: {describe_faults(error)}") from error
         if progress.epoch_batches != self.progress.epoch_batches:
@@ -370,7 +367,7 @@ class Trainer:
                 f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
                 f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
             )
-        self.engine.everyone.together(lambda: self._feed.restore(state, progress.batch))
+        self.engine.everyone.together(lambda: self._feed.restore(state, progress.epoch, progress.batch))
         self.progress = progress
         self._reporter.say(f"resumed after step {step}")
         return True

@@ -52,7 +52,8 @@ class Judge:
         moved = self._progress.look(now_s, places)
         cause_s, complaint_s = self._cause(now_s), self._complaint(now_s)
         if cause_s is not None and now_s >= cause_s:
-            return Ruling.OVER if self._was_asked_to_end() else Ruling.JUDGE
+            nobody_came = not any(member.has_come for member in self._members)
+            return Ruling.OVER if nobody_came or self._was_asked_to_end() else Ruling.JUDGE
         if complaint_s is not None and (now_s >= complaint_s or not living):
             return Ruling.JUDGE
         if cause_s is not None or complaint_s is not None:

@@ -81,8 +81,8 @@ class Watcher:
         self._say(group=list(ranks))
 
     def tell_error(self, error: BaseException) -> None:
-        """Pass on why this rank ends."""
-        if not isinstance(error, StallError) and not self._has_failed:
+        """Pass on why this rank ends: of one that only exits, its exit code says it."""
+        if isinstance(error, Exception) and not isinstance(error, StallError) and not self._has_failed:
             self._has_failed = True
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
             self._say(error=_headline(error), kind="refusal" if is_refusal else "own")

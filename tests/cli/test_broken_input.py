@@ -326,7 +326,8 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert cli("run", "job.yaml").code == 4
     options = ("--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", 2)
     assert cli("run", "plan.json", "job.yaml", *options).code == 4
-    launch = [sys.executable, "-m", "quintsched.runtime.launch.local", "--config", "job.yaml"]
+    room, ends_with = "quintsched.runtime.launch", str(os.getpid())
+    launch = [sys.executable, "-m", f"{room}.bound", ends_with, f"{room}.local", "--config", "job.yaml"]
     assert commands == [
         launch,
         [*launch, "plan.json", "--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", "2"],

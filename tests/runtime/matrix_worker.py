@@ -1,14 +1,11 @@
 """One rank of a world of processes that trains one case of the matrix after the other, over gloo.
 
-torchrun --nproc-per-node 4 -m tests.runtime.matrix_worker FOLDER rendezvous/CASE nccl/CASE …
-
 Each case has a transport, and so groups, of its own, which end with it; the world is one. What the ranks end with
 lies in FOLDER, a file per rank.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -41,8 +38,3 @@ def main(folder: Path, runs: list[str]) -> None:
             raise
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import torch
 
 from quintsched.runtime.comm import Rules
 
-from .launch.test_processes import run
+from . import matrix_worker
 from .matrix import CASES, Case
+from .ranks import run_ranks
 from .toys import Outcome, worst_difference
 
 pytestmark = pytest.mark.processes
@@ -27,11 +27,8 @@ def cases_of(world_size: int) -> list[Case]:
 
 def train(folder: Path, world_size: int, runs: Sequence[Run], timeout_s: float) -> Mapping[Run, list[Outcome]]:
     """Train in real processes; returns what each rank ends with."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
     names = {f"{rules}/{case}": (rules, case) for rules, case in runs}
-    worker = ("-m", "tests.runtime.matrix_worker", str(folder), *names)
-    code, _, err = run(sys.executable, *torchrun, *worker, timeout_s=timeout_s)
-    assert code == 0, err
+    assert run_ranks(matrix_worker.main, world_size, folder, list(names), timeout_s=timeout_s) == [0] * world_size
     ranks = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
     return {key: [Outcome(**rank[name]) for rank in ranks] for name, key in names.items()}
 
@@ -53,12 +50,6 @@ def require_equal(found: Mapping[Run, list[Outcome]]) -> None:
             for outcome in outcomes:
                 for name, weight in outcome.weights.items():
                     assert torch.equal(weight, expected[name]), f"{where}: {name}"
-
-
-@pytest.fixture(autouse=True)
-def _in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks find the matrix as this module does."""
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])

@@ -53,6 +53,7 @@ def compiled(schedule: qs.Schedule, data: st.DataObject, **more: object) -> Plan
     raise AssertionError(f"{schedule.name} takes none of these shapes")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @settings(max_examples=25)
 @given(data=st.data(), zero=st.integers(1, 3), every=st.integers(1, 4), buckets=st.integers(1, 2))

@@ -62,6 +62,7 @@ def test_near_to_the_best_known_below_pp(row):
     assert simulation.span <= NOT_YET_OPTIMAL.get((row["pp"], row["cap"]), row["best_known_span"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("pp", "limit_s"), [(8, 0.5), (16, 0.5), (32, 2.0)])
 @pytest.mark.parametrize("caps", [1, 2])
 def test_found_in_time(pp, limit_s, caps):

@@ -37,6 +37,9 @@ class OneRank:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"model.0.weight": torch.ones(2)}
 
+    def state_metadata(self) -> dict[str, str]:
+        return {}
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.loaded = state
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +13,8 @@ from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Transport, Work, connect
 from quintsched.runtime.comm.message_collectives import SPELLED_TAG, SpelledGroup
 
+from ..ranks import run_ranks
 from ..toys import Task, sgd, tiny_vit, train_plainly, train_rank, worst_difference
-from .test_torch_backends import run_ranks
 
 WORLD = 3
 CALLS: list[tuple[Means, list[Call]]] = [
@@ -72,9 +69,7 @@ def check_training(transport: Transport) -> None:
     assert sent == [(transport.rank + 1) % WORLD] * (len(task.inputs) * 2 * (WORLD - 1))
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def run_rank() -> None:
     transport = connect("gloo", timeout_s=60)
     check_spelled(transport)
     check_training(transport)
@@ -83,5 +78,5 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_three_processes_over_gloo(tmp_path: Path) -> None:
-    assert run_ranks(run_rank, WORLD, tmp_path) == [0] * WORLD
+def test_three_processes_over_gloo() -> None:
+    assert run_ranks(run_rank, WORLD) == [0] * WORLD

@@ -1,12 +1,9 @@
 """Real processes over gloo, four of them and two by NCCL's rules; and what can be said of connecting without any."""
 
 import json
-import multiprocessing
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,8 @@ from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.runtime.comm import Group, ReduceOp, SelfGroup, Transport, as_group, connect
 from quintsched.runtime.comm.torch_backends import require_same_backend
 from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel
+
+from ..ranks import free_port, run_ranks
 
 WORLD = 4
 CHAIN = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
@@ -108,39 +107,13 @@ def fall_over(t: Transport) -> dict[str, object]:
     return {}
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    transport = connect("gloo", timeout_s=60)
+def run_rank(folder: Path) -> None:
+    transport, rank = connect("gloo", timeout_s=60), int(os.environ["RANK"])
     assert (transport.name, transport.profile, transport.rank, transport.world_size) == ("gloo", "tagged", rank, WORLD)
     check_groups(transport)
     check_messages(transport)
     check_process_groups()
     (folder / f"{rank}.json").write_text(json.dumps(fall_over(transport)))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def run_ranks(target: Callable[[int, int, Path], None], world_size: int, folder: Path) -> list[int | None]:
-    """Call `target(rank, port, folder)` in a process per rank and return their exit codes."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    processes = [context.Process(target=target, args=(rank, port, folder)) for rank in range(world_size)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return [process.exitcode for process in processes]
 
 
 @pytest.mark.processes
@@ -200,9 +173,7 @@ def stall(t: Transport) -> dict[str, object]:
     return {}
 
 
-def run_fifo_rank(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def run_fifo_rank(folder: Path) -> None:
     transport = connect("gloo", timeout_s=3, rules="nccl")
     assert (transport.name, transport.profile) == ("gloo", "channel")
     group = transport.make_group([(0, 1)])
@@ -210,7 +181,7 @@ def run_fifo_rank(rank: int, port: int, folder: Path) -> None:
     check_order(transport)
     check_rendezvous(transport, group)
     check_collectives(transport, group, torch.float32)
-    (folder / f"{rank}.json").write_text(json.dumps(stall(transport)))
+    (folder / f"{transport.rank}.json").write_text(json.dumps(stall(transport)))
 
 
 @pytest.mark.processes
@@ -261,10 +232,10 @@ def test_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
-    """As where one node has a GPU for each of its ranks and another has not; then again, over the same store."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    """As where one node has a GPU for each of its ranks and another has not."""
     for first, second in (("nccl", "gloo"), ("gloo", "nccl")):
-        require_same_backend(first, store, rank=0, world_size=3)
-        require_same_backend(first, store, rank=1, world_size=3)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        require_same_backend(first, store, rank=0)
+        require_same_backend(first, store, rank=1)
         with pytest.raises(MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
-            require_same_backend(second, store, rank=2, world_size=3)
+            require_same_backend(second, store, rank=2)

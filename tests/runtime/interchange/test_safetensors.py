@@ -17,7 +17,7 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interchange.load_pretrained import LoadedWeights
-from quintsched.runtime.interchange.save_pretrained import _TensorFile
+from quintsched.runtime.interchange.save_pretrained import TensorFile
 
 from ..toys import adam
 
@@ -293,9 +293,9 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pyte
     run(plan, Split, lambda engine: engine.save_pretrained(out))
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
-    begin = _TensorFile._begin
+    begin = TensorFile._begin
 
-    def refuse(file: _TensorFile, path: Path, header: bytes) -> None:
+    def refuse(file: TensorFile, path: Path, header: bytes) -> None:
         if path.name == "model-00002-of-00002.safetensors":
             raise OSError(28, "No space left on device")
         begin(file, path, header)
@@ -307,7 +307,7 @@ def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pyte
             engine.save_pretrained(out)
         return str(caught.value)
 
-    monkeypatch.setattr(_TensorFile, "_begin", refuse)
+    monkeypatch.setattr(TensorFile, "_begin", refuse)
     first, second = run(plan, Split, body)
     assert "No space left on device" in first
     assert "No space left on device" in second

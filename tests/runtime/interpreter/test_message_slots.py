@@ -152,7 +152,7 @@ def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("recompute", [0, 1])
@@ -179,6 +179,7 @@ def test_skips_too(name: str, pp: int, chunks: int, rules: Rules) -> None:
     require_as_planned(plan, rules, [Source, Taker, Layer, Taker])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "dualpipe", "seq-1f1b"])

@@ -161,6 +161,7 @@ def test_a_killed_rank_ends_the_others_with_4(job_file: Path, tmp_path: Path) ->
     assert "Traceback" not in err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("setting", "code", "message"),
     [

@@ -72,6 +72,7 @@ def _cases() -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mesh", "zero"), _cases())
 def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
     if name == "lookahead" and ("tp" in mesh or "pp" in mesh or zero):

@@ -48,6 +48,7 @@ def require_equality(plan: qs.Plan, blocks: Blocks, task: Task) -> None:
     assert worst_difference(found, alone) <= 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [

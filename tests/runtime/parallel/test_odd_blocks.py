@@ -83,6 +83,7 @@ def is_equal(blocks: Sequence[type[nn.Module]], mesh: str, **more: Any) -> tuple
     return True, any(in_pairs for _, in_pairs in ranks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", ODD)
 def test_over_tp(block: type[nn.Module]) -> None:
     ran, in_pairs = is_equal([block], "tp=2")

@@ -78,7 +78,7 @@ def _placed(cases: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[int, ...], tup
 MESHES = ("dp=2,pp=2", "dp=4", "dp=2,tp=2", "dp=2,tp=2 sequence", "cp=2,pp=2")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "mesh", "zero"), a_third(list(product(SCHEDULES, MESHES, STAGES))))
 def test_schedules_and_meshes_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
     axes, _, sequence = mesh.partition(" ")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime.checkpoint import checkpoints as checkpoint
 from quintsched.runtime.checkpoint.checkpoints import Checkpoints
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter.clock import Clock
 from quintsched.runtime.optim.gathered import Stepper
@@ -26,6 +24,7 @@ from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state
 
+from ..ranks import run_ranks
 from ..toys import sgd
 from .test_trainer import data_file, figures, fit, interrupt_after, job
 
@@ -158,62 +157,54 @@ def test_a_gpu_clock_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.read_s() == pytest.approx(sum(((2 * n) ** 2 - (2 * n - 1) ** 2) / 4 for n in range(1, 101)) / 1000)
 
 
-ALIASES = """
-import os, sys, time, torch
-from torch import nn
-import quintsched as qs
-from quintsched.runtime import Engine
-
 class Slow(torch.autograd.Function):
+    """Takes its time backwards."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
+
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         time.sleep(0.1)
         return gradient
 
+
 class First(nn.Linear):
-    def forward(self, x):
-        return Slow.apply(super().forward(x))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Slow.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return found
+
 
 class Last(nn.Linear):
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0 if x.is_meta or self.training else 0.1)
         return super().forward(x.flatten(1))
 
-torch.manual_seed(0)
-x, y = torch.randn(16, 4), torch.randn(16, 4)
-blocks = [lambda: First(4, 4), lambda: nn.Unflatten(1, (2, 2)), lambda: Last(4, 4)]
-mesh = f"pp={os.environ['WORLD_SIZE']}"
-engine = Engine(qs.compile("gpipe", mesh=mesh, microbatches=8), blocks, nn.functional.mse_loss,
-                lambda p: torch.optim.SGD(p, lr=0.1), block_costs=[1, 1, 1])
-found = [engine.evaluate(x, y).loss.item(), engine.step(x, y).grad_norm.item()]
-if engine.transport.rank == 0:
-    print(found)
-engine.close()
-"""
+
+def reshape_between(transport: Transport) -> list[float]:
+    """Return the loss of an evaluation and a gradient's norm, of stages of which the middle one only reshapes."""
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    plan = qs.compile("gpipe", mesh=f"pp={transport.world_size}", microbatches=8)
+    blocks: list[Any] = [lambda: First(4, 4), lambda: nn.Unflatten(1, (2, 2)), lambda: Last(4, 4)]
+    engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, block_costs=[1, 1, 1], transport=transport)
+    loss, norm = engine.evaluate(x, y).loss, engine.step(x, y).grad_norm
+    assert norm is not None
+    return [float(loss), float(norm)]
+
+
+def write_reshaped(folder: Path) -> None:
+    transport = connect("gloo", timeout_s=60)
+    (folder / f"{transport.rank}.json").write_text(json.dumps(reshape_between(transport)))
+    transport.close()
 
 
 @pytest.mark.processes
 def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer(tmp_path: Path) -> None:
-    script = tmp_path / "aliases.py"
-    script.write_text(ALIASES)
-
-    def figures_on(ranks: int) -> list[float]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(script)]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        found: list[float] = json.loads(done.stdout)
-        return found
-
-    assert figures_on(3) == pytest.approx(figures_on(1), rel=1e-5)
+    assert run_ranks(write_reshaped, 3, tmp_path) == [0, 0, 0]
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found == pytest.approx(run_local(1, reshape_between)[0], rel=1e-5)
 
 
 # ---------------------------------------------------------------- trainer and checkpoints

@@ -90,7 +90,9 @@ def test_a_wait_is_seen_while_it_lasts():
         if transport.rank:
             may_go.wait(10)
         else:
-            threading.Timer(0.05, lambda: (seen.append(transport.waits.memory[transport.waits.at]), may_go.set())).start()
+            threading.Timer(
+                0.05, lambda: (seen.append(transport.waits.memory[transport.waits.at]), may_go.set())
+            ).start()
         group.all_reduce(torch.ones(1)).wait()
 
     run_local(2, run)

@@ -1,0 +1,169 @@
+"""The processes of one attempt on this machine: started, waited for, asked to stop, ended.
+
+    launcher ── bound ──▶ rank 0, rank 1, …        each a process group of its own, with what it starts itself
+        ▲ a child's end, a signal: the launcher wakes
+        └── all ended with 0 │ one failed: the others are killed │ asked to stop: the ranks are asked
+
+Ranks get what torchrun would give them, so that nothing in them depends on who started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from . import bound
+from .stop_request import STOPPING, held_back
+
+REAP_S = 10.0
+"""How long a killed process may take to go: the kernel may still write for it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of this machine are among those of the run.
+
+    Attributes:
+        host, port: the store of the run.
+        run_id: tells one run from another, as libraries want it.
+        num_ranks: how many ranks this machine has; as many as every other one.
+        node, num_nodes: which of the machines it is.
+    """
+
+    host: str
+    port: int
+    run_id: str
+    num_ranks: int
+    node: int = 0
+    num_nodes: int = 1
+
+    def environment(self, local_rank: int, attempt: int, restarts: int) -> dict[str, str]:
+        """Return what the process of a rank finds in its environment, by torchrun's names."""
+        rank, world_size = self.node * self.num_ranks + local_rank, self.num_nodes * self.num_ranks
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(self.node),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+
+DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""What ranks find in their environment unless the user has set it."""
+
+
+class Ranks:
+    """The processes of one attempt; within a `with`, after which none is left.
+
+    Args:
+        place: where they are in the run.
+        command: what each of them runs: a module and its arguments.
+        attempt, restarts: how often the run was started before, and may be started again.
+    """
+
+    def __init__(self, place: Place, command: Sequence[str], attempt: int = 0, restarts: int = 0) -> None:
+        self._place, self._command, self._attempt, self._restarts = place, command, attempt, restarts
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Ranks:
+        try:
+            for local_rank in range(self._place.num_ranks):
+                self._start(local_rank)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _start(self, local_rank: int) -> None:
+        said = self._place.environment(local_rank, self._attempt, self._restarts)
+        with held_back():
+            process = subprocess.Popen(
+                bound.command(*self._command), env={**DEFAULTS, **os.environ, **said}, process_group=0
+            )
+        self._running[int(said["RANK"])] = process
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the ranks that run, by rank."""
+        return {rank: process.pid for rank, process in self._running.items()}
+
+    def ended(self) -> dict[int, int]:
+        """Return the exit codes, by rank, of those that have ended since the last call; -n: by signal n."""
+        codes = {rank: process.poll() for rank, process in self._running.items()}
+        found = {rank: code for rank, code in codes.items() if code is not None}
+        for rank in found:
+            _kill_group(self._running.pop(rank))
+        return found
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to stop after the step in progress."""
+        for process in self._running.values():
+            process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all ranks at once, and what they have started; also those that are stopped."""
+        for process in self._running.values():
+            _kill_group(process)
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REAP_S)
+        self._running.clear()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Wakes:
+    """What wakes the launcher: signals that ask for a stop, and ends of children. Use it in the main thread."""
+
+    def __init__(self, reader: socket.socket) -> None:
+        self._reader = reader
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Wait for the next signal, at most so long; return the signals that ask for a stop, in their order."""
+        select.select([self._reader], [], [], timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            return [number for number in self._reader.recv(4096) if number in STOPPING]
+        return []
+
+
+@contextlib.contextmanager
+def taking_signals() -> Iterator[Wakes]:
+    """Take signals within a `with`; those that are ignored (nohup) stay so."""
+    numbers = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _note) for number in (*numbers, signal.SIGCHLD)}
+        try:
+            yield Wakes(reader)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(fd)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the number is in the socket that wakes the launcher."""

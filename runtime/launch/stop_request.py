@@ -1,0 +1,65 @@
+"""A stop that the user or the cluster asks for: the step in progress is finished and saved, then the run ends.
+
+    SIGTERM, SIGUSR1, SIGHUP, Ctrl-C ──▶ StopRequest.asked ──rides along with the step's figures──▶ all ranks know,
+                                                                                                    after the same step
+    Ctrl-C again                     ──▶ KeyboardInterrupt
+
+A signal may come before a rank can take it. So the launcher starts ranks with these signals held back, and a rank lets
+them through once it has handlers.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
+"""The signals that ask for a stop, as far as this system has them."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop after the step in progress."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take signals within a `with`, those that were held back included; those that are ignored (nohup) stay so.
+
+        Only the main thread gets signals: in another one nothing happens.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        taken = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._take) for number in taken}
+        let_through()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold these signals back from processes that are started within a `with`, until they call `let_through`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Let signals through that were held back when this process was started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

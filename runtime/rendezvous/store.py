@@ -1,0 +1,73 @@
+"""The key-value store in which ranks find each other: where it is, who serves it, and at which address it listens.
+
+    torchrun, quintsched run    the launcher serves it, every rank is a client       TORCHELASTIC_USE_AGENT_STORE=True
+    srun, mpirun, by hand       rank 0 serves it at MASTER_ADDR:MASTER_PORT
+
+Torch's own way of serving it listens at every address of the machine. Here it listens at one: that of the loopback
+interface where all ranks are on this machine, else that of MASTER_ADDR, if this machine has it. What is in the store
+is text that no reader resolves to anything, and torch refuses keys and values of more than 8 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from quintsched.errors import UsageError
+
+from .addresses import LOOPBACK, is_one_machine, listen_for_others
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def require_addresses() -> None:
+    """Raise `UsageError` where the environment does not say where the other ranks are."""
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not in the environment; start the ranks with torchrun")
+
+
+def open_store(timeout_s: float) -> Store:
+    """Return the store that the environment names; rank 0 serves it unless the launcher does.
+
+    Raises `RuntimeError`, as torch does, where nobody answers within the timeout.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if has_launchers_store():
+        return _client(host, port, timeout_s)
+    host = LOOPBACK if is_one_machine() else host
+    if os.environ["RANK"] == "0":
+        return serve(listen_for_others(host, port), timeout_s)
+    return _client(host, port, timeout_s)
+
+
+def has_launchers_store() -> bool:
+    """Whether the launcher serves the store; then it outlives the ranks, and what they leave in it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def serve(listener: socket.socket, timeout_s: float) -> Store:
+    """Serve a store to whoever connects to a listening socket, which it takes over."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def within(store: Store, name: str) -> Store:
+    """Return a store of the keys under a name."""
+    return PrefixStore(name, store)
+
+
+def _client(host: str, port: int, timeout_s: float) -> Store:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,0 +1,166 @@
+"""An engine goes on from what ranks of another mesh have saved: each rank reads the boxes that it holds.
+
+files of ranks 0 … 7, dp=2,pp=4 ──▶ SavedState ──▶ weights, averages     the boxes of this rank's masters or segments
+                                              ──▶ optimizers' states    the same boxes where they have the weight's
+                                                                        shape; else whole
+                                              ──▶ steps, loss scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError, UsageError, nearest
+
+from ..interchange.boxes import Placement
+from ..interchange.exchange import Exchange
+from ..interchange.held import HeldTensor
+from ..weights.average import WeightAverage
+from .layout import stored
+from .saved_state import AVERAGE, MODEL, STATE, SavedState
+
+PROGRESS = "engine."
+"""How names begin of what is not of a weight: the number of steps, the scale of losses."""
+
+
+@torch.no_grad()
+def load_saved(saved: SavedState, exchange: Exchange, averages: Sequence[WeightAverage]) -> dict[str, Tensor]:
+    """Let an engine's weights, optimizers and averages be those of a saved state; return its progress (collective).
+
+    Raises, on all ranks alike, `MisfitError` for the state of another model, `UsageError` for averages that the engine
+    does not keep, `InputError` for files that lack numbers.
+    """
+    with exchange.writing() as held:
+        loader = _Loader(saved, exchange, averages)
+        exchange.everyone.together(lambda: loader.require(held))
+        exchange.everyone.together(lambda: loader.load(held))
+    return {name: saved.whole(name) for name in saved.pieces if name.startswith(PROGRESS)}
+
+
+class _Loader:
+    """One rank's reading."""
+
+    def __init__(self, saved: SavedState, exchange: Exchange, averages: Sequence[WeightAverage]) -> None:
+        self._saved, self._exchange, self._averages = saved, exchange, averages
+        own = exchange.names.own or {}
+        self._called = {
+            name: list(dict.fromkeys(chain.from_iterable((one, own.get(one, one)) for one in (name, *group))))
+            for name, group in exchange.names.groups().items()
+        }
+
+    def require(self, held: Sequence[HeldTensor]) -> None:
+        """Raise where the state is of another model, in names, shapes, or averages."""
+        found = [name for name in self._saved.pieces if name.startswith(MODEL)]
+        known = {MODEL + called for names in self._called.values() for called in names}
+        odd = [name for name in found if name not in known]
+        if odd:
+            raise MisfitError(self._of_another_model(odd[0], known))
+        for one in held:
+            name, shape = self._find(MODEL, one.name), one.placement.shape
+            if name is None:
+                raise MisfitError(self._of_another_model(MODEL + one.name, found))
+            if self._saved.shape(name) != shape:
+                raise MisfitError(
+                    f"{self._where}: {one.name} is {self._saved.shape(name)} in the checkpoint, {shape} in the model"
+                )
+        kept = {name.split(".")[1] for name in self._saved.pieces if name.startswith(AVERAGE)}
+        if len(kept) > len(self._averages):
+            raise UsageError(
+                f"{self._where}: the checkpoint has {len(kept)} averages of weights, the engine {len(self._averages)}; "
+                "call engine.ema(decay) before it is loaded"
+            )
+
+    @property
+    def _where(self) -> str:
+        return str(self._saved.paths[0].parent)
+
+    def _of_another_model(self, name: str, others: Sequence[str] | set[str]) -> str:
+        near = nearest(name, others)
+        return (
+            f"{self._where}: the checkpoint is of another model: {name.removeprefix(MODEL)!r} is only on one side{near}"
+        )
+
+    def _find(self, prefix: str, name: str) -> str | None:
+        """Return what the checkpoint calls a tensor of a weight, or of one that is tied to it; None: it has none."""
+        return next((prefix + one for one in self._called[name] if prefix + one in self._saved.pieces), None)
+
+    def load(self, held: Sequence[HeldTensor]) -> None:
+        """Read all that this rank holds."""
+        homes = {
+            name: (stage.index, parameter)
+            for stage in self._exchange.model.stages.values()
+            for name, parameter in stage.named_weights().items()
+        }
+        for one in {id(one.tensor): one for one in reversed(held)}.values():
+            if one.numbers is None:
+                continue
+            placement, numbers = stored(one.placement, one.numbers), one.numbers.detach()
+            self._fill(MODEL, one.name, placement, numbers)
+            if one.name not in homes:
+                continue
+            for number, average in enumerate(self._averages):
+                mine = average.of(one.name)
+                if mine is not None:
+                    self._fill(f"{AVERAGE}{number}.", one.name, placement, mine)
+            self._load_state(one, placement, *homes[one.name])
+        for number, average in enumerate(self._averages):
+            name = f"{AVERAGE}{number}.updates"
+            if name in self._saved.pieces:
+                average.updates = int(self._saved.whole(name))
+
+    def _fill(self, prefix: str, name: str, placement: Placement, numbers: Tensor) -> None:
+        found = self._find(prefix, name)
+        if found is not None:
+            self._saved.fill(found, list(placement.boxes(numbers)))
+
+    def _load_state(self, one: HeldTensor, placement: Placement, stage: int, parameter: torch.nn.Parameter) -> None:
+        """Read what an optimizer keeps for a weight: its keys are those of the checkpoint."""
+        kept = self._exchange.state.kept_for(stage, parameter)
+        if kept.handle is None:
+            return
+        placement = placement if kept.is_shard else placement.gathered()
+        shape = kept.handle.shape if kept.is_shard else torch.Size(placement.shape)
+        weight = next((called for called in self._called[one.name] if self._saved.keys_of(called)), None)
+        if self._saved.has_states:
+            kept.state.clear()
+        for key in self._saved.keys_of(weight) if weight is not None else ():
+            name = f"{STATE}{weight}.{key}"
+            if name in self._saved.beside:
+                value = self._beside(name, placement)
+            elif self._saved.shape(name) == placement.shape and shape:
+                value = torch.empty(shape, dtype=self._saved.dtype(name))
+                self._saved.fill(name, list(placement.boxes(value)))
+            else:
+                value = self._whole(name, placement)
+            kept.state[key] = value if key == "step" else value.to(kept.handle.device)
+
+    def _whole(self, name: str, placement: Placement) -> Tensor:
+        """Return a state that has not its weight's shape, of which a whole weight needs all."""
+        value = self._saved.whole(name)
+        if value.dim() and not placement.is_whole:
+            raise MisfitError(self._has_no_place(name, value.shape, placement))
+        return value
+
+    def _beside(self, name: str, placement: Placement) -> Tensor:
+        """Return a state of a rank that had the same boxes of the weight."""
+        mine = list(_places(placement))
+        for piece in self._saved.beside[name]:
+            if list(_places(piece.placement)) == mine:
+                return piece.whole()
+        raise MisfitError(self._has_no_place(name, self._saved.beside[name][0].whole().shape, placement))
+
+    def _has_no_place(self, name: str, shape: Sequence[int], placement: Placement) -> str:
+        return (
+            f"{self._where}: {name!r} is {tuple(shape)}, and its weight {placement.shape}: nobody can say which part "
+            "belongs to a shard of the weight; resume with the tp and the ZeRO stage that wrote it"
+        )
+
+
+def _places(placement: Placement) -> Iterator[tuple[tuple[int, ...], torch.Size]]:
+    outline = torch.empty(placement.local, device="meta")
+    numbers = outline if placement.span is None else outline.reshape(-1)[slice(*placement.span)]
+    return ((box.offsets, box.numbers.shape) for box in placement.boxes(numbers))

@@ -1,0 +1,209 @@
+"""What all ranks of a run have saved, as one state: any box of any tensor is read, and no more.
+
+    files of another mesh     rank 0 [▓▓▓▓      ]   rank 1 [    ▓▓▓▓▓▓]      each file says where its numbers lie
+    a box that is wanted             [   ▒▒▒▒▒  ]
+    read                             [   ▒]            [    ▒▒▒▒]            of copies, those of the first file
+
+Files are mapped into memory, so that only what is read of them is loaded. Nothing in a file is ever resolved to code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quintsched.errors import InputError
+
+from ..interchange.boxes import Box, Placement
+from ..interchange.save_pretrained import TYPES
+from .layout import LAYOUT, StateLayout, is_plain
+
+MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
+"""How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """What one file has of a tensor."""
+
+    path: Path
+    name: str
+    placement: Placement
+    open_file: Any
+
+    def boxes(self) -> list[Box]:
+        """Return the boxes of the full tensor that it fills; of their numbers only the places in the file are known."""
+        if is_plain(self.placement):
+            return [Box((0,) * len(self.placement.shape), self._outline())]
+        return list(self.placement.boxes(self._outline()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its numbers."""
+        return TYPES[self._slice().get_dtype()]
+
+    def _outline(self) -> Tensor:
+        return torch.empty(self._slice().get_shape(), device="meta")
+
+    def read(self, part: Tensor) -> Tensor:
+        """Return the numbers of a part of one of its boxes."""
+        shape, start = self._slice().get_shape(), part.storage_offset()
+        if not shape:
+            return self.whole()
+        if len(shape) == 1:  # boxes may be strided in it
+            end = start + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True)) + 1
+            flat: Tensor = self._slice()[start:end]
+            return flat.as_strided(part.shape, part.stride())
+        places, step = [], part.new_empty(shape).stride()
+        for size, stride, all_of_it in zip(part.shape, step, shape, strict=True):
+            first = start // stride % all_of_it
+            places.append(slice(first, first + size))
+        found: Tensor = self._slice()[tuple(places)]
+        return found
+
+    def whole(self) -> Tensor:
+        """Return the numbers as they are in the file."""
+        found: Tensor = self.open_file.get_tensor(self.name)
+        return found
+
+    def _slice(self) -> Any:
+        return self.open_file.get_slice(self.name)
+
+
+class SavedState:
+    """The state in the files of all ranks.
+
+    Attributes:
+        pieces: by name of a tensor, what files have of it, in their order.
+        layouts: what each file says of itself.
+        beside: states of optimizers that have no place in a whole tensor, by name.
+
+    Raises `InputError` for a file that is damaged, or that does not say how its tensors lie.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
+        self.pieces: dict[str, list[SavedPiece]] = {}
+        self.beside: dict[str, list[SavedPiece]] = {}
+        self.layouts: list[StateLayout] = []
+        self._stack = ExitStack()
+        self._keys: dict[str, dict[str, None]] = {}
+        for path in paths:
+            self._add(path)
+        for name in (*self.pieces, *self.beside):
+            if name.startswith(STATE):
+                weight, _, key = name.removeprefix(STATE).rpartition(".")
+                self._keys.setdefault(weight, {})[key] = None
+
+    def _add(self, path: Path) -> None:
+        file = self._stack.enter_context(opened(path))
+        layout = read_layout(path, file)
+        if layout is None:
+            raise InputError(f"{path}: the file does not say where its tensors lie; resume with the plan that wrote it")
+        self.layouts.append(layout)
+        for name in file.keys():  # noqa: SIM118
+            shape = tuple(file.get_slice(name).get_shape())
+            whole = Placement(shape, shape, (0,) * len(shape))
+            if name in layout.beside:
+                self.beside.setdefault(name, []).append(SavedPiece(path, name, layout.beside[name], file))
+            else:
+                piece = SavedPiece(path, name, layout.placements.get(name, whole), file)
+                _require_sane(piece, shape)
+                self.pieces.setdefault(name, []).append(piece)
+
+    def __enter__(self) -> SavedState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pieces.clear()
+        self.beside.clear()
+        self._stack.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a tensor."""
+        return self.pieces[name][0].placement.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of a tensor."""
+        return self.pieces[name][0].dtype
+
+    @property
+    def has_states(self) -> bool:
+        """Whether optimizers have kept anything."""
+        return bool(self._keys)
+
+    def keys_of(self, weight: str) -> list[str]:
+        """Return the keys of what optimizers keep for a weight: "exp_avg", "step"."""
+        return list(self._keys.get(weight, ()))
+
+    def fill(self, name: str, boxes: Sequence[Box]) -> None:
+        """Read into boxes; raises `InputError` where files do not have all of them."""
+        left = [box for box in boxes if box.numbers.numel()]
+        for piece in self.pieces[name]:
+            for region in piece.boxes() if left else ():
+                left = [rest for box in left for rest in _take(piece, region, box)]
+        if left:
+            raise InputError(f"{self.paths[0].parent}: the files do not have all numbers of {name!r}")
+
+    def of_replica(self, name: str, replica: int, num_replicas: int) -> Tensor | None:
+        """Return what a rank of a replica has kept for itself; None where there were not as many replicas."""
+        for piece in self.pieces.get(name, ()):
+            if self.layouts[self.paths.index(piece.path)].replica == (replica, num_replicas):
+                return piece.whole()
+        return None
+
+    def whole(self, name: str) -> Tensor:
+        """Return a full tensor."""
+        first = self.pieces[name][0]
+        if is_plain(first.placement):
+            return first.whole()
+        full = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.fill(name, [Box((0,) * full.dim(), full)])
+        return full
+
+
+def opened(path: Path) -> Any:
+    """Return an open safetensors file; raises `InputError` for what is none."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a safetensors file: {error}") from error
+
+
+def read_layout(path: Path, file: Any) -> StateLayout | None:
+    """Return what an open file says of its tensors; None where it says nothing."""
+    text = (file.metadata() or {}).get(LAYOUT)
+    try:
+        return None if text is None else StateLayout.from_text(text)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _require_sane(piece: SavedPiece, shape: tuple[int, ...]) -> None:
+    """Raise `InputError` where a tensor is not as long as its layout says."""
+    placement = piece.placement
+    held = placement.local if placement.span is None else (placement.span[1] - placement.span[0],)
+    if shape != held:
+        raise InputError(f"{piece.path}: {piece.name!r} is {shape}, but its layout says {held}")
+
+
+def _take(piece: SavedPiece, region: Box, box: Box) -> Iterator[Box]:
+    """Read into a box what a piece has of it in one of its regions, and yield what is left of the box."""
+    common = box.within(region.offsets, region.numbers.shape)
+    if common is None:
+        yield box
+        return
+    inside = region.within(common.offsets, common.numbers.shape)
+    assert inside is not None
+    common.numbers.copy_(piece.read(inside.numbers))
+    yield from box.without(common)

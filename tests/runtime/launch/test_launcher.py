@@ -1,0 +1,226 @@
+"""The launcher with ranks that do not need torch: exit codes, signals, restarts, and that nothing is left running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quintsched.runtime.launch.local import start_ranks
+from quintsched.runtime.launch.stop_request import StopRequest
+
+pytestmark = pytest.mark.processes
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from quintsched.runtime.launch.stop_request import StopRequest, let_through
+
+folder, what, *more = sys.argv[1:]
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def here():
+    names = [name for name in os.environ if name.isupper() and ("RANK" in name or "WORLD" in name or "MASTER" in name)]
+    said = {"pid": os.getpid(), "env": {name: os.environ[name] for name in names}}
+    Path(folder, f"new-{rank}").write_text(json.dumps(said))
+    Path(folder, f"new-{rank}").rename(Path(folder, f"rank-{rank}-{attempt}"))
+
+if what == "env":
+    here()
+elif what == "exit" and rank == int(more[0]):
+    sys.exit(int(more[1]))
+elif what == "kill" and rank == int(more[0]):
+    os.kill(os.getpid(), int(more[1]))
+elif what == "fails" and attempt < int(more[0]):
+    here()
+    sys.exit(int(more[1]))
+elif what == "stops":
+    stop = StopRequest()
+    with stop.listening():
+        here()
+        while not stop.asked:
+            time.sleep(0.01)
+elif what == "early":
+    here()
+    while signal.SIGTERM not in signal.sigpending():
+        time.sleep(0.01)
+    stop = StopRequest()
+    with stop.listening():
+        sys.exit(0 if stop.asked else 9)
+elif what != "fails":
+    let_through()
+    here()
+    time.sleep(60)
+"""
+
+LAUNCHER = """
+import sys
+from quintsched.runtime.launch import local
+
+local._serve = lambda listener: listener  # these ranks have no use for a store
+sys.exit(local.start_ranks({}))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "a_rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), os.getcwd()]))
+    return "a_rank"
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def pids(folder: Path, count: int, attempt: int = 0) -> list[int]:
+    """Return the process ids of all ranks, once they have said them."""
+    files = [folder / f"rank-{rank}-{attempt}" for rank in range(count)]
+    until(lambda: all(file.exists() for file in files))
+    return [json.loads(file.read_text())["pid"] for file in files]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def launcher(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Start `start_ranks` in a process of its own, which ends with the test."""
+    command = [sys.executable, "-c", LAUNCHER.format(", ".join(map(repr, arguments)))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:
+    assert start_ranks(3, module, [str(tmp_path), "env"]) == 0
+    for rank in range(3):
+        env = json.loads((tmp_path / f"rank-{rank}-0").read_text())["env"]
+        assert int(env.pop("MASTER_PORT")) > 0
+        assert env == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        (("exit", "2", "5"), 5, ""),
+        (("exit", "0", "3"), 3, ""),
+        (("kill", "1", "9"), 4, "error: rank 1 was ended by SIGKILL\n"),
+        (("kill", "2", "6"), 4, "error: rank 2 was ended by SIGABRT\n"),
+    ],
+)
+def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(
+    module: str, tmp_path: Path, fault: tuple[str, ...], code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    assert start_ranks(3, module, [str(tmp_path), *fault]) == code
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err == said
+    left = [json.loads(file.read_text())["pid"] for file in tmp_path.glob("rank-*")]
+    assert not any(map(runs, left))
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGABRT])
+def test_ranks_end_with_their_launcher_also_those_that_are_stopped(module: str, tmp_path: Path, ending: int) -> None:
+    with launcher(3, module, [str(tmp_path), "sleep"]) as process:
+        ranks = pids(tmp_path, 3)
+        os.kill(ranks[1], signal.SIGSTOP)
+        process.send_signal(ending)
+        until(lambda: not any(map(runs, ranks)), 5)
+        process.wait()
+
+
+def test_a_launcher_that_is_gone_before_its_rank_begins(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quintsched.runtime.launch.bound", "1", module, str(tmp_path), "sleep"]
+    assert subprocess.run(command, check=False, timeout=30).returncode == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_is_asked_of_all_ranks_and_they_end_by_themselves(module: str, tmp_path: Path, number: int) -> None:
+    with launcher(3, module, [str(tmp_path), "stops"]) as process:
+        pids(tmp_path, 3)
+        process.send_signal(number)
+        assert process.wait(20) == 0
+
+
+def test_a_signal_that_comes_before_a_rank_can_take_it_is_not_lost(module: str, tmp_path: Path) -> None:
+    with launcher(2, module, [str(tmp_path), "early"]) as process:
+        pids(tmp_path, 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Path) -> None:
+    with launcher(2, module, [str(tmp_path), "stops"]) as process:
+        ranks = pids(tmp_path, 2)
+        os.kill(ranks[0], signal.SIGSTOP)
+        os.kill(ranks[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert all(map(runs, ranks))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert not any(map(runs, ranks))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path, number: int, code: int) -> None:
+    with launcher(2, module, [str(tmp_path), "sleep"]) as process:
+        ranks = pids(tmp_path, 2)
+        process.send_signal(number)
+        assert process.wait(10) == code
+        assert not any(map(runs, ranks))
+
+
+@pytest.mark.parametrize(
+    ("fails", "with_code", "restarts", "code"), [(2, 1, 3, 0), (2, 4, 2, 0), (3, 1, 2, 1), (1, 3, 5, 3), (1, 2, 5, 2)]
+)
+def test_a_run_that_failed_is_started_again(
+    module: str, tmp_path: Path, fails: int, with_code: int, restarts: int, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = start_ranks(2, module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
+    assert found == code
+    times = min(fails, restarts) if with_code not in (2, 3) else 0
+    said = [
+        f"the run ended with exit code {with_code}; starting it again: restart {k + 1} of {restarts}"
+        for k in range(times)
+    ]
+    assert capfd.readouterr().err.splitlines() == said
+
+
+def test_a_second_interrupt_is_an_interrupt() -> None:
+    stop = StopRequest()
+    before = signal.getsignal(signal.SIGINT)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,79 @@
+"""A run that is asked to stop: all ranks finish the same step, save, and the run goes on to the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime.train.trainer import Trainer
+
+from .test_trainer import data_file, figures, job
+
+__all__ = ["data_file"]
+
+STEPS_PER_EPOCH = 5
+
+
+def fit(
+    config: JobConfig, *, asked: int | None = None, at_step: int = 0, resume: bool = False
+) -> list[tuple[list[tuple[float, ...]], dict[str, Tensor], list[str], int]]:
+    """Train; rank `asked` is asked to stop in step `at_step`, counted from 1."""
+    plan = plan_of(config)
+
+    def run(transport: Transport) -> tuple[list[tuple[float, ...]], dict[str, Tensor], list[str], int]:
+        said: list[str] = []
+        steps = iter(range(1, 10**6))
+
+        def wants_stop() -> bool:
+            return transport.rank == asked and next(steps) >= at_step
+
+        trainer = Trainer(config, plan, transport, Reporter(None, said.append), wants_stop=wants_stop)
+        history = trainer.fit(resume=resume)
+        return figures(history), trainer.engine.full_weights(), said, trainer.progress.step
+
+    return run_local(plan.mesh.size, run)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asked", "at_step"),
+    [
+        ({"mesh": "dp=2,pp=2,tp=2", "microbatches": 2}, 7, 3),
+        ({"mesh": "dp=2,pp=2,tp=2", "microbatches": 2}, 2, STEPS_PER_EPOCH),
+        ({"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 2}, 1, 7),
+        ({"mesh": "dp=1", "microbatches": 1}, 0, 1),
+    ],
+)
+def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
+    data_file: Path, tmp_path: Path, parallel: dict[str, Any], asked: int, at_step: int
+) -> None:
+    config = job(data_file, parallel=parallel, train={"epochs": 2}, checkpoint={"dir": str(tmp_path / "saved")})
+    whole = fit(config.model_copy(update={"checkpoint": job(data_file).checkpoint}))
+    stopped = fit(config, asked=asked, at_step=at_step)
+    assert [step for *_, step in stopped] == [at_step] * len(stopped)
+    assert stopped[0][2][-1] == f"stopped as asked: saved at step {at_step}"
+    resumed = fit(config, resume=True)
+    assert f"resumed after step {at_step}" in resumed[0][2]
+    for (found, weights, *_), (expected, same, *_) in zip(resumed, whole, strict=True):
+        assert found == expected
+        assert all(torch.equal(weights[name], same[name]) for name in same)
+
+
+def test_a_step_of_several_batches_is_finished(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, train={"accumulate": 2}, checkpoint={"dir": str(tmp_path), "export": str(tmp_path / "out")})
+    stopped = fit(config, asked=3, at_step=3)  # the first part of the second step
+    assert [step for *_, step in stopped] == [2] * 4
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_checkpoints_it_says_that_nothing_is_saved(data_file: Path) -> None:
+    (_, _, said, step), *_ = fit(job(data_file), asked=1, at_step=2)
+    assert step == 2
+    assert said[-1] == "stopped as asked: nothing is saved after step 2: the job has no checkpoint.dir"
