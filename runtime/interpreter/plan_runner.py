@@ -21,7 +21,6 @@ from torch import nn
 from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
-from quintsched.stalls.states import Phase
 
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import agree, trace_shapes, wants_data
@@ -160,8 +159,7 @@ class PlanRunner:
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         is_first = plan.mode not in self.interpreters
-        phase: Phase = "step" if plan.mode == "train" else "evaluate"
-        self._transport.publisher.enter(phase, step=self.steps.total + 1 if phase == "step" else None)
+        self._transport.publisher.begin(plan, self.steps.total + 1)
         if is_first:
             units = self._settle_first(plan, batch, compare)
         else:
