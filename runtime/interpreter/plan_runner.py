@@ -158,9 +158,8 @@ class PlanRunner:
             UsageError: an extra that no block takes.
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
-        is_first = plan.mode not in self.interpreters
         self._transport.publisher.begin(plan, self.steps.total + 1)
-        if is_first:
+        if plan.mode not in self.interpreters:
             units = self._settle_first(plan, batch, compare)
         else:
             units = self._settler.settle(plan, batch)

@@ -1,0 +1,77 @@
+"""Who does the other half of an instruction: the send of a receive, the receives of what computes, groups of replicas.
+
+rank 0   SendAct 3 ─┐                  partner(0, 3) = (1, 0)
+rank 1   RecvAct 0 ─┴▶ Fwd 1           partner(1, 0) = (0, 3)      received_by(1, 1) = [0]
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from quintsched.graph.plan_events import Events
+from quintsched.graph.profiles import find_profile
+from quintsched.ir.columns import ABSENT, Ints
+from quintsched.ir.instructions import AMONG_REPLICAS, WHOLE_MESH, Instruction, Recv
+from quintsched.ir.mesh import REPLICA_AXES
+from quintsched.ir.plan_data import PlanData
+from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes
+
+
+class Partners:
+    """The other halves of a plan's instructions; ranks here are pipeline ranks, places those in their programs."""
+
+    def __init__(self, plan: PlanData) -> None:
+        self._plan, self._columns = plan, plan.columns
+        sent, received = Events.merge(plan).channels.pairs
+        self._partner = np.full(len(self._columns), ABSENT)
+        self._partner[sent], self._partner[received] = received, sent
+
+    def row(self, pp_rank: int, index: int) -> int | None:
+        """Return the row of an instruction; None for a place that the program does not have."""
+        rows = self._columns.rows_of(pp_rank)
+        return rows.start + index if 0 <= index < len(rows) else None
+
+    def partner(self, pp_rank: int, index: int) -> tuple[int, int] | None:
+        """Return (rank, place) of the other end of a message; None for what is no message."""
+        row = self.row(pp_rank, index)
+        if row is None or self._partner[row] == ABSENT:
+            return None
+        return self._columns.place(int(self._partner[row]))
+
+    def received_by(self, pp_rank: int, index: int) -> list[int]:
+        """Return the places of the receives that bring what an instruction takes; of a receive, its own."""
+        row = self.row(pp_rank, index)
+        if row is None:
+            return []
+        if isinstance(self._columns.instruction(row), Recv):
+            return [index]
+        flows = self._plan.flows
+        makers = flows.first_makers[[place for _, place in flows.consumes.of_rows(row, row + 1)]]
+        makers = makers[makers != ABSENT]
+        places: list[int] = (makers[self._columns.are(Recv)[makers]] - (row - index)).tolist()
+        return places
+
+    def issued_by(self, pp_rank: int, index: int) -> int:
+        """Return the first place at which a message that is issued or posted ahead is so for sure."""
+        row = self.row(pp_rank, index)
+        first = index if row is None else int(self._ahead[row]) - (row - index)
+        return min(first, index)
+
+    @cached_property
+    def _ahead(self) -> Ints:
+        """For each message the row before which it is issued at the latest, where tags match messages."""
+        found = np.arange(len(self._columns))
+        rule = MessageRule.of(find_profile("tagged"), may_wait=True)
+        for lifetimes in (receive_lifetimes(self._plan, rule), send_lifetimes(self._plan, rule)):
+            found[lifetimes.rows] = lifetimes.first
+        return found
+
+    def group_axes(self, instruction: Instruction) -> tuple[str, ...]:
+        """Return the axes over which ranks have to come together in an instruction, besides those of its messages."""
+        if isinstance(instruction, WHOLE_MESH):
+            return tuple(name for name, _ in self._plan.mesh.axes)
+        if isinstance(instruction, AMONG_REPLICAS):
+            return REPLICA_AXES
+        return ("tp", "cp", "ep") if instruction.computes else ()

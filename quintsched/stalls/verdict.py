@@ -1,0 +1,204 @@
+"""Who is to blame: the first that died; else those at the ends of all waits, who wait for nobody; else who skipped.
+
+    rank 0 ──▶ rank 1 ──▶ rank 2     waits for nobody, stands at Fwd(2, 3) for 12 s: rank 2
+    rank 0 ──▶ rank 1 ──▶ rank 0     nobody can go on, but rank 1 is past its send: rank 1
+    rank 0 ──▶ rank 1 ──▶ rank 0     and everybody has done what they could: unknown
+
+A rank that raised since a peer was lost, or that gave up with exit code 4, is a victim: it counts as if it still waited
+where it was. What a rank said is taken for what it does only if it has been there for a while, longer than the oldest
+word of any other: so no rank is blamed for what it has done since. Nobody is named on a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quintsched.errors import StallError
+from quintsched.ir.plan_data import PlanData
+from quintsched.stalls.findings import Culprit, Fault, Link, describe_place
+from quintsched.stalls.report import StallReport
+from quintsched.stalls.states import RankState
+from quintsched.stalls.wait_graph import Edge, WaitGraph
+
+STILL_S = 1.0
+"""How long a rank has to be at a place for it to count as standing still, in seconds."""
+
+TOGETHER_S = 1.0
+"""Ranks of a host that end within this time have ended together."""
+
+LOST_PEER = re.compile(
+    r"StallError|connection (closed|reset|refused)|closed by peer|broken pipe|timed? ?out|remote (worker|process)|"
+    r"peer died|peer is gone|failed first|socket|ECONN",
+    re.IGNORECASE,
+)
+"""What errors say that are the consequence of another rank's."""
+
+_LATER = {"stopped": 0, "signal": 0, "gone": 0, "error": 1, "exit": 2, "unreachable": 3}
+"""Of fates that came at about the same time, those of a higher number may be the consequence of the others'."""
+
+SIGTERM = 15
+
+
+def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float = STILL_S) -> StallReport:
+    """Return who is to blame for a run that stands still, or whose processes ended, and who waits for whom.
+
+    `plan` is the one that the ranks walk. A rank counts as standing still that has been at its place for `still_s`
+    seconds; give half of the limit that was passed. Without a culprit, nobody can be told from the others.
+    """
+    known = {state.rank: state for state in states if 0 <= state.rank < plan.mesh.size}
+    dead = _first_dead(known)
+    victims = {rank: replace(state, fate=None) for rank, state in known.items() if rank not in dead}
+    graph = WaitGraph(plan, known | victims)
+    edges = {rank: graph.edges(rank) for rank in known if rank not in dead}
+    accused = [_ended(graph, known[rank]) for rank in sorted(dead)]
+    if not accused:
+        accused = _standing(graph, known | victims, edges, still_s)
+    accused = list(dict.fromkeys(accused))
+    culprits = [_culprit(plan, known[one.rank], one) for one in accused]
+    chain = _chain(plan, [one.rank for one in accused], edges, known)
+    return StallReport(culprits=tuple(culprits), chain=tuple(chain), states=tuple(known.values()), plan=plan)
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A rank, what it did, and of a message that this is about its place and the number of the step."""
+
+    rank: int
+    fault: Fault
+    index: int | None = None
+    step: int | None = None
+
+
+def _first_dead(states: Mapping[int, RankState]) -> set[int]:
+    """Return the ranks whose process failed first; those who ended by that, or cannot be told from it, are not."""
+    suspects = [state for state in states.values() if state.fate is not None and not _is_victim(state)]
+    if any(state.fate is not None and state.fate.kind != "unreachable" for state in suspects):
+        suspects = [state for state in suspects if state.fate is not None and state.fate.kind != "unreachable"]
+    if not suspects:
+        return set()
+    began = max(map(_ago_s, suspects))
+    near = [state for state in suspects if began - _ago_s(state) <= TOGETHER_S]
+    first = min(near, key=lambda state: (_rank_of_fate(state), -_ago_s(state)))
+    return {state.rank for state in near if state is first or _went_together(state, first)}
+
+
+def _is_victim(state: RankState) -> bool:
+    """Whether what became of a process is the consequence of another's end, or no fault at all."""
+    fate = state.fate
+    if fate is None:
+        return False
+    if fate.kind == "exit":
+        return fate.code == StallError.exit_code or (fate.code == 0 and state.phase == "ended")
+    return fate.kind == "error" and bool(LOST_PEER.search(fate.text))
+
+
+def _ago_s(state: RankState) -> float:
+    """Return how long ago a process failed."""
+    return state.fate.ago_s if state.fate is not None else 0.0
+
+
+def _rank_of_fate(state: RankState) -> int:
+    fate = state.fate
+    if fate is None or (fate.kind == "signal" and fate.code == SIGTERM):
+        return max(_LATER.values())  # what ends the others when one has failed
+    return _LATER[fate.kind]
+
+
+def _went_together(state: RankState, first: RankState) -> bool:
+    """Whether two processes ended by one cause: those of a host, or by hosts that cannot be reached."""
+    if state.fate is None or first.fate is None or _rank_of_fate(state) != _rank_of_fate(first):
+        return False
+    if state.fate.kind == "error" or state.fate.kind == "exit":
+        return False
+    return state.host == first.host or state.fate.kind == first.fate.kind == "unreachable"
+
+
+def _ended(graph: WaitGraph, state: RankState) -> Accusation:
+    """Return who is to blame for a process that failed: itself, or who sent what it could not take."""
+    takes = state.awaits is not None and state.awaits.kind == "receive"
+    if takes and state.fate is not None and (state.fate.kind == "error" or state.fate.code in _ABORTS):
+        for edge in graph.edges(state.rank):
+            return Accusation(edge.on, "wrong message", edge.on_index, state.step)
+    return Accusation(state.rank, "ended")
+
+
+_ABORTS = (6, 134)
+"""SIGABRT, as a signal and as an exit code: so a library ends a process that is sent more than it expects."""
+
+
+def _standing(
+    graph: WaitGraph, states: Mapping[int, RankState], edges: Mapping[int, Sequence[Edge]], still_s: float
+) -> list[Accusation]:
+    """Return who holds up ranks that all live."""
+    still = {rank for rank, state in states.items() if _stands_still(state, still_s)}
+    waits = [edge for rank in still for edge in edges[rank] if edge.on in still]
+    for skipped in ([edge for edge in waits if edge.skipped], [edge for edge in waits if edge.early]):
+        roots = sorted({edge.on for edge in waits if graph.stands_alone(edge.on)})
+        if roots and not (skipped and skipped[0].skipped):
+            return [Accusation(rank, "stands") for rank in roots]
+        at_fault = [
+            Accusation(edge.on, "skipped", edge.on_index, _step_of_message(states[edge.waiter])) for edge in skipped
+        ]
+        if at_fault and (skipped[0].skipped or len(set(at_fault)) == 1):
+            return at_fault
+    alone = len(states) == 1 and still and graph.stands_alone(*still)
+    return [Accusation(rank, "stands") for rank in still] if alone else []
+
+
+def _step_of_message(waiter: RankState) -> int | None:
+    """Return the step of the message that a rank waits for: before it begins a program, that is the one before."""
+    begins = waiter.index is None and waiter.phase == "step" and waiter.step is not None
+    return waiter.step - 1 if begins and waiter.step is not None else waiter.step
+
+
+def _stands_still(state: RankState, still_s: float) -> bool:
+    """Whether a rank surely is where it said that it was; who has ended stays so."""
+    return state.phase == "ended" or (state.since_s >= still_s and state.heard_s <= still_s)
+
+
+def _chain(
+    plan: PlanData, accused: Sequence[int], edges: Mapping[int, Sequence[Edge]], states: Mapping[int, RankState]
+) -> Iterable[Link]:
+    """Yield who waits for the accused, the nearest first, each with what it waits for."""
+    waiters: dict[int, list[Edge]] = {}
+    for of_rank in edges.values():
+        for edge in of_rank:
+            waiters.setdefault(edge.on, []).append(edge)
+    seen = set(accused)
+    queue = deque(sorted(seen))
+    while queue:
+        for edge in sorted(waiters.get(queue.popleft(), ()), key=lambda edge: edge.waiter):
+            if edge.waiter not in seen:
+                seen.add(edge.waiter)
+                queue.append(edge.waiter)
+                yield _link(plan, edge, states)
+
+
+def _link(plan: PlanData, edge: Edge, states: Mapping[int, RankState]) -> Link:
+    waiter, on = states[edge.waiter], states[edge.on]
+    return Link(
+        waiter=describe_place(plan, waiter, edge.index),
+        waits_for=describe_place(plan, on, edge.on_index),
+        since_s=waiter.since_s,
+    )
+
+
+def _culprit(plan: PlanData, state: RankState, accusation: Accusation) -> Culprit:
+    """Return all that is known of a rank that is to blame."""
+    is_message = accusation.index is not None
+    return Culprit(
+        rank=state.rank,
+        host=state.host,
+        pid=state.pid,
+        where=tuple(plan.mesh.coordinates(state.rank).items()),
+        fault=accusation.fault,
+        fate=state.fate,
+        phase=state.phase,
+        step=accusation.step if is_message else state.step,
+        place=describe_place(plan, state, accusation.index if is_message else state.index),
+        stands_at=state.index,
+        since_s=state.since_s,
+    )

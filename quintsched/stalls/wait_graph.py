@@ -1,0 +1,152 @@
+"""Which rank waits for which: the plan's waits, where ranks stand in them.
+
+    rank 0 awaits its receive 11 ──▶ rank 1 has not come to its send 14: rank 0 waits for rank 1
+                                 ──▶ rank 1 is past its send 14: it skipped it
+    rank 2 awaits ranks 0, 2     ──▶ rank 0 is not there yet: rank 2 waits for rank 0
+    rank 3 awaits nothing        ──▶ it stands by itself
+
+Who is how far is known by the run of a program, and by the place in it. A rank that does not say what it awaits waits
+for those who are behind, as far as its plan lets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quintsched.ir.plan_data import PlanData
+from quintsched.stalls.partners import Partners
+from quintsched.stalls.states import RankState
+
+BEFORE, AT, PAST = -1, 0, 1
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Rank `waiter` waits, at `index`, for rank `on` to do what it has at `on_index`.
+
+    Both are places in programs; None where it is no instruction that is waited for, or with. `skipped` says that `on`
+    is past it, so that it never will; `early` that it is so if messages are issued ahead of their places.
+    """
+
+    waiter: int
+    index: int | None
+    on: int
+    on_index: int | None
+    skipped: bool = False
+    early: bool = False
+
+
+class WaitGraph:
+    """The waits of all ranks of a plan that said where they are, by global rank."""
+
+    def __init__(self, plan: PlanData, states: Mapping[int, RankState]) -> None:
+        self._plan, self._states, self._partners = plan, states, Partners(plan)
+
+    def edges(self, rank: int) -> list[Edge]:
+        """Return what a rank waits for; nothing where that is nobody, or where nobody can tell."""
+        state = self._states[rank]
+        if state.awaits is None:
+            return [edge for edge in self._possible(state) if not edge.skipped]
+        if state.awaits.kind == "nothing":
+            return []
+        if state.awaits.kind == "collective":
+            return list(self._collective(state, state.awaits.ranks))
+        return [] if state.awaits.index is None else self._message(state, state.awaits.index)
+
+    def stands_alone(self, rank: int) -> bool:
+        """Whether a rank says that it waits for nobody; who does not say may wait for anybody."""
+        awaits = self._states[rank].awaits
+        return awaits is not None and awaits.kind == "nothing"
+
+    def standing(self, rank: int, beside: RankState, index: int) -> int | None:
+        """Return whether a rank is before, at or past a place of the program that another one walks, or walked last.
+
+        None where nobody can tell.
+        """
+        state = self._states[rank]
+        if state.run is not None and beside.run is not None:
+            if state.run != beside.run or state.index is None:
+                return BEFORE if state.run < beside.run else PAST
+            return _compare(state.index, index)
+        if beside.step is None or beside.index is None or beside.phase != "step":
+            return None
+        if state.step != beside.step:
+            return BEFORE if state.step is None or state.step < beside.step else PAST
+        if state.phase != "step":
+            return PAST
+        return None if state.index is None else _compare(state.index, index)
+
+    def _message(self, state: RankState, index: int) -> list[Edge]:
+        """Return the wait for the other end of a message."""
+        mesh = self._plan.mesh
+        where = mesh.coordinates(state.rank)
+        found = self._partners.partner(where.get("pp", 0), index) if state.program == self._plan.mode else None
+        if found is None:
+            return []
+        pp_rank, on_index = found
+        on = mesh.rank(where | {"pp": pp_rank})
+        if on not in self._states:
+            return []
+        standing = self.standing(on, state, on_index)
+        early = False
+        awaits = self._states[on].awaits
+        if standing in (BEFORE, AT) and awaits is not None and awaits.kind != "nothing":
+            # Whoever waits at a place has issued what is due before it.
+            early = self.standing(on, state, self._partners.issued_by(pp_rank, on_index)) in (AT, PAST)
+        return [Edge(state.rank, index, on, on_index, skipped=standing == PAST, early=early)]
+
+    def _collective(self, state: RankState, ranks: tuple[int, ...]) -> Iterator[Edge]:
+        """Yield the waits for the members of a group that have not come."""
+        for rank in ranks:
+            other = self._states.get(rank)
+            if other is None or rank == state.rank:
+                continue
+            is_there = other.awaits == state.awaits and _place(other) == _place(state)
+            if not is_there and self._behind(other, state) is not False:
+                yield Edge(state.rank, state.index, rank, other.index)
+
+    def _behind(self, state: RankState, beside: RankState) -> bool | None:
+        """Whether a rank has not come to where another one is; None where both are at one place, or nobody can tell."""
+        own, other = _progress(state, beside)
+        return None if own is None or other is None or own == other else own < other
+
+    def _possible(self, state: RankState) -> Iterator[Edge]:
+        """Yield what a rank may wait for that does not say so; `skipped` where the other one has done it."""
+        if state.index is None or state.program != self._plan.mode:
+            return
+        mesh = self._plan.mesh
+        where = mesh.coordinates(state.rank)
+        pp_rank = where.get("pp", 0)
+        for index in self._partners.received_by(pp_rank, state.index):
+            yield from self._message(state, index)
+        row = self._partners.row(pp_rank, state.index)
+        if row is None:
+            return
+        axes = self._partners.group_axes(self._plan.columns.instruction(row))
+        for rank in next(group for group in mesh.groups(*axes) if state.rank in group):
+            other = self._states.get(rank)
+            if other is not None and rank != state.rank and self._behind(other, state):
+                yield Edge(state.rank, state.index, rank, other.index)
+
+
+def _compare(index: int, other: int) -> int:
+    return (index > other) - (index < other)
+
+
+def _progress(*states: RankState) -> list[tuple[float, ...] | None]:
+    """Return how far each of some ranks is, as tuples that compare; None where nobody can tell."""
+    if all(state.run is not None for state in states):
+        return [(state.run or 0, math.inf if state.index is None else state.index) for state in states]
+    return [_progress_in_steps(state) for state in states]
+
+
+def _progress_in_steps(state: RankState) -> tuple[float, ...] | None:
+    if state.phase == "evaluate" or (state.phase == "step" and state.index is None):
+        return None
+    return state.step or 0, math.inf if state.index is None else state.index
+
+
+def _place(state: RankState) -> tuple[object, ...]:
+    return state.phase, state.run, state.step, state.program, state.index

@@ -1,0 +1,137 @@
+"""A verdict in words: one message of a few lines, which a person reads in a terminal after something went wrong.
+
+rank 2 (host a, pp=2) was killed by SIGKILL in step 17 at instruction 9 of 24: Fwd(stage=2, microbatch=3)
+rank 1 waits for its RecvGrad(stage=1, microbatch=0, peer=2) from it since 0.4 s, and rank 0 for rank 1
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from quintsched.stalls.findings import Culprit, Link, Place
+from quintsched.stalls.states import Fate, RankState
+
+MOST_LISTED = 8
+"""How many ranks one message tells of; of more, it says how many there are."""
+
+MOST_LETTERS = 400
+"""How much of an error's own words is repeated."""
+
+_PHASES = {
+    "setup": "setting up",
+    "data": "loading data",
+    "evaluate": "evaluating",
+    "save": "saving a checkpoint",
+    "load": "loading a checkpoint",
+    "idle": "between two steps",
+    "ended": "at the end of its run",
+}
+
+
+def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequence[RankState]) -> str:
+    """Return a verdict as a message."""
+    if not culprits:
+        return _unknown(states)
+    lines = [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
+    if len(culprits) > MOST_LISTED:
+        lines.append(f"and so did {len(culprits) - MOST_LISTED} other ranks")
+    waiting = _waiting(chain, [culprit.rank for culprit in culprits])
+    return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def _accusation(culprit: Culprit) -> str:
+    name = f"rank {culprit.rank} ({', '.join([f'host {culprit.host}', *(f'{k}={v}' for k, v in culprit.where)])})"
+    in_step = "" if culprit.step is None else f" in step {culprit.step}"
+    if culprit.fault == "ended" and culprit.fate is not None:
+        return f"{name} {_ending(culprit.fate)}{_where(culprit.place, in_step)}"
+    if culprit.fault == "skipped":
+        return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
+    if culprit.fault == "wrong message":
+        return f"{name} sent what does not fit{in_step}: its instruction {_instruction(culprit.place)}"
+    return f"{name} has not gone on for {_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
+
+
+def _where(place: Place, in_step: str) -> str:
+    if place.instruction is not None:
+        return f"{in_step} at instruction {_instruction(place)}"
+    doing = _PHASES.get(place.phase)
+    return f" {doing}{in_step.replace(' in ', ' after ')}" if doing else in_step
+
+
+def _instruction(place: Place) -> str:
+    return f"{place.index} of {place.num_instructions}: {place.instruction}"
+
+
+def _now(culprit: Culprit) -> str:
+    at = culprit.stands_at
+    return "" if at is None else f" to instruction {at}, where it is since {_seconds(culprit.since_s)}"
+
+
+def _ending(fate: Fate) -> str:
+    text = " ".join(fate.text.split())[:MOST_LETTERS]
+    because = f" ({text})" if text else ""
+    match fate.kind:
+        case "signal":
+            return f"was killed by {_signal(fate.code)}{because}"
+        case "exit":
+            return f"ended with exit code {fate.code}{because}"
+        case "stopped":
+            return f"does not run{because or ': it was stopped or is frozen,'}"
+        case "error":
+            return f"raised {text or 'an error'}," if fate.code is None else f"raised {text} (exit code {fate.code}),"
+        case "gone":
+            return f"ended, nobody saw how{because},"
+        case "unreachable":
+            return f"cannot be reached{because}; it was last heard of"
+
+
+def _signal(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return "a signal" if number is None else f"signal {number}"
+
+
+def _waiting(chain: Sequence[Link], culprits: Sequence[int]) -> str:
+    """Return who waits for whom: those who wait for a culprit with their instructions, the others shortly."""
+    parts = []
+    for link in chain[:MOST_LISTED]:
+        on, waiter = link.waits_for.rank, link.waiter
+        if on not in culprits:
+            parts.append(f"rank {waiter.rank} for rank {on}")
+            continue
+        name = "it" if len(culprits) == 1 else f"rank {on}"
+        what = f"for {name}" if waiter.instruction is None else _awaited(waiter, name)
+        parts.append(f"rank {waiter.rank} waits {what} since {_seconds(link.since_s)}")
+    if len(chain) > MOST_LISTED:
+        parts.append(f"{len(chain) - MOST_LISTED} other ranks for these")
+    return ", and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
+def _awaited(place: Place, name: str) -> str:
+    """Say what a rank waits with: for a message that comes, for one that is taken, or in a collective."""
+    instruction = place.instruction or ""
+    if instruction.startswith("Recv"):
+        return f"for its {instruction} from {name}"
+    if instruction.startswith("Send"):
+        return f"for {name} to take its {instruction}"
+    return f"for {name} in {instruction}"
+
+
+def _unknown(states: Sequence[RankState]) -> str:
+    """Say that nobody can be named, and where all stand."""
+    lines = ["nobody can be told from the others; the ranks were last heard of here:"]
+    for state in sorted(states, key=lambda state: state.rank)[:MOST_LISTED]:
+        step = "" if state.step is None else f" in step {state.step}"
+        at = _PHASES.get(state.phase, "") if state.index is None else f"at instruction {state.index}"
+        lines.append(
+            f"rank {state.rank} (host {state.host}){step} {at} since {_seconds(state.since_s)}".replace("  ", " ")
+        )
+    if len(states) > MOST_LISTED:
+        lines.append(f"and {len(states) - MOST_LISTED} other ranks")
+    return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
