@@ -27,11 +27,10 @@ from .cell import CellReader, place_of
 from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
 from .judge import SETTLE_S, Judge, Ruling
-from .plans import Plans
 from .process import ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .roster import Member
-from .verdict import Verdict, make_verdict
+from .verdict import Plans, Verdict, make_verdict
 
 TICK_S = 0.1
 HURRY_S = 0.01
