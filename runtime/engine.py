@@ -20,6 +20,8 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
+from .agreement.comparison import require_same
+from .agreement.engine_records import engine_sections, functions_section
 from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
@@ -144,6 +146,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)
+        given_loss = loss_fn
         self._prepare, loss_fn = for_slices(plan, loss_fn)
         builder = builder_of(optimizer, blocks)
         metrics = metrics or {}
@@ -160,6 +163,14 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             compiled=compiled,
             seed=seed,
         )
+        self._scale = LossScale(grad_scaler)
+        beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "metrics": [*metrics]}
+        require_same(
+            engine_sections(plan, {**vars(options), **beside, **self._scale.state_dict()}, len(blocks)),
+            self.transport.world_group(),
+            "the plan and the engine's options",
+            "give all ranks the same",
+        )
         self._groups = make_groups(plan, self.transport)
         self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
         self._plans.open()
@@ -168,17 +179,24 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self.everyone = ControlGroup(self._groups.world)
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)
+        builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
         self._state = TrainingState(
             plan,
             self._model.pp_rank,
             self._model.stages,
             self._groups,
             self._model.tied,
-            OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split),
+            builds,
             bucket_bytes=int(bucket_mb * 1e6),
         )
+        functions = functions_section({"loss_fn": given_loss, **metrics}) if self.needs_targets else None
+        require_same(
+            {"functions": functions, "optimizer": builds.settings},
+            self._groups.world,
+            "the loss and the optimizer",
+            "give all ranks the same",
+        )
         self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
-        self._scale = LossScale(grad_scaler)
         self.clock = Clock(self.transport.device)
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._loss_fn, self._clip = loss_fn, clip

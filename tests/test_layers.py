@@ -44,6 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "blocks",
         "data",
         "autograd",
+        "agreement",
         "comm",
         "watch",
         "rendezvous",

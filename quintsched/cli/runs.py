@@ -29,17 +29,43 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Processes; default: the mesh's ranks.")
+        int | None,
+        typer.Option(
+            "--nproc", metavar="N", min=1, help="Processes here; default: this machine's of the mesh's ranks."
+        ),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", metavar="N", min=0, help="Start a run that failed again, so many times.")
+    ] = 0,
+    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="How many machines run it.")] = 1,
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")
+    ] = 0,
+    master: Annotated[
+        str | None, typer.Option("--master", metavar="HOST:PORT", help="Machine 0's address, and a free port of it.")
     ] = None,
 ) -> None:
-    """Run a job here, with one process per rank of its mesh."""
+    """Run a job, with one process per rank of its mesh, here or as one of several machines.
+
+    SIGTERM, SIGUSR1 or Ctrl-C lets it finish the step in progress, save, and end with 0; Ctrl-C again ends it at once.
+    """
     plan, job = plan_and_job(files)
     _require_torch()
     arguments = _job_arguments(plan, job, overrides)
     arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else []
     arguments += ["--nproc", str(nproc)] if nproc else []
+    arguments += ["--restarts", str(restarts)] if restarts else []
+    arguments += _machines(nnodes, node_rank, master)
     raise typer.Exit(call(_launch("local", arguments)))
+
+
+def _machines(nnodes: int, node_rank: int, master: str | None) -> list[str]:
+    if nnodes == 1 and node_rank == 0 and master is None:
+        return []
+    if master is None or nnodes == 1:
+        raise UsageError("several machines need --nnodes N --node-rank I --master HOST:PORT, the last the same on each")
+    return ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--master", master]
 
 
 def verify(

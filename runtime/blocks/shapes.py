@@ -6,7 +6,6 @@ other shapes by itself on the meta device, and all compare a hash of what they f
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-from ..comm import Group, ReduceOp
+from ..agreement.comparison import Section, require_same
+from ..comm import Group
 from ..comm.control import first_said
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
@@ -49,15 +49,12 @@ def announce_spec(spec: TreeSpec | None, source: int, group: Group, device: torc
     return from_words(text)
 
 
-def agree(what: str, fingerprint: str, group: Group, device: torch.device) -> None:
-    """Raise `MisfitError` on every member unless all of them have the same fingerprint of `what`."""
-    digest = hashlib.sha256(fingerprint.encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.int64, device=device)
-    low, high = mine.clone(), mine.clone()
-    group.all_reduce(low, ReduceOp.MIN).wait()
-    group.all_reduce(high, ReduceOp.MAX).wait()
-    if not torch.equal(low, high):
-        raise MisfitError(f"the ranks do not agree on {what}; this one has: {fingerprint[:400]}")
+def agree(what: str, fingerprint: str, group: Group) -> None:
+    """Raise `MisfitError`, on every member alike, unless all of them have the same fingerprint of `what`.
+
+    It names who has which; see `agreement.comparison`.
+    """
+    require_same({what: Section.of({what: fingerprint})}, group, what, "give all of them the same")
 
 
 def find_shapes(
@@ -73,7 +70,7 @@ def find_shapes(
     Raises `MisfitError` on all ranks, where they disagree, or some cannot find shapes.
     """
     given = " ".join([str(inputs), *(f"{name}: {extras[name]}" for name in sorted(extras))])
-    agree("the inputs and extras of a step", given, world, device)
+    agree("the inputs and extras of a step", given, world)
     parcels, problem = list[Parcel](), ""
     try:
         parcels = trace_shapes(blocks, inputs, extras, dtype)
@@ -82,7 +79,7 @@ def find_shapes(
     said = first_said(problem, world)
     if said:
         raise MisfitError(said) from (cause if problem else None)
-    agree("the shapes of what travels", " ".join(map(str, parcels)), world, device)
+    agree("the shapes of what travels", " ".join(map(str, parcels)), world)
     return parcels
 
 

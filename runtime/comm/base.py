@@ -239,10 +239,17 @@ class Transport(ABC):
         self.device = device
         self._device_type = device.type
         self._channels: set[tuple[int, int]] = set()
+        self._world_group: Group | None = None
         self.waits = WaitCell()
         self.publisher = publisher or Publisher()
         self.publisher.follow(self.waits)
         self.groups: list[tuple[int, ...]] = []
+
+    def world_group(self) -> Group:
+        """Return the group of all ranks, for what they say between steps; made by the first call, on all of them."""
+        if self._world_group is None:
+            self._world_group = self.make_group([tuple(range(self.world_size))])
+        return self._world_group
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         """Split the world into groups and return the caller's.

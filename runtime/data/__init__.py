@@ -11,7 +11,7 @@ of a data set, `Loaders` are a user's own. Imports `job`.
 from .dataset import IGNORED_TARGET, Dataset, DataSpec, Normalization, Split, gather_batch
 from .loaders import Loaders
 from .sampler import PADDING, BatchSampler
-from .sources import load_dataset
+from .sources import knows_replica, load_dataset
 
 __all__ = [
     "IGNORED_TARGET",
@@ -23,5 +23,6 @@ __all__ = [
     "Normalization",
     "Split",
     "gather_batch",
+    "knows_replica",
     "load_dataset",
 ]

@@ -5,6 +5,7 @@ Bytes stay bytes until a batch is gathered; only then are they scaled to float32
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from .sampler import PADDING, Indices
+
+DIGESTED = 256
+"""So many samples of a split are hashed."""
 
 IGNORED_TARGET = -100
 """The target of a padding row; the loss ignores it."""
@@ -60,6 +64,14 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def digest(self) -> str:
+        """Return a hash of some samples, evenly spread, and of how they are read: so that other data show."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), DIGESTED), dtype=np.int64)
+        digest = hashlib.sha256(f"{self.inputs.dtype} {self.normalization} {self.has_ids}".encode())
+        for numbers in (self.inputs[rows], self.targets[rows]):
+            digest.update(np.ascontiguousarray(numbers).tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

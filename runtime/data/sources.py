@@ -54,11 +54,20 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
     return _load_digits()
 
 
+def knows_replica(config: DataConfig) -> bool:
+    """Whether the data are those of a user's function that is told for which replica it loads them."""
+    return names_file(config.name) and bool(_taken(config) & {"replica", "num_replicas"})
+
+
+def _taken(config: DataConfig) -> set[str]:
+    """Return the names of what a user's function takes."""
+    function = load_object(config.name)
+    return set(inspect.signature(function).parameters) if callable(function) else set()
+
+
 def _load_user(config: DataConfig, replicas: Mapping[str, int]) -> Dataset | Loaders:
     path = {} if config.path is None else {"path": config.path}
-    function = load_object(config.name)
-    taken = inspect.signature(function).parameters if callable(function) else {}
-    asked = {name: number for name, number in replicas.items() if name in taken}
+    asked = {name: number for name, number in replicas.items() if name in _taken(config)}
     found = call_object(config.name, **{**asked, **config.options, **path})
     if isinstance(found, Dataset | Loaders):
         return found

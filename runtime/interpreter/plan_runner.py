@@ -181,8 +181,8 @@ class PlanRunner:
         shape = self._settler.any_shape()
         spec, shapes = shape.spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
-        agree("the inputs and extras of a step", given, self._alike, self._transport.device)
-        agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike, self._transport.device)
+        agree("the inputs and extras of a step", given, self._alike)
+        agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
         if not self._usual_samples:
             self._usual_samples = self._most(max(map(len, units.samples), default=0))
             self._loss = WeighedLoss(self._loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
@@ -286,7 +286,7 @@ class PlanRunner:
         """After the first steps, settle how computations overlap, the same way on all holders of the same stages."""
         noted = overlaps.end_step()
         if noted is not None:
-            agree("what overlapping stages exchange", noted, self._groups.holders, self._transport.device)
+            agree("what overlapping stages exchange", noted, self._groups.holders)
             overlaps.settle(self._groups.holders)
 
     def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:

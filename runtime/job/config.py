@@ -225,6 +225,9 @@ class TrainConfig(Settings):
     """Fixes the initial weights and the order of the samples."""
     patience: int | None = Field(default=None, ge=1)
     """Epochs without a better validation loss after which training stops."""
+    max_skipped: int = Field(default=5, ge=0)
+    """Steps in a row whose gradient is not finite, and which are skipped, after which the run stops and says where that
+    arose; 0: it never does."""
 
 
 class RuntimeConfig(Settings):
@@ -244,6 +247,8 @@ class RuntimeConfig(Settings):
     """The first step that is traced, counted from 0."""
     trace_steps: int = Field(default=8, ge=1)
     """How many steps are traced."""
+    verify: bool = False
+    """Whether messages carry a checksum that is checked, and ranks compare each collective before they begin it."""
     timeout_s: float = Field(default=300.0, gt=0)
     """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
     stall_after: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"

@@ -14,21 +14,23 @@ import argparse
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quintsched.errors import QuintschedError
+from quintsched.errors import MisfitError, QuintschedError, UsageError
 
-from ..rendezvous.addresses import LOOPBACK, listen
+from ..rendezvous.addresses import LOOPBACK, listen, listen_for_others
 from . import worker
+from .machines import Machines
 from .processes import Place, Ranks, taking_signals
-from .supervise import supervise
+from .supervise import supervise, wait_for_machines
 from .watching import note_end, watching
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from ..job.config import JobConfig
 
 STORE_WAITS_S = 300.0
@@ -40,16 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--master", default="")
     known, rest = parser.parse_known_args(arguments)
     try:
-        num_ranks, in_process, more = _ranks(worker.parse(rest), known.nproc)
+        num_ranks, in_process, more = _ranks(worker.parse(rest), known.nproc and known.nproc * known.nnodes)
+        command = ["quintsched.runtime", *rest, *more]
+        if known.nnodes > 1:
+            place, listener = _place_of(known, num_ranks)
+            return start_here(place, command, known.restarts, listener)
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    given = [*rest, *more]
     if in_process and not known.restarts:
-        return worker.main(given)
-    return start_ranks(1 if in_process else num_ranks, "quintsched.runtime", given, known.restarts)
+        return worker.main(command[1:])
+    return start_ranks(1 if in_process else num_ranks, command[0], command[1:], known.restarts)
 
 
 def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool, list[str]]:
@@ -94,26 +102,62 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str], restarts:
     After a failure all ranks are started again, up to `restarts` times, unless it is one that would come again.
     """
     listener = listen(LOOPBACK)
-    place = Place(LOOPBACK, listener.getsockname()[1], uuid.uuid4().hex, num_ranks)
-    store: object = None
+    return start_here(Place(LOOPBACK, listener.getsockname()[1], num_ranks), [module, *arguments], restarts, listener)
+
+
+def start_here(place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None) -> int:
+    """Start this machine's ranks, and return the run's exit code; who listens at the run's port serves its store."""
+    store: Store | None = None
     with taking_signals() as wakes:
         for attempt in range(restarts + 1):
-            with watching(num_ranks) as hub, Ranks(place, [module, *arguments], attempt, restarts) as ranks:
+            with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
                 store = store or _serve(listener)
-                ended = supervise(ranks, wakes, partial(note_end, hub))
-            if hub.verdict is not None:
+                machines = _machines(place, store, attempt)
+                ended = supervise(ranks, wakes, machines, partial(note_end, hub))
+            if hub is not None and hub.verdict is not None:
                 ended = replace(ended, code=hub.verdict.exit_code)
+            if machines is not None:
+                ended = wait_for_machines(wakes, machines, ended)
             if ended.is_final or attempt == restarts:
                 break
             _say(f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}")
     return ended.code
 
 
-def _serve(listener: socket.socket) -> object:
-    """Serve the store, for as long as what is returned is kept. Torch is imported while the ranks import it too."""
+def _serve(listener: socket.socket | None) -> Store | None:
+    """Serve the run's store for as long as it is kept; torch is imported while the ranks import it too."""
     from ..rendezvous.store import serve
 
-    return serve(listener, STORE_WAITS_S)
+    return None if listener is None else serve(listener, STORE_WAITS_S)
+
+
+def _machines(place: Place, store: Store | None, attempt: int) -> Machines | None:
+    if place.num_nodes == 1:
+        return None
+    from ..rendezvous.store import connect_to
+
+    connect = partial(connect_to, place.host, place.port, STORE_WAITS_S)
+    return Machines((lambda: store) if store is not None else connect, place.node, place.num_nodes, attempt)
+
+
+def _place_of(known: argparse.Namespace, num_ranks: int) -> tuple[Place, socket.socket | None]:
+    """Return where this machine's ranks are among those of all machines; machine 0 listens for them all.
+
+    Raises `UsageError` for what is wrong on the command line, `MisfitError` for ranks that the machines cannot share.
+    """
+    count, number = known.nnodes, known.node_rank
+    host, _, port = known.master.rpartition(":")
+    if not 0 <= number < count:
+        raise UsageError(f"--node-rank {number}: the machines are 0 to {count - 1}")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"--master {known.master!r}: give machine 0's address and a free port of it: HOST:PORT")
+    if num_ranks % count:
+        raise MisfitError(f"{num_ranks} ranks cannot be shared out evenly over {count} machines")
+    place = Place(host, int(port), num_ranks // count, number, count)
+    try:
+        return place, listen_for_others(host, place.port) if number == 0 else None
+    except OSError as error:
+        raise UsageError(f"--master {known.master}: cannot listen there: {error.strerror}") from error
 
 
 if __name__ == "__main__":

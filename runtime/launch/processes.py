@@ -32,14 +32,12 @@ class Place:
 
     Attributes:
         host, port: the store of the run.
-        run_id: tells one run from another, as libraries want it.
         num_ranks: how many ranks this machine has; as many as every other one.
         node, num_nodes: which of the machines it is.
     """
 
     host: str
     port: int
-    run_id: str
     num_ranks: int
     node: int = 0
     num_nodes: int = 1
@@ -56,7 +54,7 @@ class Place:
             "GROUP_WORLD_SIZE": str(self.num_nodes),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RUN_ID": f"{self.host}:{self.port}",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",

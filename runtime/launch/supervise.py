@@ -1,8 +1,9 @@
 """Waits for the ranks of an attempt, passes requests to stop on to them, and says how the attempt ended.
 
-all ended with 0        0
-one failed              its exit code; 4 where a signal ended it. The others are killed
-asked to stop           each finishes its step, saves and ends with 0; asked by Ctrl-C again, they are killed
+all ended with 0           0
+one failed                 its exit code; 4 where a signal ended it. The others are killed
+another machine failed     its exit code. All ranks are killed
+asked to stop              each finishes its step, saves and ends with 0; asked by Ctrl-C again, they are killed
 """
 
 from __future__ import annotations
@@ -10,30 +11,24 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from .ended import DIED, SURE, Ended
+from .machines import Machines
 from .processes import Ranks, Wakes
-
-DIED = 4
-FINAL = (0, 2, 3)
-"""Exit codes after which the run would end in the same way again: good, a wrong setting, a misfit."""
 
 LOOK_S = 0.5
 """How long the launcher sleeps at most; a rank's end or a signal wakes it."""
 
-
-@dataclass(frozen=True)
-class Ended:
-    """How an attempt ended: with which exit code, and whether it is not to be started again."""
-
-    code: int
-    is_final: bool
+GOOD_WAITS_S, FAILED_WAITS_S = 1800.0, 30.0
+"""How long it waits for the ranks of other machines to be gone too: those of a good run may still save."""
 
 
-def supervise(ranks: Ranks, wakes: Wakes, on_end: Callable[[int, int], None] | None = None) -> Ended:
-    """Wait until all ranks have ended or one has failed, and return how; `on_end` is given each rank's exit code.
+def supervise(
+    ranks: Ranks, wakes: Wakes, machines: Machines | None = None, on_end: Callable[[int, int], None] | None = None
+) -> Ended:
+    """Wait until all ranks of this machine have ended or one of any machine has failed, and return how.
 
-    An exit code is that of a `Popen`: -n where signal n ended the rank.
+    `on_end` is given each rank's exit code, as of a `Popen`: -n where signal n ended the rank.
     """
     on_end = on_end or say_end
     asked: int | None = None
@@ -52,8 +47,22 @@ def supervise(ranks: Ranks, wakes: Wakes, on_end: Callable[[int, int], None] | N
                 on_end(rank, ended[rank])
         if failed:
             return _failure(ended[failed[0]], asked)
+        if machines is not None and machines.failure is not None:
+            _say_elsewhere(machines)
+            return machines.failure
         if not ranks.pids:
             return Ended(0, is_final=True)
+
+
+def wait_for_machines(wakes: Wakes, machines: Machines, ended: Ended) -> Ended:
+    """Wait until the ranks of all machines are gone, those of this one being so, and return how the attempt ended."""
+    machines.tell(ended)
+    looks = (FAILED_WAITS_S if ended.code else GOOD_WAITS_S) / LOOK_S
+    while not machines.are_gone:
+        looks -= 1
+        if signal.SIGINT in wakes.wait(LOOK_S) or looks < 0 or machines.is_lost:
+            return Ended((machines.failure or ended).code or DIED, is_final=True)
+    return machines.failure or ended
 
 
 def _order(code: int) -> int:
@@ -65,7 +74,7 @@ def _failure(code: int, asked: int | None) -> Ended:
     if asked is not None and code == -signal.SIGTERM:
         return Ended(128 + asked, is_final=True)  # it was asked when it could not stop by itself yet
     code = code if code > 0 else DIED
-    return Ended(code, is_final=code in FINAL or asked is not None)
+    return Ended(code, is_final=code in SURE or asked is not None)
 
 
 def say_end(rank: int, code: int) -> None:
@@ -73,6 +82,14 @@ def say_end(rank: int, code: int) -> None:
     if code < 0:
         sys.stderr.write(f"error: rank {rank} was ended by {_signal_name(-code)}\n")
         sys.stderr.flush()
+
+
+def _say_elsewhere(machines: Machines) -> None:
+    what = (
+        "the launcher of machine 0 is gone, or out of reach" if machines.is_lost else "another machine's ranks failed"
+    )
+    sys.stderr.write(f"error: {what}; the ranks of this one are ended\n")
+    sys.stderr.flush()
 
 
 def _signal_name(number: int) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
-from quintsched.errors import CodeError, QuintschedError, StallError
+from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError
 
 from .bound import end_with
 from .stop_request import StopRequest
@@ -86,9 +86,20 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
     job = load_job(arguments.config, [*arguments.set, *traced])
     require_sinks(job.log.sinks)
     job, plan, notes = _planned(job, arguments.plan)
-    if job.runtime.transport != "local" and not alone:
-        plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
+    if not alone:
+        _require_world(job, plan, int(os.environ.get("WORLD_SIZE", 1)))
     return job, plan, notes
+
+
+def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
+    """Raise `MisfitError` unless there are as many processes as ranks; one where they are threads."""
+    if job.runtime.transport != "local":
+        plan.mesh.require_world_size(processes)
+    elif processes > 1:
+        raise MisfitError(
+            f"runtime.transport is local, with ranks that are threads of one process, but there are {processes}; "
+            "set it to gloo or auto, or start one process"
+        )
 
 
 def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tuple[str, ...]]:

@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instructions import OptStep
 
+from ..agreement.comparison import Section
+from ..agreement.engine_records import optimizer_section
 from ..comm import Group
 from ..job.choices import ZeroSplit
 from ..parallel.tensor.shard import shard_of
@@ -55,6 +57,7 @@ class OptimizerBuilds:
     Attributes:
         whole: the parameters of this rank's stages that are stepped whole, by whatever shards.
         why: the classes of optimizers that need whole parameters.
+        settings: the classes of the optimizers, and the options of their groups; None where this rank has none.
 
     Raises:
         UsageError: an optimizer that cannot be stepped, or needs to be described.
@@ -77,6 +80,7 @@ class OptimizerBuilds:
         self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
         self.whole: set[nn.Parameter] = set()
         self.why: list[str] = []
+        self.settings: Section | None = None
         self._made: dict[Step, list[Optimizer]] = {}
         self._coupling: list[Coupling] = []
         if not self._is_direct:
@@ -133,6 +137,7 @@ class OptimizerBuilds:
                 if id(parameter) in seen:
                     raise UsageError(f"two optimizers step the same parameter, {tuple(parameter.shape)}")
                 seen.add(id(parameter))
+        self.settings = self.settings or optimizer_section(made)
         return made
 
     def _settle(self) -> None:

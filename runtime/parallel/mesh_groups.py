@@ -86,7 +86,8 @@ def make_groups(plan: Plan, transport: Transport) -> MeshGroups:
     collectives, these go through messages. Where the plan lets forwards and backwards overlap, the groups inside stages
     have a communicator for each.
     """
-    mesh, made = plan.mesh, {}
+    mesh = plan.mesh
+    made: dict[tuple[tuple[int, ...], ...], Group] = {(tuple(range(mesh.size)),): transport.world_group()}
 
     def group(*axes: str) -> Group:
         partition = tuple(mesh.groups(*axes))

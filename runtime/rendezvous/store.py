@@ -38,11 +38,11 @@ def open_store(timeout_s: float) -> Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if has_launchers_store():
-        return _client(host, port, timeout_s)
+        return connect_to(host, port, timeout_s)
     host = LOOPBACK if is_one_machine() else host
     if os.environ["RANK"] == "0":
         return serve(listen_for_others(host, port), timeout_s)
-    return _client(host, port, timeout_s)
+    return connect_to(host, port, timeout_s)
 
 
 def has_launchers_store() -> bool:
@@ -68,6 +68,7 @@ def within(store: Store, name: str) -> Store:
     return PrefixStore(name, store)
 
 
-def _client(host: str, port: int, timeout_s: float) -> Store:
+def connect_to(host: str, port: int, timeout_s: float) -> Store:
+    """Connect to the store that another process serves; raises `RuntimeError` where it does not answer in time."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -139,7 +139,7 @@ class SharedBuffers:
         """Find out in the first step which buffers change; of those that begin later nobody else knows."""
         if self._known is None:
             self._known = changed
-            agree("which buffers a forward changes", " ".join(sorted(changed)), self._replicas, self._replicas.device)
+            agree("which buffers a forward changes", " ".join(sorted(changed)), self._replicas)
             if self._choice == "refuse" and changed:
                 self._refuse(sorted(changed)[0], "changes in a forward")
             if self._known and self._choice == "first" and self._replicas.index == 0:

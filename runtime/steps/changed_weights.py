@@ -48,7 +48,7 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
     words = " ".join(f"{name}: {numbers}" for name, (_, *numbers) in changed.items())
     for group in (groups.replicas, groups.tensor):
         if group.size > 1:
-            agree("what forwards make of the weights that they change", words, group, group.device)
+            agree("what forwards make of the weights that they change", words, group)
 
 
 def _why_lost(model: RankModel, parameter: Tensor) -> str:

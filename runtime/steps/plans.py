@@ -18,7 +18,6 @@ from quintsched.compiler import compiled_again, evaluation_of
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..blocks.shapes import agree
 from ..comm import Group, ReduceOp, Transport
 from ..parallel.mesh_groups import open_channels
 
@@ -41,9 +40,8 @@ class StepPlans:
         self._of: dict[int, tuple[Plan, Plan]] = {plan.schedule.microbatches: (plan, evaluation_of(plan))}
 
     def open(self) -> None:
-        """Open the channels of the engine's own plan; all ranks must have the same."""
+        """Open the channels of the engine's own plan."""
         open_channels([*self._of[self.plan.schedule.microbatches]], self._transport, ring=self._ring)
-        agree("the plan", self.plan.to_json(), self._world, self._transport.device)
 
     def training(self, microbatches: int | None) -> Plan:
         """Return the plan for a step of so many microbatches; None: the engine's own.

@@ -16,9 +16,10 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
+from ..agreement.comparison import Plain, Record, Section, require_same
 from ..comm import Group, Transport
-from ..comm.control import share_bytes
-from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, load_dataset
+from ..comm.control import ControlGroup
+from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders
 from ..job.config import DataConfig, TrainConfig
 
@@ -27,6 +28,8 @@ class Feed(Protocol):
     """Batches of one replica, for training and for validation."""
 
     spec: DataSpec
+    settings: Record
+    """What the data are like, where this rank reads them: a run goes on with the same."""
     num_batches: int
 
     def train(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -47,16 +50,20 @@ class Feed(Protocol):
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
     """Return what a job is fed with (collective). Raises what loading raises, `MisfitError` where replicas differ."""
-    replica = _replica(plan, transport.rank)
+    replica, world = _replica(plan, transport.rank), transport.world_group()
     reads = _needs_data(plan, transport.rank)
-    found = load_dataset(data, *replica) if reads else None
+    together = ControlGroup(world).together
+    found = together(lambda: load_dataset(data, *replica) if reads else None)
+    said = {} if found is None else _described(found, data)
+    section = Section.of(said) if said else None
+    require_same({"data": section}, world, "the data", "give all ranks the same data set")
     dataset = found if isinstance(found, Dataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
     if sizes is not None:
-        return DatasetFeed(dataset, *sizes, train, replica)
-    loaders = load_dataset(data, *replica) if found is None else found
+        return DatasetFeed(dataset, *sizes, train, replica, said)
+    loaders = together(lambda: load_dataset(data, *replica) if found is None else found)
     assert isinstance(loaders, Loaders)
-    return UserFeed(loaders, _world(plan, transport))
+    return UserFeed(loaders, world)
 
 
 class DatasetFeed:
@@ -70,8 +77,9 @@ class DatasetFeed:
         num_validation: int,
         train: TrainConfig,
         replica: tuple[int, int],
+        settings: Record,
     ) -> None:
-        self.spec, self._replica = spec, replica
+        self.spec, self.settings, self._replica = spec, settings, replica
         self._splits = (dataset.train, dataset.validation) if dataset else (None, None)
         size, seed = train.batch_size, train.seed
         self._train = BatchSampler(num_samples=num_train, batch_size=size, seed=seed)
@@ -117,16 +125,16 @@ class UserFeed:
 
     def __init__(self, loaders: Loaders, world: Group) -> None:
         self.spec = loaders.spec
+        self.settings: Record = {}
         self._train = LoaderFeed(loaders.train, loaders.batches)
         self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None)
         self.num_batches = self._train.num_batches
-        mine = [self.num_batches, -1 if self._validation is None else self._validation.num_batches]
-        for rank, theirs in enumerate(share_bytes(world, repr(mine).encode())):
-            if theirs.decode() != repr(mine):
-                raise MisfitError(
-                    f"the loaders of rank {rank} have {theirs.decode()} batches (training, validation; -1: none), "
-                    f"those of rank {world.index} {mine}; give each replica as many, or say Loaders(…, batches=…)"
-                )
+        said = {
+            "batches of training": self.num_batches,
+            "batches of validation": 0 if self._validation is None else self._validation.num_batches,
+        }
+        advice = "give each replica as many, or say Loaders(…, batches=…)"
+        require_same({"loaders": Section.of(said)}, world, "the lengths of their loaders", advice)
 
     def train(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
@@ -174,8 +182,18 @@ def _needs_data(plan: Plan, rank: int) -> bool:
     return any(stage in (route.stages[0], route.stages[-1]) for route in plan.routes for stage in held)
 
 
-def _world(plan: Plan, transport: Transport) -> Group:
-    return transport.make_group([tuple(range(plan.mesh.size))])
+def _described(found: Dataset | Loaders, config: DataConfig) -> dict[str, Plain]:
+    """Return what data are like, as all ranks that read them have to have them."""
+    if isinstance(found, Loaders):
+        return {"data.kind": "loaders"}
+    digests = {"data.training_digest": found.train.digest(), "data.validation_digest": found.validation.digest()}
+    return {
+        "data.training_samples": len(found.train),
+        "data.validation_samples": len(found.validation),
+        "data.input_shape": str(found.spec.input_shape),
+        "data.classes": found.num_classes,
+        **({} if knows_replica(config) else digests),
+    }
 
 
 def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) -> tuple[DataSpec, int, int] | None:
@@ -186,7 +204,7 @@ def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) 
         numbers = [len(dataset.train), len(dataset.validation), dataset.num_classes, *dataset.spec.input_shape]
         message[: len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
     message = message.to(transport.device)
-    _world(plan, transport).broadcast(message, source).wait()
+    transport.world_group().broadcast(message, source).wait()
     count, *values = message.tolist()
     if not count:
         return None

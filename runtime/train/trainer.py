@@ -46,6 +46,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import PROGRESS, Progress
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
+from .start import agreed_settings
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -82,6 +83,7 @@ class Trainer:
         self._publisher = transport.publisher
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
+        self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
@@ -130,7 +132,7 @@ class Trainer:
             example = self._example().to(transport.device)
             measured = self._remembered_costs(lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
-        transport.make_group([tuple(range(self.plan.mesh.size))]).broadcast(costs, 0).wait()
+        transport.world_group().broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
 
     def _example(self) -> Tensor:

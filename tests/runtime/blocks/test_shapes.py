@@ -36,9 +36,9 @@ def test_ranks_that_differ_are_told_so_on_every_rank() -> None:
 
     def run(transport: Transport) -> None:
         group = transport.make_group([(0, 1, 2)])
-        agree("the weather", "sun", group, transport.device)
+        agree("the weather", "sun", group)
         with pytest.raises(qs.MisfitError, match="do not agree on the weather"):
-            agree("the weather", "rain" if transport.rank == 2 else "sun", group, transport.device)
+            agree("the weather", "rain" if transport.rank == 2 else "sun", group)
         refused.append(transport.rank)
 
     run_local(3, run)

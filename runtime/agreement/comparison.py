@@ -1,0 +1,183 @@
+"""What all ranks must have alike: compared by digests, and where these differ, told apart by name.
+
+    sections   {"job": {"train.seed": 0, …}, "loss": None}           None: this rank has nothing to say of it
+        │ one all-gather of a digest per section ──▶ equal: go on
+        └ not ──▶ one rank of each digest sends its text (bounded JSON) ──▶ MisfitError, on all ranks in the same words:
+                  … (rank 2 differs from the others): train.seed is 1 on rank 2, but 0 on ranks 0, 1 and 3
+
+The odd ranks are the fewer ones. Of two ranks, or two halves, nobody can say which is odd, and both are named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+
+from ..comm import Group
+
+Plain = None | bool | int | float | str
+"""What a setting may be."""
+
+Record = Mapping[str, Plain]
+"""Settings by their names."""
+
+MOST_KEYS = 10
+"""So many settings that differ are named."""
+
+MOST_BYTES = 2**20
+"""The longest text of a section that one rank sends to the others."""
+
+_SHOWN, _BEFORE = 100, 30
+_MOST_VERSIONS = 8
+_ABSENT = "not there"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Settings that are compared together: a text that says them all, and what they are, one by one."""
+
+    text: str
+    record: Callable[[], Record]
+
+    @classmethod
+    def of(cls, record: Record) -> Section:
+        """Return a section of settings that are at hand."""
+        return cls(json.dumps(record, sort_keys=True), lambda: record)
+
+
+Sections = Mapping[str, Section | None]
+"""What a rank says, by names that are the same on all ranks; None: nothing."""
+
+Versions = list[tuple[list[int], Record]]
+"""Who says what: members of a group, each with those that say the same."""
+
+
+def require_same(sections: Sections, group: Group, what: str, advice: str) -> None:
+    """Raise `MisfitError`, on all members of a group and in the same words, where their sections differ (collective).
+
+    Args:
+        sections: what this rank says.
+        group: those who are compared.
+        what: what is compared, in words.
+        advice: what to do about it.
+    """
+    if group.size == 1:
+        return
+    said = _gather_digests(sections, group)
+    odd = Counter[int]()
+    found: dict[str, str] = {}
+    is_clear = True
+    for number, (name, section) in enumerate(sections.items()):
+        digests = [row[number] for row in said]
+        if len({digest for digest in digests if any(digest)}) < 2:
+            continue
+        versions = _exchange(section, digests, group)
+        for key, others, words in _differences(versions, name, group.ranks):
+            found.setdefault(key, words)
+            is_clear = is_clear and others is not None
+            odd.update(others or ())
+    if found:
+        who = f" ({name_ranks([*odd])} {'differs' if len(odd) == 1 else 'differ'} from the others)" if is_clear else ""
+        raise MisfitError(f"the ranks do not agree on {what}{who}: {_listed(list(found.values()))}; {advice}")
+
+
+def _gather_digests(sections: Sections, group: Group) -> list[list[bytes]]:
+    """Return by member the digest of each section; zeros for one of which a member says nothing."""
+    mine = b"".join(
+        bytes(32) if section is None else hashlib.sha256(section.text.encode()).digest()
+        for section in sections.values()
+    )
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group.device)
+    gathered = sent.new_empty(group.size * len(mine))
+    group.all_gather(gathered, sent).wait()
+    data = gathered.cpu().numpy().tobytes()
+    rows = [data[member * len(mine) : (member + 1) * len(mine)] for member in range(group.size)]
+    return [[row[start : start + 32] for start in range(0, len(mine), 32)] for row in rows]
+
+
+def _exchange(section: Section | None, digests: Sequence[bytes], group: Group) -> Versions:
+    """Let the first member of each digest say its settings; return them with those who say the same."""
+    members: dict[bytes, list[int]] = {}
+    for member, digest in enumerate(digests):
+        if any(digest):
+            members.setdefault(digest, []).append(member)
+    versions: Versions = []
+    for same in list(members.values())[:_MOST_VERSIONS]:
+        speaks = group.index == same[0]
+        text = json.dumps(section.record(), sort_keys=True).encode() if speaks and section is not None else b""
+        if len(text) > MOST_BYTES:
+            text = json.dumps({"": hashlib.sha256(text).hexdigest()}).encode()
+        versions.append((same, json.loads(_broadcast(text, same[0], group))))
+    return versions
+
+
+def _broadcast(text: bytes, source: int, group: Group) -> bytes:
+    length = torch.tensor([len(text)], dtype=torch.int64, device=group.device)
+    group.broadcast(length, source).wait()
+    size = min(int(length.item()), MOST_BYTES)
+    sent: Tensor = torch.zeros(max(size, 1), dtype=torch.uint8)
+    sent[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
+    sent = sent.to(group.device)
+    group.broadcast(sent, source).wait()
+    return sent.cpu().numpy().tobytes()[:size]
+
+
+def _differences(versions: Versions, section: str, ranks: Sequence[int]) -> list[tuple[str, list[int] | None, str]]:
+    """Return what differs: the setting, the ranks that are odd in it (None: nobody can say), and the words."""
+    found = []
+    for key in sorted({key for _, record in versions for key in record}):
+        by_value: dict[str, list[int]] = {}
+        for members, record in versions:
+            value = json.dumps(record[key], sort_keys=True) if key in record else _ABSENT
+            by_value.setdefault(value, []).extend(ranks[member] for member in members)
+        if len(by_value) > 1:
+            found.append((key or section, *_told_apart(key or section, by_value)))
+    return found
+
+
+def _told_apart(key: str, by_value: Mapping[str, list[int]]) -> tuple[list[int] | None, str]:
+    """Return the ranks that are odd, if that can be said, and who has which value, the odd ones first."""
+    excerpts = _excerpts(list(by_value))
+    sizes = sorted(map(len, by_value.values()), reverse=True)
+    is_clear = sizes[0] > sizes[1]
+    order = sorted(by_value, key=lambda value: (len(by_value[value]) if is_clear else 0, min(by_value[value])))
+    each = [f"{excerpts[value]} on {name_ranks(by_value[value])}" for value in order]
+    odd = [rank for value in order[:-1] for rank in by_value[value]] if is_clear else None
+    return odd, f"{key} is {', '.join(each[:-1])}, but {each[-1]}"
+
+
+def _excerpts(values: Sequence[str]) -> dict[str, str]:
+    """Return values as they are shown: long ones from a little before the place where they differ."""
+    alike = next((k for k, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), 0)
+    start = max(alike - _BEFORE, 0)
+    return {value: value if len(value) <= _SHOWN else _cut(value, start) for value in values}
+
+
+def _cut(value: str, start: int) -> str:
+    end = start + _SHOWN
+    return f"{'…' if start else ''}{value[start:end]}{'…' if end < len(value) else ''}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = len(words) - MOST_KEYS
+    return "; ".join([*words[:MOST_KEYS], *([f"and {more} more"] if more > 0 else [])])
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words: "rank 2", "ranks 0, 1 and 3", "ranks 0 to 63"."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 3 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    if len(ordered) > 8:
+        return f"{len(ordered)} ranks ({', '.join(map(str, ordered[:6]))}, …)"
+    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"

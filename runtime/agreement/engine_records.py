@@ -1,0 +1,138 @@
+"""What an engine knows of its run: options, what its blocks are like, what computes the loss, what steps the weights.
+
+    options     clip, dtype, seed, names of metrics, …
+    blocks      of each: class, names, shapes and types of its weights, plain attributes of torch's own modules
+    loss        class or name, plain attributes, the function's code     where a rank has a last stage
+    optimizer   class and options of each group of parameters            where a rank steps weights
+
+Numbers are not compared: initial weights are made the same for all who hold them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quintsched.plan import Plan
+
+from .comparison import Plain, Section, Sections
+from .records import plan_section
+
+_DIGITS = 16
+_PLAIN = (bool, int, float, str)
+
+
+def engine_sections(plan: Plan, options: Mapping[str, Any], num_blocks: int) -> Sections:
+    """Return a plan, and the options of an engine that runs it.
+
+    What blocks cost is left out: it may be measured on each rank, and which blocks are a stage is compared later.
+    """
+    said = {f"engine.{name}": _plain(value) for name, value in options.items() if name != "block_costs"}
+    return {"plan": plan_section(plan), "options": Section.of({**said, "engine.blocks": num_blocks})}
+
+
+def blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
+    """Return what blocks are like, whatever numbers are in them, and which are a stage."""
+    words = {f"block {number}": list(_outline(block)) for number, block in enumerate(outlines)}
+    words |= {f"stage {number}": [f"blocks {blocks.start} to {blocks.stop - 1}"] for number, blocks in enumerate(cuts)}
+    text = "\n".join(line for name, lines in words.items() for line in (name, *lines))
+    return Section(text, lambda: {k: v for name, lines in words.items() for k, v in _lines(name, lines)})
+
+
+def _lines(name: str, lines: Sequence[str]) -> Iterator[tuple[str, Plain]]:
+    """Yield a block's class, then its weights and attributes, each under a name of its own."""
+    yield name, lines[0]
+    for line in lines[1:]:
+        key, _, value = line.partition("\t")
+        yield f"{name}, {key}", value
+
+
+def _outline(block: nn.Module) -> Iterator[str]:
+    yield type(block).__qualname__
+    for name, tensor in (*block.named_parameters(remove_duplicate=False), *block.named_buffers()):
+        frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
+        yield f"{name}\t{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+    for path, module in block.named_modules():
+        if type(module).__module__.startswith("torch."):
+            yield f"{path or 'itself'}\t{type(module).__name__} {_attributes(module)}"
+
+
+def _attributes(module: object) -> str:
+    """Return the plain public attributes of an object in words."""
+    found = {
+        name: value
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and name != "training" and isinstance(value, _PLAIN)
+    }
+    return ", ".join(f"{name}={value!r}" for name, value in found.items())
+
+
+def functions_section(functions: Mapping[str, Callable[..., Any]]) -> Section:
+    """Return what functions of the user's are: names, plain attributes and options, and their code."""
+    return Section.of({name: _function(function) for name, function in functions.items()})
+
+
+def _function(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, _PLAIN))
+        return f"{_function(function.func)} with {given}"
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        return f"{function.__qualname__} ({_digest(repr(_code(code)))})"
+    if hasattr(function, "__dict__") and not isinstance(function, type):
+        return f"{type(function).__qualname__}({_attributes(function)})"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """Return what a function does, wherever it is written down."""
+    return code.co_code, code.co_names, [_constant(constant) for constant in code.co_consts]
+
+
+def _constant(constant: object) -> Any:
+    if isinstance(constant, CodeType):
+        return _code(constant)
+    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
+
+
+def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:
+    """Return the classes of optimizers, and the options of their groups."""
+    found: dict[str, Plain] = {}
+    for number, optimizer in enumerate(optimizers):
+        name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
+        found[name] = type(optimizer).__qualname__
+        for place, group in enumerate(optimizer.param_groups):
+            of_group = name if len(optimizer.param_groups) == 1 else f"{name}, group {place}"
+            for key, value in group.items():
+                if key != "params":
+                    found[f"{of_group}.{key}"] = _plain(value)
+    return Section.of(found)
+
+
+def _plain(value: Any) -> Plain:
+    """Return a setting as it is compared; of an object that may hold anything, its class."""
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return str(value.tolist()) if value.numel() == 1 else f"a tensor {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset | range):
+        items = [str(_plain(item)) for item in value]
+        return ", ".join(items if isinstance(value, list | tuple | range) else sorted(items))
+    if isinstance(value, torch.dtype | Enum) or is_dataclass(value):
+        return repr(value)
+    return type(value).__qualname__
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

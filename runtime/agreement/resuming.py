@@ -1,0 +1,94 @@
+"""What may change when a run goes on, and what may not unless its user says so.
+
+    kept     what is learnt, and by which rule: model, data, optimizer, batch size, seed, precision, the user's code
+    noted    versions of quintsched, torch and Python
+    free     mesh, schedule and all else of `parallel`, transport, checkpoints, logs; how long: epochs, patience
+
+`--override train.optimizer.lr` lets a run go on with another learning rate; a section's name stands for all in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quintsched.errors import MisfitError, UsageError, nearest
+
+from .records import is_within
+
+KEPT = ("model", "data", "train", "code", "runtime.precision", "parallel.buffers")
+"""The settings that a run goes on with: sections, or single ones."""
+
+FREE = (
+    "model.pretrained",
+    "model.fresh",
+    "model.strict",
+    "data.path",
+    "train.epochs",
+    "train.patience",
+    "train.max_skipped",
+    "train.accumulate",
+)
+"""Those among them that may change: where the data lie, what a resumed run does not read, and how long it goes."""
+
+NOTED = ("code.python", "code.torch", "code.quintsched")
+"""What is only said."""
+
+OPEN = ("model.options", "model.tied", "data.options", "code")
+"""Sections without a fixed set of settings: one that is not there differs from one that is."""
+
+_SHOWN = 80
+
+
+def require_kept(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Collection[str], where: str) -> list[str]:
+    """Return what is to be said of a run that goes on with settings other than those it was saved with.
+
+    Args:
+        saved: the settings in the checkpoint; none are compared with a checkpoint that has none.
+        now: those of this run.
+        overrides: settings, or sections, that may differ.
+        where: the checkpoint, in words.
+
+    Raises:
+        MisfitError: settings that must be kept differ.
+        UsageError: an override of what is no setting.
+    """
+    if not saved:
+        return []
+    require_known(overrides, {*saved, *now})
+    different = {name: _words(name, saved, now) for name in _compared(saved, now) if _differ(name, saved, now)}
+    refused = [words for name, words in different.items() if not is_within(name, (*overrides, *NOTED))]
+    if refused:
+        flags = " ".join(f"--override {name}" for name in different if not is_within(name, (*overrides, *NOTED)))
+        raise MisfitError(
+            f"{where} was written with other settings: {'; '.join(refused)}; resume with the same, or say {flags}"
+        )
+    return [f"resumed with another setting: {words}" for words in different.values()]
+
+
+def require_known(overrides: Collection[str], names: Collection[str]) -> None:
+    """Raise `UsageError` for an override that is neither a setting nor a section of them."""
+    known = {*names, *(name[:end] for name in names for end, letter in enumerate(name) if letter == ".")}
+    for override in overrides:
+        if override not in known:
+            raise UsageError(f"--override {override}: there is no such setting{nearest(override, known)}")
+
+
+def _compared(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted({*saved, *now}) if is_within(name, KEPT) and not is_within(name, FREE)]
+
+
+def _differ(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    if name in saved and name in now:
+        return bool(saved[name] != now[name])
+    return is_within(name, OPEN)
+
+
+def _words(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name} was {_shown(name, saved)} and is {_shown(name, now)}"
+
+
+def _shown(name: str, settings: Mapping[str, Any]) -> str:
+    text = json.dumps(settings[name]) if name in settings else "not there"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,32 @@
+"""What all ranks of a job have to have alike, compared as soon as they are connected: before data, models, gradients.
+
+job file, plan, code, wires ──▶ agreement ──▶ settings, which checkpoints keep
+"""
+
+from __future__ import annotations
+
+from quintsched.plan import Plan
+
+from ..agreement.comparison import Plain, Section, require_same
+from ..agreement.records import code_settings, job_settings, of_all_ranks, plan_section, world_settings
+from ..comm import Transport
+from ..job.config import JobConfig
+
+
+def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[str, Plain]:
+    """Return the settings of a run by name (collective).
+
+    Raises `MisfitError`, on all ranks alike, where theirs differ.
+    """
+    settings = {**job_settings(job), **code_settings(job)}
+    require_same(
+        {
+            "world": Section.of(world_settings(transport)),
+            "job": Section.of(of_all_ranks(settings)),
+            "plan": plan_section(plan),
+        },
+        transport.world_group(),
+        "what they run",
+        "start all ranks with one job file, one plan and the same code",
+    )
+    return settings

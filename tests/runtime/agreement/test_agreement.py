@@ -1,0 +1,347 @@
+"""Ranks that were started with something else than the others are named with what differs, before training."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, QuintschedError
+from quintsched.runtime.agreement import comparison
+from quintsched.runtime.agreement.comparison import Record, Section, name_ranks, require_same
+from quintsched.runtime.agreement.records import OF_A_MACHINE, code_settings, flatten, job_settings, of_all_ranks
+from quintsched.runtime.comm import Group, Transport, run_local
+from quintsched.runtime.data import Dataset, Split
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train import feed
+from quintsched.runtime.train.trainer import Trainer
+
+from ..toys import sgd, tiny_vit
+
+mse = nn.functional.mse_loss
+
+
+def refusals(size: int, run: Callable[[Transport], object]) -> list[str]:
+    """Return what each rank says that refuses to run."""
+
+    def words(transport: Transport) -> str:
+        try:
+            run(transport)
+        except MisfitError as error:
+            return str(error)
+        return "ran"
+
+    return run_local(size, words)
+
+
+def compared(records: list[Record | None]) -> str:
+    def run(transport: Transport) -> None:
+        record = records[transport.rank]
+        said = None if record is None else Section.of(record)
+        require_same({"some": said}, transport.world_group(), "the weather", "look outside")
+
+    (words,) = set(refusals(len(records), run))
+    return words
+
+
+def test_the_odd_rank_is_named_with_what_differs() -> None:
+    sun: Record = {"sky": "blue", "wind": 3}
+    assert compared([sun, sun, {"sky": "grey", "wind": 3}, sun]) == (
+        "the ranks do not agree on the weather (rank 2 differs from the others): "
+        'sky is "grey" on rank 2, but "blue" on ranks 0, 1 and 3; look outside'
+    )
+    assert "(ranks 1 and 2 differ from the others): sky is" in compared(
+        [sun, {**sun, "sky": 1}, {**sun, "sky": 2}, *[sun] * 3]
+    )
+    assert "wind is not there on rank 1, but 3 on ranks 0 and 2" in compared([sun, {"sky": "blue"}, sun])
+
+
+def test_of_two_halves_nobody_is_odd() -> None:
+    words = compared([{"sky": "blue"}, {"sky": "grey"}])
+    assert words.startswith('the ranks do not agree on the weather: sky is "blue" on rank 0, but "grey" on rank 1')
+    assert "agree on the weather: " in compared([{"a": 1}, {"a": 2}, {"a": 1}, {"a": 2}])
+
+
+def test_who_says_nothing_agrees() -> None:
+    assert compared([None, {"sky": 1}, None, {"sky": 1}]) == "ran"
+    assert "sky is 2 on rank 3, but 1 on ranks 1 and 2" in compared([None, {"sky": 1}, {"sky": 1}, {"sky": 2}])
+
+
+def test_long_values_are_cut_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = compared([{"text": "x" * 1000 + "a" + "y" * 1000}, {"text": "x" * 1000 + "b" + "y" * 1000}])
+    assert "xa" in words
+    assert "xb" in words
+    assert len(words) < 400
+    monkeypatch.setattr(comparison, "MOST_BYTES", 200)
+    assert "some is" in compared([{"text": "x" * 1000}, {"text": "y" * 1000}])
+
+
+def test_many_differences_are_counted() -> None:
+    words = compared([{str(k): 0 for k in range(30)}, {str(k): 1 for k in range(30)}])
+    assert "and 20 more" in words
+
+
+def test_ranks_in_words() -> None:
+    assert [name_ranks(r) for r in ([3], [0, 2], [4, 1, 2], range(8), range(0, 40, 3))] == [
+        "rank 3",
+        "ranks 0 and 2",
+        "ranks 1, 2 and 4",
+        "ranks 0 to 7",
+        "14 ranks (0, 3, 6, 9, 12, 15, …)",
+    ]
+
+
+# ---------------------------------------------------------------- jobs
+
+JOB = """
+model: {options: {hidden: 8, depth: 2, heads: 2}}
+parallel: {mesh: "dp=2,pp=2", microbatches: 2}
+train: {epochs: 2, batch_size: 8, clip: 1.0}
+"""
+
+ODD = [
+    "train.seed=1",
+    "train.epochs=3",
+    "train.batch_size=16",
+    "train.accumulate=2",
+    "train.clip=2.0",
+    "train.patience=3",
+    "train.max_skipped=2",
+    "train.optimizer.lr=2e-3",
+    "train.optimizer.name=adamw",
+    "train.optimizer.weight_decay=0.1",
+    "train.optimizer.decay=matrices",
+    "train.optimizer.betas=[0.8, 0.9]",
+    "train.lr_schedule.name=cosine",
+    "train.lr_schedule.warmup_steps=3",
+    "model.options.dropout=0.1",
+    "model.options.hidden=16",
+    "model.name=gpt",
+    "data.name=text",
+    "parallel.microbatches=4",
+    "parallel.schedule=gpipe",
+    "parallel.mesh='dp=4,pp=1'",
+    "parallel.zero=1",
+    "parallel.recompute=1",
+    "parallel.bucket_mb=1.0",
+    "parallel.buffers=first",
+    "parallel.zero_split=parameter",
+    "runtime.precision=float64",
+    "runtime.compile=true",
+    "runtime.verify=true",
+    "checkpoint.dir=out",
+    "checkpoint.every=3",
+    "log.every=7",
+]
+
+
+def job_at(folder: Path, overrides: list[str] = []) -> JobConfig:  # noqa: B006
+    path = folder / "job.yaml"
+    path.write_text(JOB)
+    return load_job(path, overrides)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
+    usual, other = job_at(tmp_path), job_at(tmp_path, [odd])
+
+    def run(transport: Transport) -> None:
+        mine = other if transport.rank == 2 else usual
+        Trainer(mine, plan_of(mine), transport)
+
+    (words,) = set(refusals(4, run))
+    assert "(rank 2 differs from the others)" in words
+    assert f"{odd.partition('=')[0]} is " in words
+    assert " on rank 2, but " in words
+
+
+def test_paths_of_a_machine_may_differ(tmp_path: Path) -> None:
+    one = job_settings(job_at(tmp_path, ["log.path=a", "runtime.trace=b", "data.path=c", "model.pretrained=d"]))
+    assert of_all_ranks(one) == of_all_ranks(job_settings(job_at(tmp_path)))
+    sections = {name.partition(".")[0] for name in OF_A_MACHINE}
+    assert sections <= {name.partition(".")[0] for name in one}
+
+
+def test_every_setting_of_a_job_has_a_name() -> None:
+    def names(values: Mapping[str, Any], prefix: str = "") -> set[str]:
+        nested = {
+            k: names(v, f"{prefix}{k}.") if isinstance(v, Mapping) and v else {f"{prefix}{k}"}
+            for k, v in values.items()
+        }
+        return set().union(*nested.values())
+
+    job = JobConfig()
+    assert names(job.model_dump()) == job_settings(job).keys()
+    assert dict(flatten({"a": {"b": [1, 2]}, "c": {}})) == {"a.b": "[1, 2]", "c": "{}"}
+
+
+def test_other_code_of_the_users_is_named(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"NUMBER = {number}\n")
+    job = [JobConfig.model_validate({"model": {"name": f"{folder}/mine.py:build"}}) for folder in folders]
+    assert job_settings(job[0]) == job_settings(job[1])  # where a file lies is a matter of its machine
+    first, second = map(code_settings, job)
+    assert {name for name in first if first[name] != second[name]} == {"code.mine.py"}
+    assert {"code.python", "code.torch", "code.quintsched"} < first.keys()
+
+
+def test_a_file_that_is_missing_is_an_error_of_ours() -> None:
+    with pytest.raises(QuintschedError, match=r"nowhere\.py: cannot read it"):
+        code_settings(JobConfig.model_validate({"model": {"name": "nowhere.py:build"}}))
+
+
+# ---------------------------------------------------------------- engines
+
+
+def engine(transport: Transport, **changes: Any) -> None:
+    settings: dict[str, Any] = {
+        "plan": qs.compile("1f1b", mesh="pp=3", microbatches=2),
+        "blocks": tiny_vit(),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": functools.partial(torch.optim.Adam, lr=1e-3),
+    }
+    Engine(transport=transport, **(settings | (changes if transport.rank == 1 else {})))
+
+
+def last_stages(transport: Transport, loss_fn: Any) -> None:
+    plan = qs.compile("1f1b", mesh="dp=3", microbatches=2)
+    mine = loss_fn if transport.rank == 1 else nn.CrossEntropyLoss()
+    Engine(plan, tiny_vit(), mine, sgd, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"plan": qs.compile("gpipe", mesh="pp=3", microbatches=2)},
+            'plan.schedule.name is "gpipe" on rank 1, but "1f1b"',
+        ),
+        ({"clip": 1.0}, "engine.clip is 1.0 on rank 1, but null on ranks 0 and 2"),
+        ({"seed": 1}, "engine.seed is 1 on rank 1"),
+        ({"dtype": torch.float64}, 'engine.dtype is "torch.float64" on rank 1'),
+        ({"bucket_mb": 1.0}, "engine.bucket_mb"),
+        ({"metrics": {"mine": mse}}, "engine.metrics"),
+        ({"blocks": tiny_vit(3)}, "engine.blocks is 5 on rank 1, but 6"),
+        ({"blocks": [*tiny_vit()[:-1], functools.partial(nn.Linear, 16, 11)]}, "block 5"),
+        ({"optimizer": functools.partial(torch.optim.Adam, lr=1e-2)}, "optimizer.lr is 0.01 on rank 1, but 0.001"),
+        ({"optimizer": functools.partial(torch.optim.Adam, betas=(0.5, 0.9))}, "optimizer.betas"),
+        ({"optimizer": sgd}, 'optimizer is "SGD" on rank 1, but "Adam"'),
+    ],
+)
+def test_engines_that_differ_are_stopped(changes: dict[str, Any], named: str) -> None:
+    (words,) = set(refusals(3, lambda transport: engine(transport, **changes)))
+    assert "(rank 1 differs from the others)" in words
+    assert named in words
+
+
+def test_a_dropout_that_differs_is_named() -> None:
+    def run(transport: Transport) -> None:
+        p = 0.2 if transport.rank == 1 else 0.1
+        blocks = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(p)), nn.Linear(4, 4)]
+        Engine(qs.compile("1f1b", mesh="pp=3", microbatches=2), blocks, mse, sgd, transport=transport)
+
+    (words,) = set(refusals(3, run))
+    assert 'block 1, 1 is "Dropout inplace=False, p=0.2" on rank 1' in words
+
+
+def doubled(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets) * 2
+
+
+def test_losses_are_compared_where_they_are_computed() -> None:
+    (words,) = set(refusals(3, lambda transport: last_stages(transport, doubled)))
+    assert "loss_fn is" in words
+    (words,) = set(refusals(3, lambda transport: last_stages(transport, nn.CrossEntropyLoss(label_smoothing=0.1))))
+    assert "label_smoothing=0.1" in words
+    assert set(refusals(3, lambda transport: engine(transport, loss_fn=doubled))) == {
+        "ran"
+    }  # rank 2 has the last stage
+
+
+# ---------------------------------------------------------------- data
+
+
+def dataset(samples: int, shift: float = 0.0, width: int = 8) -> Dataset:
+    def split(count: int) -> Split:
+        inputs = np.full((count, 1, width, width), shift, dtype=np.float32)
+        return Split(inputs=inputs, targets=np.arange(count) % 4)
+
+    return Dataset(name="toy", train=split(samples), validation=split(8), num_classes=4)
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"),
+    [
+        (dataset(30), "data.training_samples is 30 on rank 1, but 32 on ranks 0, 2 and 3"),
+        (dataset(32, 1.0), "data.training_digest"),
+        (dataset(32, width=4), "data.input_shape"),
+    ],
+)
+def test_data_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: Dataset, named: str) -> None:
+    given = iter_of(monkeypatch)
+    job = job_at(tmp_path)
+
+    def run(transport: Transport) -> None:
+        given[transport.rank] = odd if transport.rank == 1 else dataset(32)
+        Trainer(job, plan_of(job), transport)
+
+    (words,) = set(refusals(4, run))
+    assert "the ranks do not agree on the data (rank 1 differs from the others)" in words
+    assert named in words
+
+
+def iter_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, Dataset]:
+    """Let each rank load the data set that stands in a table."""
+    import threading
+
+    given: dict[int, Dataset] = {}
+    name = threading.current_thread
+    monkeypatch.setattr(feed, "load_dataset", lambda *_: given[int(name().name.removeprefix("rank"))])
+    return given
+
+
+def test_data_that_one_rank_cannot_read_stop_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter_of(monkeypatch)
+    job = job_at(tmp_path)
+
+    def load(*_: object) -> Dataset:
+        raise MisfitError("no such disk")
+
+    def run(transport: Transport) -> None:
+        given[transport.rank] = dataset(32)
+        Trainer(job, plan_of(job), transport)
+
+    monkeypatch.setattr(feed, "load_dataset", load)
+    assert set(refusals(4, run)) == {"no such disk"}
+
+
+def test_a_job_is_read_as_yaml() -> None:
+    assert yaml.safe_load(JOB)["train"] == {"epochs": 2, "batch_size": 8, "clip": 1.0}
+    assert json.loads(json.dumps(job_settings(JobConfig()))) == job_settings(JobConfig())
+
+
+def test_one_rank_asks_nobody() -> None:
+    class Nobody(Group):
+        def __init__(self) -> None:
+            super().__init__((0,), 0, torch.device("cpu"))
+
+        def _all_reduce(self, *_: object) -> Any:
+            raise AssertionError
+
+        _all_gather = _reduce_scatter = _all_to_all = _broadcast = _all_reduce
+
+    require_same({"some": None}, Nobody(), "the weather", "look outside")
