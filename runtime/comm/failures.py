@@ -38,7 +38,7 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
         raise error
     said = f"{what}: a peer died or does not answer ({_first_line(error)})"
     verdict = publisher.explain(said) if publisher else None
-    if verdict is None:
+    if verdict is None or not verdict.message:
         raise StallError(said) from error
     stall = StallError(verdict.message)
     stall.was_told = verdict.was_told

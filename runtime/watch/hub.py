@@ -2,7 +2,8 @@
 
     quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
-    torchrun           a process that rank 0 starts, which ends with the last rank (`quintsched.runtime.watch.alone`)
+    torchrun           python -m quintsched.runtime.watch.hub SOCKET NUM_RANKS, which rank 0 starts, and which ends with
+                       the last rank; the key is in its environment, and every rank that is left says the verdict
 
 It listens on the loopback unless ranks are on several machines, and takes nobody who does not know the run's key.
 """
@@ -13,8 +14,8 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from quintsched.plan import Plan
 from quintsched.stalls.states import Fate
 
 from .cell import CellReader, place_of
+from .clock import now_s
 from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
 from .judge import SETTLE_S, Judge, Ruling
@@ -39,8 +41,6 @@ ALONE_AT_FIRST_S, ALONE_S = 120.0, 2.0
 """How long a hub stays that is a process of its own and hears no rank: at first, and later."""
 FATE_S = 0.25
 """How long it is looked for that at most."""
-
-now_s = time.monotonic
 
 
 class Hub:
@@ -250,11 +250,8 @@ class Hub:
                 member.closed_s = None
 
     def _make_verdict(self) -> None:
-        why = f"no rank has gone on for {self._progress.still_s:.0f} s"
-        if not self._judge.is_stalled:
-            why = "a rank lost its connection to another"
         still_s = max(self._progress.still_s / 2, SETTLE_S)
-        self.verdict = make_verdict(self._members, self._plans, self._report, now_s(), still_s=still_s, why=why)
+        self.verdict = make_verdict(self._members, self._plans, self._report, now_s(), still_s=still_s)
         for connection in self._by_rank.values():
             self._announce(connection)
         self._tell(self.verdict)
@@ -267,3 +264,18 @@ class Hub:
     def _announce(self, connection: Connection) -> None:
         assert self.verdict is not None
         connection.send({"verdict": self.verdict.message[:16_000], "spoken": self._spoken})
+
+
+def main() -> int:
+    """Watch in a process of its own until all ranks have ended; say the verdict where no rank is left to do so."""
+    file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file), spoken=False, ends_alone=True)
+    hub.run()
+    hub.close()
+    if hub.verdict is not None and not hub.verdict.has_survivors:
+        sys.stderr.write(f"error: {hub.verdict.message}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,7 +86,7 @@ def _start_hub(num_ranks: int) -> tuple[str, str]:
     with socket.create_server((_own_host(), 0), backlog=BACKLOG) as listening:
         host, port = listening.getsockname()[:2]
         listening.set_inheritable(True)
-        command = [sys.executable, "-m", "quintsched.runtime.watch.alone", str(listening.fileno()), str(num_ranks)]
+        command = [sys.executable, "-m", "quintsched.runtime.watch.hub", str(listening.fileno()), str(num_ranks)]
         os.posix_spawn(sys.executable, command, os.environ | {KEY: key}, setsid=True)
     return f"{host}:{port}", key
 

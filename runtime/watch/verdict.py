@@ -68,15 +68,15 @@ class Verdict:
 
 
 def make_verdict(
-    members: Sequence[Member], plans: Plans, report: Path | None, now_s: float, *, still_s: float, why: str
+    members: Sequence[Member], plans: Plans, report: Path | None, now_s: float, *, still_s: float
 ) -> Verdict:
-    """Make the verdict on what the members said last, and write the report; `why` says what it follows from."""
+    """Make the verdict on what the members said last, and write the report."""
     modes = plans.modes()
     states = [member.state(now_s, modes, len(members)) for member in members]
     has_survivors = any(member.lives and member.has_come for member in members)
     plan = plans.get(_program(members))
     if plan is None:
-        return _without_plan(states, why, has_survivors=has_survivors)
+        return _without_plan(states, has_survivors=has_survivors)
     found = find_culprit(plan, states, still_s=still_s)
     errors = [state.fate for state in states if state.rank in found.ranks and state.fate and state.fate.kind == "error"]
     code = next((fate.code or 1 for fate in errors), StallError.exit_code)
@@ -102,13 +102,13 @@ def _write(found: StallReport, plan: Plan, report: Path | None) -> list[str]:
     return [f"written to {report}; a picture: quintsched render --stall {report} -o stall.png"]
 
 
-def _without_plan(states: Sequence[RankState], why: str, *, has_survivors: bool) -> Verdict:
-    """Name the ranks whose processes failed first, where nobody has told of a plan yet."""
+def _without_plan(states: Sequence[RankState], *, has_survivors: bool) -> Verdict:
+    """Name the ranks whose processes failed first, where nobody has told of a plan; no words where none has."""
     dead = [(state, state.fate) for state in states if state.fate is not None]
     first_s = max((fate.ago_s for _, fate in dead), default=0.0)
     first = [(state, fate) for state, fate in dead if first_s - fate.ago_s < TOGETHER_S]
     lines = [f"rank {state.rank} (host {state.host or 'unknown'}) {_ending(fate)} in set-up" for state, fate in first]
-    return Verdict("\n".join(lines or [why]), tuple(state.rank for state, _ in first), has_survivors)
+    return Verdict("\n".join(lines), tuple(state.rank for state, _ in first), has_survivors)
 
 
 def _ending(fate: Fate) -> str:

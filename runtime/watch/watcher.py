@@ -15,13 +15,13 @@ import select
 import socket
 import sys
 import threading
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 from quintsched.errors import CodeError, QuintschedError, StallError
 
+from . import clock
 from .cell import Cell, Place
 from .connection import CHUNK, keep_alive
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
@@ -159,7 +159,7 @@ class Watcher:
                 return
             for _, payload in self._reader.feed(data or b""):
                 self._hear(message_of(payload))
-            place, now_s = self._cell.read(), time.monotonic()
+            place, now_s = self._cell.read(), clock.now_s()
             if not self._is_seen and (place != sent or now_s > sent_s + BEAT_S):
                 sent, sent_s = place, now_s
                 self._say_place(place)
@@ -180,7 +180,7 @@ class Watcher:
 
     def _end(self, message: str, *, was_told: bool) -> None:
         """End this process, whatever its main thread does; it may do so itself first, in its own words."""
-        if not was_told and not self._asks and not self._has_failed:
+        if message and not was_told and not self._asks and not self._has_failed:
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()
             was_told = True
