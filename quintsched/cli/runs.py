@@ -27,7 +27,8 @@ def run(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run's checkpoints away; start anew.")] = False,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -50,10 +51,12 @@ def run(
     SIGTERM, SIGUSR1 or Ctrl-C lets it finish the step in progress, save, and end with 0; Ctrl-C again ends it at once.
     """
     plan, job = plan_and_job(files)
+    if resume and fresh:
+        raise UsageError("--resume goes on with an earlier run and --fresh does not; give one of them")
     _require_torch()
     arguments = _job_arguments(plan, job, overrides)
     arguments += ["--trace", str(trace)] if trace else []
-    arguments += ["--resume"] if resume else []
+    arguments += ["--resume"] if resume else ["--fresh"] if fresh else []
     arguments += ["--nproc", str(nproc)] if nproc else []
     arguments += ["--restarts", str(restarts)] if restarts else []
     arguments += _machines(nnodes, node_rank, master)

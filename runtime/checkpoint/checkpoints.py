@@ -1,224 +1,206 @@
 """Checkpoints: one safetensors file per rank, and a manifest that is written last.
 
-    DIR/step-00000120/rank-00000.safetensors …     each written under a temporary name, synced, renamed
-    DIR/step-00000120/manifest.json                only now the checkpoint counts
+    with Checkpoints(DIR, keep=2).opened(engine, "resume") as saves:    DIR is this run's alone
+        found = saves.newest_whole()       all ranks: sizes and hashes right? else the step before, together
+        found.load(engine)                 only now a tensor is touched
+        saves.save(step, progress)         a copy in the host's memory; a thread writes it
+        saves.finish()                     it is on the disk, or the error of whoever could not write
 
-A directory without a manifest is a checkpoint that was interrupted: it is never loaded. The manifest holds each
-file's SHA-256, and nothing in a checkpoint is ever resolved to code.
+Nothing in a checkpoint is ever resolved to code. `run_folder` says what lies where, `joint_write` how ranks write.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
 
-from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.files.atomic import write_whole
-from quintsched.files.strictjson import parse_strict
+from quintsched.errors import InputError
+from quintsched.files.plain import require_folder
 
 from ..engine import Engine
-from ..job.config import CheckpointConfig
-from .manifest import MANIFEST, DcpManifest, file_name, make_manifest, read_dcp_manifest, read_manifest
+from ..job.choices import Start
+from .host_buffer import HostBuffer
+from .joint_write import JointWrite
+from .manifest import DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
+from .opening import OpenRun, open_run
+from .reading import LOADER, Reading, plan_digest
+from .run_folder import SavedStep, writing
+from .shard_file import write_shard
+from .writer import Writer
 
-LOADER = "loader.state"
-"""The name of where a rank's loader is, beside its tensors."""
+COSTS = "block_costs.json"
+"""The file of what blocks cost, which a run that is resumed needs; see `of_job`."""
+
+MOST_WORDS = 1000
+WHAT = "the checkpoint"
 
 
-def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with an earlier one, as tied weights do: a file holds each by itself."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in state.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return found
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole.
+
+    Attributes:
+        step: after which it was saved.
+        folder: where it lies.
+        manifest: what it says of itself.
+        skipped: later steps that are not whole, each with the reason.
+        loader: where this rank's loader was, when all is loaded.
+        load: lets an engine have its tensors; all ranks call this. Raises `MisfitError`, before any is changed.
+    """
+
+    step: int
+    folder: Path
+    manifest: Manifest | DcpManifest
+    skipped: tuple[tuple[int, str], ...]
+    loader: Callable[[], bytes | None]
+    load: Callable[[], None]
+
+
+class OpenCheckpoints:
+    """The checkpoints of a run, in a folder that it has to itself; all ranks make the same calls.
+
+    Args:
+        engine: what is saved and loaded.
+        opened: the folder.
+        keep: how many of the latest checkpoints stay.
+        background: whether saves are written while training goes on.
+        patience_s: how long nothing may happen while ranks wait for the parts of others.
+    """
+
+    def __init__(self, engine: Engine, opened: OpenRun, keep: int, *, background: bool, patience_s: float) -> None:
+        self.engine, self.folder, self.run = engine, opened.folder, opened.run
+        self.moved = opened.words
+        self._keep, self._patience_s = keep, patience_s
+        self._writer = Writer(background=background)
+        self._buffer = HostBuffer(engine.transport.device)
+
+    @property
+    def _rank(self) -> int:
+        return self.engine.transport.rank
+
+    def newest_whole(self) -> Found | None:
+        """Return the newest checkpoint that is whole on all ranks, or None where there is none at all.
+
+        Raises, on all ranks alike, `InputError` where there are some but none is whole, `MisfitError` for one of
+        another plan.
+        """
+        skipped: list[tuple[int, str]] = []
+        for saved in self._steps():
+            found, words = self._examined(saved)
+            if found is not None:
+                return replace(found, skipped=tuple(skipped))
+            skipped.append((saved.step, words))
+        if len(skipped) == 1:
+            raise InputError(skipped[0][1])
+        if skipped:
+            faults = "\n  ".join(f"step {step}: {words}" for step, words in skipped)
+            raise InputError(f"{self.folder.directory}: no checkpoint there is whole:\n  {faults}")
+        return None
+
+    def save(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
+        """Save every rank's state after `step`, and where its loader is; the save before has ended then.
+
+        Raises `UsageError` on all ranks where one could not write, in the background that of the save before.
+        """
+        self.finish()
+        self._begin_save(step, progress, loader)
+        if not self._writer.is_background:
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
+        if self._writer.is_under_way:
+            self.engine.everyone.together(self._writer.wait)
+
+    def give_up(self) -> None:
+        """End because the run fails: a save that is under way counts if all ranks have written their parts."""
+        self._writer.give_up()
+
+    def _begin_save(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
+        state = self.engine.state_dict()
+        if loader is not None:
+            state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
+        layout, memory = self._buffer.take(state, self.engine.state_metadata())
+        attempt = self.folder.next_attempt()
+        joint = JointWrite(attempt, self._rank, self.engine.plan.mesh.size, self._patience_s, self._writer.given_up)
+        digest, mesh = plan_digest(self.engine), self.engine.plan.mesh
+
+        def write(folder: Path) -> RankFile:
+            if self._rank == 0:
+                self.folder.clear(attempt)
+            return write_shard(folder / file_name(self._rank), layout, memory)
+
+        def complete(files: Sequence[RankFile]) -> None:
+            joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress).to_json())
+            with writing(attempt):
+                self.folder.complete(attempt, step, self._keep)
+
+        self._writer.start(partial(joint.run, write, complete))
+
+    def _steps(self) -> list[SavedStep]:
+        """Return the checkpoints that the first rank sees, the newest first."""
+        everyone, folder = self.engine.everyone, self.folder
+        mine = everyone.together(lambda: folder.steps() if self._rank == 0 else [])
+        names = json.dumps([[one.step, one.is_newer, one.folder.name] for one in mine]).encode()
+        seen = json.loads(everyone.share_bytes(names)[0])
+        return [SavedStep(step, is_newer, folder.directory / name) for step, is_newer, name in seen]
+
+    def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
+        """Return a checkpoint, if it is whole on all ranks, or what the first rank says that finds it is not."""
+
+        def examine() -> tuple[Found | None, str]:
+            try:
+                require_folder(saved.folder, WHAT)
+                return self._open(saved), ""
+            except InputError as error:
+                return None, str(error)
+
+        found, words = self.engine.everyone.together(examine)
+        said = self.engine.everyone.share_bytes(words.encode()[:MOST_WORDS])
+        first = next((words for words in said if words), b"").decode(errors="ignore")
+        return (None, first) if first else (found, "")
+
+    def _open(self, saved: SavedStep) -> Found:
+        """Return a checkpoint after a look at all that this rank reads of it; raises `InputError`, `MisfitError`."""
+        manifest = read_manifest(saved.manifest, saved.step)
+        reading = Reading(self.engine, saved.folder, manifest)
+        return Found(saved.step, saved.folder, manifest, (), reading.loader, reading.load)
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run in a directory, of which the latest `keep` stay."""
+    """Where and how a run is saved: the latest `keep` checkpoints stay."""
 
     directory: Path
     keep: int
+    background: bool = True
+    patience_s: float = 300.0
+    kind: type[OpenCheckpoints] = OpenCheckpoints
 
-    def save(self, engine: Engine, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
-        """Save every rank's state after `step`, and where its loader is; all ranks call this.
+    @contextmanager
+    def opened(self, engine: Engine, start: Start = "new") -> Iterator[OpenCheckpoints]:
+        """A context in which the folder is this run's alone; all ranks enter it.
 
-        Raises `UsageError` if it cannot be written.
+        The last save has ended when it is left. Raises, on all ranks alike, `UsageError` where another run lives or was
+        saved there; see `opening`.
         """
-        folder = self._folder(step)
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            if engine.transport.rank == 0:
-                (folder / MANIFEST).unlink(missing_ok=True)
-            engine.everyone.barrier()
-            state = engine.state_dict()
-            if loader is not None:
-                state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
-            tensors = _apart({name: tensor.cpu().contiguous() for name, tensor in state.items()})
-            data = save(tensors, metadata=engine.state_metadata())
-            _write(folder / file_name(engine.transport.rank), data)
-            digests = engine.everyone.gather_bytes(hashlib.sha256(data).digest())
-            if engine.transport.rank == 0:
-                self._complete(folder, engine, step, progress, digests)
-
-    def _complete(
-        self, folder: Path, engine: Engine, step: int, progress: Mapping[str, Any], digests: list[bytes]
-    ) -> None:
-        manifest = make_manifest(step, _plan_digest(engine), engine.plan.mesh, digests, progress)
-        _write(folder / MANIFEST, manifest.to_json())
-        self._drop_old(step)
-
-    def _drop_old(self, step: int) -> None:
-        kept = self._complete_steps()[-self.keep :]
-        for other in self._steps():
-            if other not in kept and other < step:
-                shutil.rmtree(self._folder(other))
-
-    def latest(self) -> int | None:
-        """Return the step of the latest complete checkpoint, or None."""
-        return max(self._complete_steps(), default=None)
-
-    def load(self, engine: Engine, step: int) -> dict[str, Any]:
-        """Load this rank's state of `step` into the engine and return the progress; raises as `load_all`."""
-        return self.load_all(engine, step)[0]
-
-    def load_all(self, engine: Engine, step: int) -> tuple[dict[str, Any], bytes | None]:
-        """Load this rank's state of `step` into the engine; return the progress, and where the loader was.
-
-        Raises `InputError` for a damaged or missing file, `MisfitError` for a checkpoint of another plan.
-        """
-        folder = self._folder(step)
-        manifest = read_manifest(folder / MANIFEST, step)
-        if manifest.plan_sha256 != _plan_digest(engine):
-            raise MisfitError(
-                f"{folder}: the checkpoint was written by another plan (mesh {manifest.mesh}); "
-                "resume with the plan and mesh that wrote it"
-            )
-        if manifest.mesh != str(engine.plan.mesh):
-            fault = f"the mesh is {manifest.mesh}, but that of its plan is {engine.plan.mesh}"
-            raise InputError(f"{folder / MANIFEST}: /mesh: {fault}")
-        file = manifest.files[engine.transport.rank]
-        path = folder / file.name
-        data = _read(path)
-        if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise InputError(f"{path}: the file is damaged: its SHA-256 is not that of the manifest")
+        rank = engine.transport.rank
+        opened = open_run(self.directory, start, engine.everyone, rank, [COSTS])
+        saves = self.kind(engine, opened, self.keep, background=self.background, patience_s=self.patience_s)
         try:
-            state = load(data)
-        except SafetensorError as error:
-            raise InputError(f"{path}: not a safetensors file: {error}") from error
-        loader = state.pop(LOADER, None)
-        engine.load_state_dict(state)
-        return manifest.progress, None if loader is None else loader.numpy().tobytes()
-
-    def _folder(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
-
-    def _steps(self) -> list[int]:
-        """The steps of all checkpoints, interrupted ones included, in rising order."""
-        names = (path.name.removeprefix("step-") for path in self.directory.glob("step-*"))
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    def _complete_steps(self) -> list[int]:
-        return [step for step in self._steps() if (self._folder(step) / MANIFEST).exists()]
-
-
-class DcpCheckpoints(Checkpoints):
-    """The same in PyTorch's distributed format, which a run on another mesh goes on from.
-
-    DIR/step-00000120/.metadata, __0_0.distcp …    see `interchange.save_dcp`
-    DIR/step-00000120/manifest.json                only now the checkpoint counts
-    """
-
-    def save(self, engine: Engine, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
-        """Save the state after `step`, and where the loader of each replica is; all ranks call this."""
-        folder = self._folder(step)
-        with _writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            engine.save_dcp(folder, beside={} if loader is None else {_loader_of(engine): loader})
-            if engine.transport.rank == 0:
-                manifest = DcpManifest(
-                    format="quintsched.dcp", version=1, step=step, replicas=engine.num_replicas, progress=dict(progress)
-                )
-                _write(folder / MANIFEST, manifest.to_json())
-                self._drop_old(step)
-            engine.everyone.barrier()
-
-    def load_all(self, engine: Engine, step: int) -> tuple[dict[str, Any], bytes | None]:
-        """Load the state of `step` into the engine; return the progress, and where the loader was.
-
-        Raises `InputError` for a damaged checkpoint, `MisfitError` for one of another model, or whose loaders were
-        those of another number of replicas.
-        """
-        folder = self._folder(step)
-        manifest = read_dcp_manifest(folder / MANIFEST, step)
-        loaded = engine.load_dcp(folder, beside=[_loader_of(engine)])
-        state = loaded.beside.get(_loader_of(engine))
-        if isinstance(state, bytes) and manifest.replicas != engine.num_replicas:
-            raise MisfitError(
-                f"{folder}: its loaders are those of {manifest.replicas} replicas, but here there are "
-                f"{engine.num_replicas}; resume with as many (dp x ep)"
-            )
-        return manifest.progress, state if isinstance(state, bytes) else None
-
-
-def _loader_of(engine: Engine) -> str:
-    return f"loader.replica{engine.replica}"
-
-
-def checkpoints_of(config: CheckpointConfig) -> Checkpoints | None:
-    """Return the checkpoints of a job, in the format that it names; None where it saves nothing."""
-    if config.dir is None:
-        return None
-    kind = DcpCheckpoints if config.format == "dcp" else Checkpoints
-    return kind(Path(config.dir), config.keep)
-
-
-def remembered(path: Path, measure: Callable[[], list[float]]) -> list[float]:
-    """Return the numbers in the file at `path`; where there is none, those of `measure`, and write them there."""
-    if path.exists():
-        found = parse_strict(_read(path))
-        if not isinstance(found, list) or not all(isinstance(number, float) for number in found):
-            raise InputError(f"{path}: it must hold a list of numbers; remove it to measure anew")
-        return found
-    numbers = measure()
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, json.dumps(numbers).encode())
-    return numbers
-
-
-def _plan_digest(engine: Engine) -> str:
-    return hashlib.sha256(engine.plan.to_json().encode()).hexdigest()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot write the checkpoint: {error.strerror}") from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file so that it is either not there or whole, also after a power cut."""
-    write_whole(path, data, "the checkpoint", durable=True)
+            try:
+                yield saves
+            except BaseException:
+                saves.give_up()
+                raise
+            saves.finish()
+        finally:
+            if opened.lock is not None:
+                opened.lock.release()

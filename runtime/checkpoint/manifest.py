@@ -1,86 +1,99 @@
-"""A checkpoint's manifest: what was saved and by which plan. It is written last, so where it is the rest is too.
+"""A checkpoint's manifest: what was saved, by which run and plan. It is written last, so where it is the rest is too.
 
-    {"format": "quintsched.checkpoint", "version": 1,
-     "step": 120, "plan_sha256": "9f…", "mesh": "dp=2,pp=2",
-     "files": [{"name": "rank-00000.safetensors", "sha256": "4c…"}, …],     one per rank of the mesh, in order
-     "progress": {…}}                                                       how far the training had come
+    {"sha256": "1b…",                                                  of every byte that follows this line's comma
+     "format": "quintsched.checkpoint", "version": 2,
+     "run": "5e0c…", "step": 120, "plan_sha256": "9f…", "mesh": "dp=2,pp=2",
+     "files": [{"name": "rank-00000.safetensors", "bytes": 4096, "sha256": "4c…"}, …],     one per rank, in order
+     "settings": {…},                                                  what the run was started with
+     "progress": {…}}                                                  how far the training had come
 
 A manifest comes from a disk that may have failed and from people who copy folders, so nothing in it is taken on trust:
-what is read is whole and agrees with itself, or is refused with the place of the first fault.
+what is read is whole and agrees with itself, or is refused with the place of the first fault. One bit that is changed,
+white space included, is one too many. Version 1 had neither a checksum of its own nor sizes nor runs; it is read still.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, UsageError
+from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
 
 MANIFEST = "manifest.json"
 """The name of the file."""
 
+MOST_BYTES = 2**25
+"""The longest manifest that is read: a hundred thousand ranks have a shorter one."""
+
+VERSION: Final = 2
+
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 """A SHA-256 in hexadecimal digits."""
 
+RunId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+"""What tells apart the runs that were saved in a folder."""
+
+_SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",')
+
 
 class RankFile(BaseModel):
-    """The file of one rank."""
+    """The file of one rank; of version 1 nobody knows how long it is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    name: str
+    name: Annotated[str, Field(max_length=200)]
+    bytes: int | None = Field(default=None, ge=0, lt=2**63)
     sha256: Digest
 
 
-class Manifest(BaseModel):
-    """What a checkpoint says of itself; `progress` is how far the training had come."""
+class _Sealed(BaseModel):
+    """What all manifests have, and how they are written: with a checksum of the whole in the first line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def to_json(self) -> bytes:
+        """Return the text of the file."""
+        return seal(self.model_dump_json(indent=1).encode())
+
+
+class Manifest(_Sealed):
+    """What a checkpoint says of itself; `progress` is how far the training had come, `settings` what it began with."""
+
     format: Literal["quintsched.checkpoint"]
-    version: Literal[1]
-    step: int = Field(ge=0)
+    version: Literal[2]
+    run: RunId | None
+    step: int = Field(ge=0, lt=2**63)
     plan_sha256: Digest
-    mesh: str
+    mesh: Annotated[str, Field(max_length=1000)]
     files: list[RankFile]
+    settings: dict[str, Any] = Field(default_factory=dict)
     progress: dict[str, Any]
 
-    def to_json(self) -> bytes:
-        """Return the text of the file."""
-        return self.model_dump_json(indent=1).encode()
 
+class DcpManifest(_Sealed):
+    """What a checkpoint in PyTorch's distributed format says of itself; `replicas` are those whose loaders it has.
 
-class DcpManifest(BaseModel):
-    """What a checkpoint in PyTorch's distributed format says of itself; `replicas` are those whose loaders it has."""
+    `files` are none in version 1.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     format: Literal["quintsched.dcp"]
-    version: Literal[1]
-    step: int = Field(ge=0)
+    version: Literal[2]
+    run: RunId | None
+    step: int = Field(ge=0, lt=2**63)
     replicas: int = Field(ge=1)
+    files: list[RankFile] = Field(default_factory=list)
+    settings: dict[str, Any] = Field(default_factory=dict)
     progress: dict[str, Any]
 
-    def to_json(self) -> bytes:
-        """Return the text of the file."""
-        return self.model_dump_json(indent=1).encode()
 
-
-def read_dcp_manifest(path: Path, step: int) -> DcpManifest:
-    """Read the manifest at `path`, which is that of `step`; raises `InputError`."""
-    try:
-        manifest = DcpManifest.model_validate(parse_strict(path.read_bytes()))
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
-    except ValidationError as error:
-        raise InputError(f"{path}: {describe_faults(error)}") from error
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    if manifest.step != step:
-        raise InputError(f"{path}: /step: it is the manifest of step {manifest.step}, but lies in the folder of {step}")
-    return manifest
+AnyManifest = TypeVar("AnyManifest", Manifest, DcpManifest)
 
 
 def file_name(rank: int) -> str:
@@ -89,18 +102,32 @@ def file_name(rank: int) -> str:
 
 
 def make_manifest(
-    step: int, plan_sha256: str, mesh: Mesh, digests: Sequence[bytes], progress: Mapping[str, Any]
+    run: str,
+    step: int,
+    plan_sha256: str,
+    mesh: Mesh,
+    files: Sequence[RankFile],
+    progress: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Return the manifest of files with these SHA-256 digests, in the order of ranks."""
+    """Return the manifest of these files, in the order of ranks."""
     return Manifest(
         format="quintsched.checkpoint",
-        version=1,
+        version=VERSION,
+        run=run,
         step=step,
         plan_sha256=plan_sha256,
         mesh=str(mesh),
-        files=[RankFile(name=file_name(rank), sha256=digest.hex()) for rank, digest in enumerate(digests)],
+        files=list(files),
+        settings=dict(settings or {}),
         progress=dict(progress),
     )
+
+
+def seal(text: bytes) -> bytes:
+    """Return the text of a JSON object, a key in each line, with a first key that is the checksum of the others."""
+    rest = text.removeprefix(b"{")
+    return b'{\n "sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
 def read_manifest(path: Path, step: int) -> Manifest:
@@ -108,22 +135,60 @@ def read_manifest(path: Path, step: int) -> Manifest:
 
     Raises `InputError` that names the file and the first fault, by its JSON pointer.
     """
+    return _read(Manifest, path, step)
+
+
+def read_dcp_manifest(path: Path, step: int) -> DcpManifest:
+    """Read the manifest at `path`, which is that of `step`; raises `InputError`."""
+    return _read(DcpManifest, path, step)
+
+
+def run_of(path: Path, step: int) -> str | None:
+    """Return of which run the manifest at `path` is, of whatever format; None: it does not say. Raises `InputError`."""
+    found = _without_seal(read_plain(path, "the checkpoint", MOST_BYTES))
+    is_dcp = isinstance(found, dict) and found.get("format") == "quintsched.dcp"
+    return read_dcp_manifest(path, step).run if is_dcp else read_manifest(path, step).run
+
+
+def parse_manifest(kind: type[AnyManifest], content: bytes, step: int) -> AnyManifest:
+    """Return the manifest of `step` with this content; raises `InputError` that says the first fault."""
     try:
-        manifest = Manifest.model_validate(parse_strict(path.read_bytes()))
-        _require_consistent(manifest, step)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
+        manifest = kind.model_validate(_without_seal(content))
     except ValidationError as error:
-        raise InputError(f"{path}: {describe_faults(error)}") from error
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(describe_faults(error)) from None
+    if manifest.step != step:
+        raise InputError(f"/step: it is the manifest of step {manifest.step}, but lies in the folder of step {step}")
+    if isinstance(manifest, Manifest):
+        _require_ranks(manifest)
     return manifest
 
 
-def _require_consistent(manifest: Manifest, step: int) -> None:
-    """Raise `InputError` unless the manifest is of `step` and lists one file per rank of its mesh, in order."""
-    if manifest.step != step:
-        raise InputError(f"/step: it is the manifest of step {manifest.step}, but lies in the folder of step {step}")
+def _read(kind: type[AnyManifest], path: Path, step: int) -> AnyManifest:
+    content = read_plain(path, "the checkpoint", MOST_BYTES)
+    try:
+        return parse_manifest(kind, content, step)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _without_seal(content: bytes) -> object:
+    """Return the JSON of a manifest without its checksum; raises `InputError` where that is not right."""
+    sealed = _SEAL.match(content)
+    if sealed and hashlib.sha256(content[sealed.end() :]).hexdigest().encode() != sealed[1]:
+        raise InputError("the file is damaged: its checksum is not that of its first line")
+    found = parse_strict(b"{" + content[sealed.end() :] if sealed else content)
+    version = found.get("version") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or type(version) is not int:
+        raise InputError("the file is damaged: it is no manifest with a version")
+    if version > VERSION:
+        raise InputError(f"/version: {version} is newer than the {VERSION} that this version of quintsched reads")
+    if version == VERSION and not sealed:
+        raise InputError("the file is damaged: its first line is not a checksum")
+    return found | {"version": VERSION, "run": None} if version == 1 and not sealed and "run" not in found else found
+
+
+def _require_ranks(manifest: Manifest) -> None:
+    """Raise `InputError` unless the manifest lists one file per rank of its mesh, in order."""
     ranks = _ranks_of(manifest.mesh)
     for rank, file in enumerate(manifest.files[:ranks]):
         if file.name != file_name(rank):

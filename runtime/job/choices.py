@@ -55,3 +55,7 @@ class TensorSplit(Enum):
     ROW = "row"
     VOCABULARY = "vocabulary"
     REPLICATE = "replicate"
+
+
+Start = Literal["new", "fresh", "resume"]
+"""How a run begins: where no run was saved; by moving that one away; from its newest checkpoint that is whole."""

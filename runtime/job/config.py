@@ -265,6 +265,9 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; 0: one at the end of each epoch."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""
+    background: bool = True
+    """Whether checkpoints are written while training goes on; it takes the memory of a rank's state once more, on its
+    host. Those of the format "dcp" never are."""
     format: Literal["native", "dcp"] = "native"
     """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
     export: str | None = None

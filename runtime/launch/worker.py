@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
+    from ..job.choices import Start
     from ..job.config import JobConfig
     from ..watch.start import WatchOptions
 
@@ -41,7 +42,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="JOB.YAML", help="the job file")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a setting of the job")
     parser.add_argument("--trace", metavar="DIR", help="write down there when each instruction of some steps ran")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
+    start.add_argument("--fresh", action="store_true", help="move an earlier run's checkpoints away, and start anew")
     return parser.parse_args(argv)
 
 
@@ -66,7 +69,7 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
 
         return partial(leave_together, error, rank)
     try:
-        run(job, plan, resume=arguments.resume, notes=notes, stop=stop)
+        run(job, plan, start_of(arguments), notes=notes, stop=stop)
     except KeyboardInterrupt:
         return lambda: 130
     except Exception as error:
@@ -112,8 +115,13 @@ def _planned(job: JobConfig, plan_path: str | None) -> tuple[JobConfig, Plan, tu
     return choose(job)
 
 
+def start_of(arguments: argparse.Namespace) -> Start:
+    """Return how the run begins, as the command line says."""
+    return "resume" if arguments.resume else "fresh" if arguments.fresh else "new"
+
+
 def run(
-    job: JobConfig, plan: Plan, *, resume: bool, notes: Sequence[str] = (), stop: StopRequest | None = None
+    job: JobConfig, plan: Plan, start: Start, *, notes: Sequence[str] = (), stop: StopRequest | None = None
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import run_local
@@ -124,7 +132,7 @@ def run(
         rules = job.runtime.rules or "mailbox"
         run_local(
             plan.mesh.size,
-            lambda transport: train(job, plan, transport, resume, notes, stop),
+            lambda transport: train(job, plan, transport, start, notes, stop),
             timeout_s,
             rules=rules,
         )
@@ -132,7 +140,7 @@ def run(
     watch = watch_options(job, timeout_s)
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
-        train(job, plan, transport, resume or transport.restarted, notes, stop)
+        train(job, plan, transport, "resume" if transport.restarted else start, notes, stop)
     except BaseException as error:
         transport.abort(error)
         raise
@@ -153,7 +161,7 @@ def train(
     job: JobConfig,
     plan: Plan,
     transport: Transport,
-    resume: bool,
+    start: Start,
     notes: Sequence[str] = (),
     stop: StopRequest | None = None,
 ) -> None:
@@ -168,7 +176,7 @@ def train(
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
-    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(resume=resume)
+    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(start)
 
 
 def _say(line: str) -> None:

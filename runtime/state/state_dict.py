@@ -56,8 +56,8 @@ def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, 
     return state
 
 
-def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
-    """Take over a state in place; raises `MisfitError` for names or shapes that are not this rank's."""
+def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
+    """Raise `MisfitError` for names, shapes or types that are not this rank's; of optimizers, for unknown weights."""
     weights = _weights(stages, masters)
     given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
     if given != set(weights):
@@ -67,7 +67,18 @@ def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapp
         found = state[f"model.{name}"]
         if found.shape != weight.shape or found.dtype != weight.dtype:
             raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
-        weight.detach().copy_(found)
+    kept = {f"optimizer.{name}" for name, _, _ in _optimizer_state(stages, steppers, masters)}
+    for name in state:
+        parts = name.split(".") if name.startswith("optimizer.") else []
+        if parts and not any(".".join(parts[:end]) in kept for end in range(2, len(parts))):
+            raise MisfitError(f"the state is of another optimizer, model or stage: {name!r} is of no weight here")
+
+
+def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
+    """Take over a state in place; raises `MisfitError` as `require_loadable` does, before anything is changed."""
+    require_loadable(stages, steppers, masters, state)
+    for name, weight in _weights(stages, masters).items():
+        weight.detach().copy_(state[f"model.{name}"])
     masters.publish(list(stages))
     for name, parameter, kept in _optimizer_state(stages, steppers, masters):
         prefix = f"optimizer.{name}."

@@ -31,7 +31,7 @@ from .grad_reducer import GradReducer
 from .grad_sums import GradSums
 from .master_weights import Masters, is_low
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
-from .state_dict import full_weights, load_state, state_of
+from .state_dict import full_weights, load_state, require_loadable, state_of
 from .zero_grads import ShardedGradBucket
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
 
@@ -200,6 +200,10 @@ class TrainingState:
         """Return this rank's shards: see `state_dict`."""
         self.weights.settle()
         return state_of(self._stages, self.steppers, self.masters)
+
+    def require_loadable(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `MisfitError` for names, shapes or types that are not those of what `read` gives."""
+        require_loadable(self._stages, self.steppers, self.masters, state)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `read` gave (collective over replicas that hold shards)."""

@@ -6,9 +6,13 @@ import math
 from dataclasses import field
 from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from quintsched.errors import InputError, MisfitError
+from quintsched.files.strictjson import describe_faults
+
+from ..checkpoint.checkpoints import Found
 from .reporter import Record
 
 
@@ -19,7 +23,7 @@ def _nan_for_null(value: object) -> object:
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """How far a training has come; all that a checkpoint needs besides the engine's state."""
+    """How far a training has come; `epoch_batches` are those of one epoch."""
 
     epoch_batches: int
     step: int = 0
@@ -32,4 +36,21 @@ class Progress:
     history: list[Record] = field(default_factory=list)
 
 
-PROGRESS = TypeAdapter(Progress)
+_PROGRESS = TypeAdapter(Progress)
+
+
+def progress_of(found: Found, epoch_batches: int) -> Progress:
+    """Return how far a checkpoint had come; one of imported weights says nothing, and is at the beginning.
+
+    Raises `InputError` for one that does not say so, `MisfitError` for one whose epochs had other batches.
+    """
+    try:
+        progress = _PROGRESS.validate_python({"epoch_batches": epoch_batches} | found.manifest.progress)
+    except ValidationError as error:
+        raise InputError(f"{found.folder}: the checkpoint's progress: {describe_faults(error)}") from error
+    if progress.epoch_batches != epoch_batches:
+        raise MisfitError(
+            f"{found.folder}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
+            f"{epoch_batches}; resume with the data and the batch size that it was made with"
+        )
+    return progress

@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from quintsched.errors import InputError, MisfitError
-from quintsched.files.strictjson import describe_faults
 from quintsched.plan import Plan
 
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..blocks.trees import map_tensors
-from ..checkpoint.checkpoints import checkpoints_of, remembered
+from ..checkpoint.checkpoints import OpenCheckpoints
+from ..checkpoint.of_job import checkpoints_of, remembered_costs
 from ..comm import Transport
 from ..comm.clock import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
-from ..job.choices import Precision
+from ..job.choices import Precision, Start
 from ..job.config import JobConfig
 from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
@@ -43,7 +42,7 @@ from .feed import open_feed
 from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
-from .progress import PROGRESS, Progress
+from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
 from .start import agreed_settings
@@ -114,7 +113,8 @@ class Trainer:
             seed=job.train.seed,
             transport=transport,
         )
-        self._checkpoints = checkpoints_of(job.checkpoint)
+        self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
+        self._saves: OpenCheckpoints | None = None
         self.progress = Progress(self._feed.num_batches)
         self._stop_asked = False
 
@@ -130,7 +130,7 @@ class Trainer:
         costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
         if transport.rank == 0:
             example = self._example().to(transport.device)
-            measured = self._remembered_costs(lambda: measure_costs(blocks, example))
+            measured = self._remembered_costs(len(blocks), lambda: measure_costs(blocks, example))
             costs += torch.tensor(measured, device=transport.device)
         transport.world_group().broadcast(costs, 0).wait()
         return [float(cost) for cost in costs.tolist()]
@@ -140,22 +140,26 @@ class Trainer:
         inputs = self._feed.example(max(self.job.train.batch_size // self.plan.schedule.microbatches, 1))
         return inputs.to(DTYPES[self.job.runtime.precision]) if inputs.is_floating_point() else inputs
 
-    def _remembered_costs(self, measure: Callable[[], list[float]]) -> list[float]:
+    def _remembered_costs(self, blocks: int, measure: Callable[[], list[float]]) -> list[float]:
         """Measure once per directory of checkpoints: stages must be cut alike when a run is resumed."""
-        if self.job.checkpoint.dir is None:
-            return measure()
-        return remembered(Path(self.job.checkpoint.dir) / "block_costs.json", measure)
+        directory = self.job.checkpoint.dir
+        return measure() if directory is None else remembered_costs(Path(directory), blocks, measure)
 
     @property
     def total_steps(self) -> int:
         """The steps of all epochs."""
         return self.job.train.epochs * self._feed.num_batches
 
-    def fit(self, *, resume: bool = False) -> list[Record]:
-        """Train to the end, from the latest checkpoint if `resume`, and return the record of each epoch."""
-        with self._reporter as reporter:
+    def fit(self, start: Start = "new", *, resume: bool = False) -> list[Record]:
+        """Train to the end, and return the record of each epoch.
+
+        Where the folder of the checkpoints holds an earlier run, that is refused, unless one says to "resume" from its
+        newest checkpoint that is whole (`resume` says the same), or to start "fresh", which moves it away.
+        """
+        start = "resume" if resume else start
+        with self._reporter as reporter, self._opened(start):
             with self._publisher.phase("load"):
-                if not (resume and self._resume()):
+                if not (start == "resume" and self._resume()):
                     self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
@@ -176,6 +180,17 @@ class Trainer:
             if not self._stop_asked:
                 self._export()
         return self.progress.history
+
+    @contextmanager
+    def _opened(self, start: Start) -> Iterator[None]:
+        """A context in which the folder of the checkpoints, if the job has one, is this run's alone."""
+        if self._checkpoints is None:
+            yield
+            return
+        with self._checkpoints.opened(self.engine, start) as self._saves:
+            if self._saves.moved:
+                self._reporter.say(self._saves.moved)
+            yield
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return what each of them makes on this rank."""
@@ -327,17 +342,19 @@ class Trainer:
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
     def _save(self) -> None:
-        if self._checkpoints is None:
+        if self._saves is None:
             return
         with self._publisher.phase("save"):
             state = self.engine.everyone.together(self._feed.state)
-            self._checkpoints.save(self.engine, self.progress.step, asdict(self.progress), state)
+            self._saves.save(self.progress.step, asdict(self.progress), state)
 
     def _stop(self) -> None:
         """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
         self._stop_asked = True
         self._save()
-        step, saves = self.progress.step, self._checkpoints is not None
+        if self._saves is not None:
+            self._saves.finish()
+        step, saves = self.progress.step, self._saves is not None
         self._reporter.record({"event": "stop", "step": step, "saved": saves})
         where = (
             f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
@@ -353,25 +370,18 @@ class Trainer:
             self._reporter.say(f"weights saved in {directory}")
 
     def _resume(self) -> bool:
-        """Go on from the latest checkpoint, if there is one; rank 0 says which that is. Return whether there was."""
-        latest = self._checkpoints.latest() if self._checkpoints is not None else None
-        step = self.engine.everyone.first_says(-1 if latest is None else latest)
-        if step < 0 or self._checkpoints is None:
+        """Go on from the newest checkpoint that is whole; rank 0 says which that is. Return whether there was one."""
+        found = None if self._saves is None else self._saves.newest_whole()
+        if found is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
             return False
-        (saved, state), where = self._checkpoints.load_all(self.engine, step), self._checkpoints.directory
-        try:
-            progress = PROGRESS.validate_python(saved)
-        except ValidationError as error:
-            raise InputError(f"{where}: the checkpoint's progress: {describe_faults(error)}") from error
-        if progress.epoch_batches != self.progress.epoch_batches:
-            raise MisfitError(
-                f"{where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
-                f"{self.progress.epoch_batches}; resume with the data and the batch size that it was made with"
-            )
-        self.engine.everyone.together(lambda: self._feed.restore(state, progress.epoch, progress.batch))
+        for step, fault in found.skipped:
+            self._reporter.say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
+        progress = progress_of(found, self.progress.epoch_batches)
+        found.load()
+        self.engine.everyone.together(lambda: self._feed.restore(found.loader(), progress.epoch, progress.batch))
         self.progress = progress
-        self._reporter.say(f"resumed after step {step}")
+        self._reporter.say(f"resumed after step {found.step}")
         return True
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,9 +15,20 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints
-from quintsched.runtime.checkpoint.manifest import MANIFEST, file_name, make_manifest, read_manifest
+from quintsched.errors import InputError, MisfitError, QuintschedError
+from quintsched.runtime.checkpoint.checkpoints import Checkpoints, Found
+from quintsched.runtime.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RankFile,
+    file_name,
+    make_manifest,
+    parse_manifest,
+    read_manifest,
+    seal,
+)
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.control import ControlGroup
 from quintsched.runtime.engine import Engine
 
 STEP = 12
@@ -26,34 +36,68 @@ PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 DATA = save({"model.0.weight": torch.ones(2)})
 
 
-class OneRank:
-    """What `Checkpoints` asks of an engine, on one rank of a run whose ranks all hold the same."""
+class Holder:
+    """What checkpoints ask of an engine, for ranks that all hold the same."""
 
-    def __init__(self, plan: qs.Plan, rank: int = 0) -> None:
-        self.plan, self.transport = plan, SimpleNamespace(rank=rank)
-        self.everyone = SimpleNamespace(barrier=lambda: None, gather_bytes=lambda mine: [mine] * plan.mesh.size)
+    def __init__(self, plan: qs.Plan, transport: Transport) -> None:
+        self.plan, self.transport = plan, transport
+        self.everyone = ControlGroup(transport.make_group([tuple(range(plan.mesh.size))]))
         self.loaded: dict[str, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"model.0.weight": torch.ones(2)}
 
+    def require_loadable(self, state: dict[str, torch.Tensor]) -> None:
+        assert state.keys() == {"model.0.weight"}
+
     def state_metadata(self) -> dict[str, str]:
         return {}
+
+    def fits_state(self, state: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
+        return True
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.loaded = state
 
 
-def engine(rank: int = 0, plan: qs.Plan = PLAN) -> Engine:
-    return cast(Engine, OneRank(plan, rank))
+def on_ranks(plan: qs.Plan, act: Callable[[Engine], Any]) -> list[Any]:
+    return run_local(plan.mesh.size, lambda transport: act(cast(Engine, Holder(plan, transport))))
 
 
 def saved(folder: Path, plan: qs.Plan = PLAN) -> Path:
     """Save a checkpoint of a plan's ranks and return the path of its manifest."""
-    checkpoints = Checkpoints(folder, 1)
-    for rank in reversed(range(plan.mesh.size)):  # rank 0 ends it
-        checkpoints.save(engine(rank, plan), STEP, {"epoch": 1})
+
+    def save(engine: Engine) -> None:
+        with Checkpoints(folder, 1).opened(engine) as saves:
+            saves.save(STEP, {"epoch": 1})
+
+    on_ranks(plan, save)
     return folder / f"step-{STEP:08d}" / MANIFEST
+
+
+def load(folder: Path, plan: qs.Plan = PLAN) -> list[Found]:
+    """Load the newest checkpoint on all ranks, and require that they got what was saved."""
+
+    def load_one(engine: Engine) -> Found | None:
+        with Checkpoints(folder, 1).opened(engine, "resume") as saves:
+            found = saves.newest_whole()
+            if found is not None:
+                found.load()
+                assert torch.equal(cast(Holder, engine).loaded["model.0.weight"], torch.ones(2))
+            return found
+
+    return on_ranks(plan, load_one)
+
+
+def refusals(folder: Path, plan: qs.Plan = PLAN) -> list[Exception]:
+    """Return what each rank raises as it loads."""
+
+    def refused(engine: Engine) -> Exception:
+        with pytest.raises(QuintschedError) as error, Checkpoints(folder, 1).opened(engine, "resume") as saves:
+            saves.newest_whole()
+        return error.value
+
+    return on_ranks(plan, refused)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -61,18 +105,34 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     manifest = read_manifest(path, STEP)
     assert manifest.to_json() == path.read_bytes()
     assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(4)]
-    for rank in range(4):
-        assert Checkpoints(tmp_path, 1).load(engine(rank), STEP) == {"epoch": 1}
+    assert [found.manifest.progress for found in load(tmp_path)] == [{"epoch": 1}] * 4
 
 
 def test_a_mesh_of_one_rank_has_no_axes(tmp_path: Path) -> None:
     plan = qs.compile("1f1b", mesh=qs.Mesh(), microbatches=1)
-    alone = make_manifest(STEP, "0" * 64, qs.Mesh(), [bytes(32)], {})
+    alone = manifest_of(qs.Mesh())
     path = tmp_path / MANIFEST
     path.write_bytes(alone.to_json())
     assert read_manifest(path, STEP) == alone
-    saved(tmp_path, plan)
-    assert Checkpoints(tmp_path, 1).load(engine(0, plan), STEP) == {"epoch": 1}
+    saved(tmp_path / "run", plan)
+    assert load(tmp_path / "run", plan)[0].manifest.progress == {"epoch": 1}
+
+
+def manifest_of(mesh: qs.Mesh) -> Manifest:
+    files = [RankFile(name=file_name(rank), bytes=9, sha256="0" * 64) for rank in range(mesh.size)]
+    return make_manifest("0" * 16, STEP, "0" * 64, mesh, files, {"epoch": 1})
+
+
+def read_json(path: Path) -> Any:
+    """Return what a manifest says beside its checksum."""
+    found = json.loads(path.read_text())
+    found.pop("sha256")
+    return found
+
+
+def write_sealed(path: Path, manifest: Any) -> None:
+    """Write a manifest with a checksum that is right, whatever is in it."""
+    path.write_bytes(seal(json.dumps(manifest).encode()))
 
 
 def without(key: str) -> Callable[[Any], object]:
@@ -109,32 +169,64 @@ FAULTS: list[tuple[Callable[[Any], object], str]] = [
     (put("step", float(STEP)), "/step: Input should be a valid integer"),
     (put("plan_sha256", "x" * 64), "/plan_sha256: String should match pattern"),
     (put("progress", []), "/progress: Input should be a valid dictionary"),
-    (put("version", 2), "/version: Input should be 1"),
+    (put("version", 1), "/version: Input should be 2"),
+    (put("version", 3), "/version: 3 is newer than the 2 that"),
+    (put("version", "2"), "it is no manifest with a version"),
+    (put("run", "../../../../etc/x"), "/run: String should match pattern"),
+    (lambda m: m["files"][2].update(bytes=-1), "/files/2/bytes: Input should be at least 0"),
+    (lambda m: m["files"][2].update(bytes=True), "/files/2/bytes: Input should be a valid integer"),
+    (lambda m: m["files"][2].update(name="x" * 999), "/files/2/name: String should have at most 200 characters"),
     (put("format", "quintsched.plan"), "/format: Input should be 'quintsched.checkpoint'"),
     (put("notes", ""), "/notes: unknown key"),
-    *((without(key), f"/{key}: Field required") for key in make_manifest(0, "0" * 64, qs.Mesh(), [], {}).model_dump()),
+    (without("version"), "it is no manifest with a version"),
+    *(
+        (without(key), f"/{key}: Field required")
+        for key in ("format", "run", "step", "plan_sha256", "mesh", "files", "progress")
+    ),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "message"), FAULTS, ids=[message[:40] for _, message in FAULTS])
 def test_every_fault_is_said_with_its_place(spoil: Callable[[Any], object], message: str, tmp_path: Path) -> None:
     path = saved(tmp_path)
-    manifest = json.loads(path.read_text())
+    manifest = read_json(path)
     spoil(manifest)
-    path.write_text(json.dumps(manifest))
-    for rank in range(4):
-        with pytest.raises(InputError) as refused:
-            Checkpoints(tmp_path, 1).load(engine(rank), STEP)
-        assert str(refused.value).startswith(f"{path}: ")
-        assert message in str(refused.value)
-        assert refused.value.exit_code == 1
+    write_sealed(path, manifest)
+    for refused in refusals(tmp_path):
+        assert isinstance(refused, InputError)
+        assert str(refused).startswith(f"{path}: ")
+        assert message in str(refused)
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    content = saved(tmp_path).read_bytes()
+    assert parse_manifest(Manifest, content, STEP).progress == {"epoch": 1}
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(InputError):
+            parse_manifest(Manifest, bytes(changed), STEP)
+
+
+def test_a_manifest_of_version_1_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    manifest = read_json(path)
+    for file in manifest["files"]:
+        del file["bytes"]
+    old = {key: value for key, value in manifest.items() if key not in ("run", "settings")} | {"version": 1}
+    path.write_text(json.dumps(old, indent=1))
+    assert [found.manifest.run for found in load(tmp_path)] == [None] * 4
+    path.write_text(json.dumps(manifest, indent=1))
+    for refused in refusals(tmp_path):
+        assert "the file is damaged: its first line is not a checksum" in str(refused)
 
 
 def test_a_checkpoint_of_another_plan_does_not_fit(tmp_path: Path) -> None:
     saved(tmp_path)
     other = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=2)
-    with pytest.raises(MisfitError, match="written by another plan"):
-        Checkpoints(tmp_path, 1).load(engine(0, other), STEP)
+    for refused in refusals(tmp_path, other):
+        assert isinstance(refused, MisfitError)
+        assert "written by another plan" in str(refused)
 
 
 @pytest.mark.parametrize("data", [None, b"", DATA[:-1]])
@@ -143,8 +235,9 @@ def test_a_file_that_is_gone_or_cut_short_is_named(data: bytes | None, tmp_path:
     path.unlink()
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(InputError, match=r"rank-00002\.safetensors: (cannot read|the file is damaged)"):
-        Checkpoints(tmp_path, 1).load(engine(2), STEP)
+    for refused in refusals(tmp_path):
+        assert isinstance(refused, InputError)
+        assert re.search(r"rank-00002\.safetensors: (cannot read|the file is damaged)", str(refused))
 
 
 VALUES = st.recursive(
@@ -167,8 +260,8 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 @given(st.data())
 def test_whatever_is_changed_the_manifest_is_good_or_refused(data: st.DataObject) -> None:
-    good = make_manifest(STEP, "0" * 64, PLAN.mesh, [bytes(32)] * 4, {"epoch": 1})
-    broken = copy.deepcopy(json.loads(good.to_json()))
+    broken = json.loads(manifest_of(PLAN.mesh).to_json())
+    broken.pop("sha256")
     for _ in range(data.draw(st.integers(1, 3))):
         container, key = data.draw(st.sampled_from(places(broken)))
         match data.draw(st.sampled_from(["remove", "change", "double"])):
@@ -179,6 +272,7 @@ def test_whatever_is_changed_the_manifest_is_good_or_refused(data: st.DataObject
             case _ if isinstance(container, list):
                 container.insert(key, container[key])
     text = json.dumps(broken).encode()
+    text = seal(text) if data.draw(st.booleans()) else text
     text = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text
     accept_or_refuse(text, STEP)
 
@@ -190,9 +284,8 @@ def test_bytes_of_any_kind_are_refused(content: bytes) -> None:
 
 def accept_or_refuse(content: bytes, step: int) -> None:
     """Read a manifest: it says one thing about each of four ranks, or one line says what is wrong with it."""
-    path = cast(Path, SimpleNamespace(read_bytes=lambda: content))
     try:
-        manifest = read_manifest(path, step)
+        manifest = parse_manifest(Manifest, content, step)
     except InputError:
         return
     assert manifest.step == step

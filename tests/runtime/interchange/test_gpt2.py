@@ -23,6 +23,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interchange import safetensors_folder
+from quintsched.runtime.job.choices import Start
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
@@ -366,16 +367,16 @@ def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_p
         "checkpoint": {"dir": str(tmp_path / "out")},
     }
 
-    def fit(resume: bool, epochs: int) -> list[Any]:
+    def fit(start: Start, epochs: int) -> list[Any]:
         job = JobConfig.model_validate(values | {"train": values["train"] | {"epochs": epochs}})
         plan = plan_of(job)
-        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(resume=resume))
+        return run_local(2, lambda transport: Trainer(job, plan, transport).fit(start))
 
-    (record,), _ = fit(resume=False, epochs=1)
+    (record,), _ = fit("new", epochs=1)
     ids = (torch.arange(48)[:, None] + torch.arange(9)) % 10
     expected = F.cross_entropy(run_gpt2(weights, ids[32:, :-1]).flatten(0, 1), ids[32:, 1:].flatten()).item()
     assert record["validation_loss"] == pytest.approx(expected, abs=1e-10)
     path.unlink()
-    assert fit(resume=True, epochs=2)[0][-1]["validation_loss"] == pytest.approx(expected, abs=1e-10)
+    assert fit("resume", epochs=2)[0][-1]["validation_loss"] == pytest.approx(expected, abs=1e-10)
     with pytest.raises(UsageError, match="no such file"):
-        fit(resume=False, epochs=1)
+        fit("fresh", epochs=1)

@@ -82,8 +82,12 @@ def test_weights_tied_inside_a_stage_are_saved_and_come_back(tmp_path: Path) -> 
 
     trained, resumed = engine(0), engine(1)
     trained.step(task.inputs[0], task.targets[0])
-    checkpoints.save(trained, 1, {})
-    checkpoints.load(resumed, 1)
+    with checkpoints.opened(trained) as saves:
+        saves.save(1, {})
+    with checkpoints.opened(resumed, "resume") as saves:
+        found = saves.newest_whole()
+        assert found is not None
+        found.load()
     assert resumed.step(task.inputs[1], task.targets[1]).loss == trained.step(task.inputs[1], task.targets[1]).loss
     weights = resumed.full_weights()
     assert torch.equal(weights["0.tokens.weight"], trained.full_weights()["0.tokens.weight"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.checkpoint import checkpoints as checkpoint
-from quintsched.runtime.checkpoint.checkpoints import Checkpoints
+from quintsched.runtime.checkpoint.manifest import MANIFEST
+from quintsched.runtime.checkpoint.run_folder import RunFolder, saved_steps
 from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter.clock import Clock
@@ -24,6 +23,7 @@ from quintsched.runtime.stage.build import Stage
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.state_dict import load_state
 
+from ..checkpoint.test_manifest import read_json, write_sealed
 from ..ranks import run_ranks
 from ..toys import sgd
 from .test_trainer import data_file, figures, fit, interrupt_after, job
@@ -223,17 +223,16 @@ def test_resume_where_checkpoints_fall_on_the_end_of_an_epoch(data_file: Path, t
 def test_the_only_checkpoint_is_never_taken_away(
     data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[str] = []
-    write = checkpoint._write
+    there: list[list[int]] = []
+    drop = RunFolder._drop
 
-    def noted(path: Path, data: bytes) -> None:
-        if path.name == checkpoint.MANIFEST:
-            written.append(path.parent.name)
-        write(path, data)
+    def noted(self: RunFolder, folder: Path) -> None:
+        there.append([saved.step for saved in self.steps()])
+        drop(self, folder)
 
-    monkeypatch.setattr(checkpoint, "_write", noted)
+    monkeypatch.setattr(RunFolder, "_drop", noted)
     fit(checkpointed(data_file, tmp_path, train={"epochs": 2}, checkpoint={"every": 3, "keep": 1}))
-    assert written == [f"step-{step:08d}" for step in (3, 6, 9, 12)]
+    assert there == [[6, 3], [9, 6], [12, 9]]
 
 
 def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path) -> None:
@@ -279,14 +278,14 @@ def test_the_bubble_leaves_validation_out(data_file: Path, tmp_path: Path) -> No
 def test_a_folder_that_only_looks_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     for name in ("step-00000006", "step-00000007-best", "step-x"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / checkpoint.MANIFEST).write_text("{}")
-    assert Checkpoints(tmp_path, 1).latest() == 6
+        (tmp_path / name / MANIFEST).write_text("{}")
+    assert [saved.step for saved in saved_steps(tmp_path)] == [6]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, r"/version: Input should be 1"),
+        ({"version": 3}, r"/version: 3 is newer"),
         ({"format": "other"}, r"/format: Input should be 'quintsched\.checkpoint'"),
         ({"progress": {"epoch": "one"}}, r"the checkpoint's progress: /epoch"),
         ({"progress": {"epoc": 1}}, r"the checkpoint's progress: /epoc: "),
@@ -297,11 +296,11 @@ def test_a_manifest_that_cannot_be_understood_is_refused(
 ) -> None:
     config = checkpointed(data_file, tmp_path, train={"epochs": 1})
     fit(config)
-    path = tmp_path / "c" / "step-00000006" / checkpoint.MANIFEST
-    manifest = copy.deepcopy(json.loads(path.read_text()))
+    path = tmp_path / "c" / "step-00000006" / MANIFEST
+    manifest = read_json(path)
     for key, value in change.items():
         manifest[key] = manifest[key] | value if isinstance(value, dict) else value
-    path.write_text(json.dumps(manifest))
+    write_sealed(path, manifest)
     with pytest.raises(qs.InputError, match=message):
         fit(config, resume=True)
 

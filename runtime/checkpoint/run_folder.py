@@ -1,0 +1,206 @@
+"""The folder of a run's checkpoints: which steps are there, and how one comes and goes without ever being half there.
+
+    DIR/step-00000120/                 a checkpoint: its files and manifest.json
+    DIR/step-00000100/
+    DIR/run.lock                       held while a run saves here (`run_lock`)
+
+    DIR/.saving-<launch>-<n>/          a save under way, or one that was killed ─▶ renamed when all of it is on the disk
+    DIR/.removing-<launch>-<n>/        a checkpoint that goes: renamed first, so that no half of one is ever seen
+    DIR/step-00000120.replaced/        the same step of before, while a new one takes its place; whole until it goes
+    DIR/run-<id>/                      where `--fresh` moves the steps of an earlier run
+    DIR/set-aside-<launch>/            later steps than that which a run went on from, as it saves its first step
+
+What a kill leaves behind begins with a dot, and goes with the next save.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintsched.errors import InputError, UsageError
+from quintsched.files.plain import reading
+
+from .manifest import MANIFEST
+
+_STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
+_LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context in which an `OSError` is a `UsageError`: the checkpoint cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot write the checkpoint: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, order=True)
+class SavedStep:
+    """A checkpoint as it lies in the folder; not `is_newer`: another one of the same step was to take its place."""
+
+    step: int
+    is_newer: bool
+    folder: Path
+
+    @property
+    def manifest(self) -> Path:
+        """The path of its manifest."""
+        return self.folder / MANIFEST
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a manifest."""
+        return os.path.lexists(self.manifest)
+
+
+class RunFolder:
+    """The folder of a run's checkpoints, as one launch of the run changes it; `launch` is 16 hexadecimal digits."""
+
+    def __init__(self, directory: Path, launch: str) -> None:
+        self.directory, self._launch = directory, launch
+        self._attempts = self._removed = 0
+
+    def step_folder(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return step_folder(self.directory, step)
+
+    def steps(self) -> list[SavedStep]:
+        """Return the checkpoints that there are, the newest first; empty folders are none."""
+        return saved_steps(self.directory)
+
+    def next_attempt(self) -> Path:
+        """Return the name under which the next save is written; all ranks get the same one."""
+        self._attempts += 1
+        return self.directory / f".saving-{self._launch}-{self._attempts}"
+
+    def clear(self, attempt: Path) -> None:
+        """Remove what killed saves have left, but not `attempt`."""
+        for entry in _entries(self.directory):
+            if _LEFTOVER.fullmatch(entry.name) and entry != attempt:
+                _remove(entry)
+
+    def complete(self, attempt: Path, step: int, keep: int) -> None:
+        """Let a save that is on the disk be the checkpoint of `step`; then drop what is not among the latest `keep`."""
+        final = self.step_folder(step)
+        replaced = final.with_name(f"{final.name}.replaced")
+        if os.path.lexists(final):
+            if os.path.lexists(replaced):
+                self._drop(replaced)
+            final.rename(replaced)
+        attempt.rename(final)
+        sync(self.directory)
+        self._set_later_aside(step)
+        self._drop_old(keep)
+
+    def move_to_old_runs(self, run_of: Mapping[Path, str], beside: Sequence[str]) -> list[Path]:
+        """Move every step to the folder of its run below this one, with copies of what lies `beside`; return these."""
+        homes = []
+        for saved in self.steps():
+            home = self.directory / f"run-{run_of.get(saved.folder, 'unknown')}"
+            if home not in homes:
+                home.mkdir(exist_ok=True)
+                for name in beside:
+                    if os.path.lexists(self.directory / name) and not os.path.lexists(home / name):
+                        shutil.copyfile(self.directory / name, home / name, follow_symlinks=False)
+                homes.append(home)
+            saved.folder.rename(_free(home / saved.folder.name))
+        for folder in (*homes, self.directory):
+            sync(folder)
+        return homes
+
+    def _set_later_aside(self, step: int) -> None:
+        """Move away later steps: this run did not go on from them, and a resumed one must not."""
+        later = [saved for saved in self.steps() if saved.step > step]
+        if later:
+            home = self.directory / f"set-aside-{self._launch}"
+            home.mkdir(exist_ok=True)
+            for saved in later:
+                saved.folder.rename(_free(home / saved.folder.name))
+
+    def _drop_old(self, keep: int) -> None:
+        saved = self.steps()
+        kept: dict[int, Path] = {}
+        for one in saved:
+            if one.is_complete and len(kept) < keep:
+                kept.setdefault(one.step, one.folder)
+        for one in saved:
+            if one.folder not in kept.values():
+                self._drop(one.folder)
+        for entry in _entries(self.directory):
+            if _STEP.fullmatch(entry.name) and _is_empty(entry):
+                _remove(entry)
+
+    def _drop(self, folder: Path) -> None:
+        self._removed += 1
+        away = self.directory / f".removing-{self._launch}-{self._removed}"
+        folder.rename(away)
+        _remove(away)
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies in the folder of a run."""
+    return directory / f"step-{step:08d}"
+
+
+def saved_steps(directory: Path) -> list[SavedStep]:
+    """Return the checkpoints of a folder, the newest first; there are none where there is no folder.
+
+    Raises `InputError` for a folder that cannot be read.
+    """
+    found = []
+    for entry in _entries(directory):
+        match = _STEP.fullmatch(entry.name)
+        if match and entry.name.removesuffix(".replaced") == f"step-{int(match[1]):08d}" and not _is_empty(entry):
+            found.append(SavedStep(int(match[1]), match[2] is None, entry))
+    return sorted(found, reverse=True)
+
+
+def sync(directory: Path) -> None:
+    """Bring what was made and renamed in a directory to the disk."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        with reading(directory, "the checkpoints"):
+            return [directory / name for name in os.listdir(directory)]
+    except InputError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return []
+        raise
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether it is a directory, and nothing is in it."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path)
+    except OSError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _free(path: Path) -> Path:
+    """Return a path at which nothing is: this one, or with a number behind it."""
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

@@ -1,0 +1,248 @@
+"""A rank's file, in the format of safetensors: a header that says what lies where, then one block of memory.
+
+    length of the header (8 bytes) │ {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …} │ memory
+
+The memory is a flat buffer of the host's, into which tensors are copied when they are saved, and of which they are
+views when they are loaded. So a save needs one copy and one write, and a load one read.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import InputError, UsageError
+from quintsched.files.plain import fill, open_plain
+from quintsched.files.strictjson import parse_strict, pointer, shorten
+
+from .manifest import RankFile
+
+WHAT = "the checkpoint"
+BLOCK = 2**24
+"""Bytes that are read, written and hashed at a time."""
+
+MOST_HEADER = 10**8
+"""The longest header that is read, in bytes: the limit of safetensors."""
+
+MOST_NAME, MOST_AXES = 4096, 64
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LETTERS = {dtype: letters for letters, dtype in _DTYPES.items()}
+METADATA = "__metadata__"
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the memory."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor in a flat buffer of bytes, or a copy where it does not lie as its type has to."""
+        found = memory[self.start : self.stop]
+        if self.start % self.dtype.itemsize:
+            found = found.clone()
+        return found.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a file lie; `num_bytes` is all of their memory, `metadata` what the file says besides."""
+
+    slots: tuple[Slot, ...]
+    num_bytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Layout:
+        """Return a layout for these tensors: wide types first, so that each lies as its type has to.
+
+        Raises `UsageError` for a tensor of a type that safetensors does not have.
+        """
+        slots, start = [], 0
+        for name, tensor in sorted(state.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            if tensor.dtype not in _LETTERS:
+                raise UsageError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
+            stop = start + tensor.numel() * tensor.dtype.itemsize
+            slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, stop))
+            start = stop
+        return cls(tuple(slots), start, metadata)
+
+    @classmethod
+    def parse(cls, header: bytes, num_bytes: int) -> Layout:
+        """Return what a header says of that many bytes; raises `InputError` unless it describes them all, once."""
+        found = parse_strict(header)
+        if not isinstance(found, dict):
+            raise InputError("the header is not an object")
+        metadata = found.pop(METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise InputError(f"/{METADATA}: has to have texts")
+        slots = [_read_slot(name, entry) for name, entry in found.items()]
+        slots.sort(key=lambda slot: (slot.start, slot.stop))
+        start = 0
+        for slot in slots:
+            if slot.start != start:
+                raise InputError(f"{pointer(shorten(slot.name))}: begins at byte {slot.start}, not at {start}")
+            start = slot.stop
+        if start != num_bytes:
+            raise InputError(f"the header describes {start} bytes, but {num_bytes} follow")
+        return cls(tuple(slots), num_bytes, metadata)
+
+    def header(self) -> bytes:
+        """Return what stands before the memory, its length included."""
+        entries: dict[str, object] = {METADATA: dict(self.metadata)} if self.metadata else {}
+        entries |= {
+            slot.name: {
+                "dtype": _LETTERS[slot.dtype],
+                "shape": list(slot.shape),
+                "data_offsets": [slot.start, slot.stop],
+            }
+            for slot in self.slots
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that lie in a flat buffer of `num_bytes` bytes, by name."""
+        return {slot.name: slot.view(memory) for slot in self.slots}
+
+
+def _read_slot(name: str, entry: object) -> Slot:
+    if len(name) > MOST_NAME:
+        raise InputError(f"{shorten(name)!r} is longer than the {MOST_NAME} characters that a name may have")
+    place = pointer(shorten(name))
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
+        raise InputError(f"{place}: has to have {', '.join(sorted(_KEYS))} and no other keys")
+    letters, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = _DTYPES.get(letters) if isinstance(letters, str) else None
+    if dtype is None:
+        raise InputError(f"{place}/dtype: there is no {shorten(str(letters))!r}")
+    if not _are_sizes(shape) or len(shape) > MOST_AXES:
+        raise InputError(f"{place}/shape: is not a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise InputError(f"{place}/data_offsets: are not two numbers of bytes")
+    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise InputError(f"{place}: has {offsets[1] - offsets[0]} bytes, which are not those of its shape and type")
+    return Slot(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def blocks_of(memory: Tensor) -> Iterator[memoryview]:
+    """Yield a flat buffer of bytes in parts of `BLOCK`."""
+    view = memory.numpy().data
+    for start in range(0, len(view), BLOCK):
+        yield view[start : start + BLOCK]
+
+
+def read_shard(path: Path, file: RankFile) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Return the tensors of a file, which is what the manifest says of it, and its metadata.
+
+    Its size is looked at before anything is read, its header before there is memory for the rest. Raises `InputError`
+    with the path.
+    """
+    digest = hashlib.sha256()
+
+    def read(count: int) -> bytes:
+        content = bytearray(count)
+        fill(opened, memoryview(content), path)
+        digest.update(content)
+        return bytes(content)
+
+    with open_plain(path, WHAT) as (opened, size):
+        _require_size(path, file, size)
+        length = int.from_bytes(read(8), "little")
+        if length > min(MOST_HEADER, size - 8):
+            raise InputError(f"{path}: the file is damaged: its header of {length} bytes is too long")
+        try:
+            layout = Layout.parse(read(length), size - 8 - length)
+            memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        except (InputError, RuntimeError) as error:
+            raise InputError(f"{path}: the file is damaged: {error}") from None
+        for block in blocks_of(memory):
+            fill(opened, block, path)
+            digest.update(block)
+    _require_digest(path, file, digest.hexdigest())
+    return layout.views(memory), layout.metadata
+
+
+def write_shard(path: Path, layout: Layout, memory: Tensor) -> RankFile:
+    """Write a new file, and return what the manifest says of it, when it is on the disk. Raises `OSError`."""
+    digest = hashlib.sha256()
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for block in (memoryview(layout.header()), *blocks_of(memory)):
+            digest.update(block)
+            left = block
+            while left:
+                left = left[os.write(opened, left) :]
+        os.fsync(opened)
+    except BaseException:
+        path.unlink(missing_ok=True)  # a disk that is full has room again
+        raise
+    finally:
+        os.close(opened)
+    return RankFile(name=path.name, bytes=len(layout.header()) + layout.num_bytes, sha256=digest.hexdigest())
+
+
+def hash_file(path: Path) -> RankFile:
+    """Return the name, the size and the SHA-256 of a file; raises `InputError`."""
+    digest, block = hashlib.sha256(), bytearray(BLOCK)
+    with open_plain(path, WHAT) as (opened, size):
+        for start in range(0, size, BLOCK):
+            part = memoryview(block)[: min(size - start, BLOCK)]
+            fill(opened, part, path)
+            digest.update(part)
+    return RankFile(name=path.name, bytes=size, sha256=digest.hexdigest())
+
+
+def require_intact(path: Path, file: RankFile) -> None:
+    """Raise `InputError` with the path unless a file is what the manifest says of it."""
+    with open_plain(path, WHAT) as (_, size):
+        _require_size(path, file, size)
+    _require_digest(path, file, hash_file(path).sha256)
+
+
+def _require_size(path: Path, file: RankFile, size: int) -> None:
+    if file.bytes is not None and size != file.bytes:
+        raise InputError(f"{path}: the file is damaged: it has {size} bytes, not the {file.bytes} of the manifest")
+
+
+def _require_digest(path: Path, file: RankFile, digest: str) -> None:
+    if digest != file.sha256:
+        raise InputError(f"{path}: the file is damaged: its SHA-256 is not that of the manifest")

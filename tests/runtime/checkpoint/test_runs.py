@@ -1,0 +1,180 @@
+"""Whose run a folder holds: never two mixed, never two at once, and the newest step that is whole is taken."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.runtime.checkpoint import run_lock
+from quintsched.runtime.checkpoint.manifest import read_manifest
+from quintsched.runtime.checkpoint.run_lock import LOCK, lock_folder
+
+from ..train.test_trainer import data_file, figures, fit, interrupt_after, job
+
+__all__ = ["data_file"]
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+def run_in(folder: Path, step: int) -> str | None:
+    return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).run
+
+
+def test_a_new_run_does_not_start_where_another_one_was_saved(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c"), "every": 3})
+    fit(config)
+    with pytest.raises(qs.UsageError, match=r"an earlier run was saved there, up to step 6; .*--resume.*--fresh"):
+        fit(config)
+    assert steps_in(tmp_path / "c") == ["step-00000003", "step-00000006"]
+    assert "resumed after step 6" in fit(config, resume=True)[0][2]
+
+
+def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_fresh(
+    data_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "c"
+    config = job(data_file, checkpoint={"dir": str(folder), "every": 4})
+    other = job(data_file, train={"seed": 7}, checkpoint={"dir": str(folder), "every": 4})
+    fit(config)
+    old = run_in(folder, 18)
+    interrupt_after(other, steps=10, start="fresh")
+    assert steps_in(folder) == ["step-00000004", "step-00000008"]
+    assert steps_in(folder / f"run-{old}") == ["step-00000016", "step-00000018"]
+    assert run_in(folder, 8) != old
+    resumed = fit(other, resume=True)[0]
+    assert "resumed after step 8" in resumed[2]
+    assert figures(resumed[0]) == figures(fit(job(data_file, train={"seed": 7}))[0][0])
+    again = job(data_file, checkpoint={"dir": str(folder / f"run-{old}")})
+    assert "resumed after step 18" in fit(again, resume=True)[0][2]
+
+
+def test_a_folder_with_steps_of_two_runs_is_refused(data_file: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / name), "every": 3}))
+    shutil.rmtree(tmp_path / "b" / "step-00000003")
+    shutil.rmtree(tmp_path / "a" / "step-00000006")
+    shutil.move(tmp_path / "a" / "step-00000003", tmp_path / "b" / "step-00000003")
+    config = job(data_file, checkpoint={"dir": str(tmp_path / "b")})
+    with pytest.raises(qs.UsageError, match=r"the steps there are of 2 runs \((3; 6|6; 3)\); move all but one"):
+        fit(config, resume=True)
+    fit(config, fresh=True)
+    assert len(list((tmp_path / "b").glob("run-*/step-*"))) == 2
+
+
+def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(
+    data_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("quintsched.runtime.checkpoint.opening.LOCK_PATIENCE_S", 0.2)
+    script = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
+    folder = tmp_path / "c"
+    folder.mkdir()
+    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(folder)})
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{script}; time.sleep(60)", str(folder / LOCK)], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        (folder / LOCK).write_text('{"launch": "0", "pid": 4711, "host": "node7"}')
+        with pytest.raises(qs.UsageError, match=r"another run saves its checkpoints there \(process 4711 on node7\)"):
+            fit(config)
+        assert steps_in(folder) == []
+        other.kill()
+    fit(config)
+    assert steps_in(folder) == ["step-00000006"]
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path, "1", 0)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(reader, 1)
+        os._exit(0)
+    lock._forget()  # as the end of the parent does
+    try:
+        lock_folder(tmp_path, "2", 20).release()
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_without_locks_nobody_is_locked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    lock_folder(tmp_path, "1", 0)._forget()
+    assert fcntl.LOCK_EX
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "socket"])
+def test_a_lock_that_is_no_file_is_refused(data_file: Path, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / LOCK
+    with socket.socket(socket.AF_UNIX) as server:
+        match kind:
+            case "link":
+                path.symlink_to(tmp_path / "elsewhere")
+            case "fifo":
+                os.mkfifo(path)
+            case "directory":
+                path.mkdir()
+            case _:
+                server.bind(str(path))
+        with pytest.raises(qs.UsageError, match="cannot write the checkpoint"):
+            fit(job(data_file, checkpoint={"dir": str(tmp_path)}))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_newest_whole_step_is_taken_and_said_so(data_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    config = job(data_file, checkpoint={"dir": str(folder), "every": 4, "keep": 3})
+    expected = figures(fit(job(data_file))[0][0])
+    interrupt_after(config, steps=13)
+    assert steps_in(folder) == ["step-00000004", "step-00000008", "step-00000012"]
+    (folder / "step-00000012" / "rank-00003.safetensors").write_bytes(b"")
+    os.truncate(folder / "step-00000008" / "manifest.json", 100)
+    for history, _, said in fit(config, resume=True):
+        assert re.fullmatch(
+            r"the checkpoint of step 12 is not whole, step 4 is taken: \S+/step-00000012/rank-00003\.safetensors: "
+            r"the file is damaged: it has 0 bytes, not the \d+ of the manifest",
+            said[0],
+        )
+        assert said[1].startswith("the checkpoint of step 8 is not whole, step 4 is taken: ")
+        assert said[2] == "resumed after step 4"
+        assert figures(history) == expected
+
+
+def test_where_no_step_is_whole_all_are_named(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path), "every": 3})
+    fit(config)
+    for step in (3, 6):
+        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    with pytest.raises(
+        qs.InputError, match=r"no checkpoint there is whole:\n  step 6: .*manifest.*\n  step 3: .*manif"
+    ):
+        fit(config, resume=True)
+
+
+def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 4, "keep": 9})
+    interrupt_after(config, steps=13)
+    mode = (tmp_path / "step-00000012" / "rank-00001.safetensors").read_bytes()
+    (tmp_path / "step-00000012" / "rank-00001.safetensors").write_bytes(mode[:-1])
+    interrupt_after(job(data_file, checkpoint={"dir": str(tmp_path), "every": 5}), steps=11, start="resume")
+    assert "step-00000012" not in steps_in(tmp_path)
+    assert len(list(tmp_path.glob("set-aside-*/step-00000012"))) == 1
+    assert "resumed after step 10" in fit(config, resume=True)[0][2]
