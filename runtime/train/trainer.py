@@ -244,7 +244,7 @@ class Trainer:
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
-        for inputs, targets, extras in self._loading(self._feed.train(progress.epoch, start=progress.batch)):
+        for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
             *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
@@ -253,16 +253,6 @@ class Trainer:
             progress.step += 1
             progress.batch += 1
             yield result
-
-    def _loading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and say while each is loaded that this is what the rank is about."""
-        batches = iter(batches)
-        while True:
-            with self._publisher.phase("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     def _set_learning_rate(self) -> None:
         train = self.job.train
@@ -320,7 +310,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
-        for inputs, targets, extras in self._loading(self._feed.validation()):
+        for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
             totals.add(self.engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read())
 
