@@ -45,7 +45,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
-from .start import agreed_settings
+from .start import agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -110,6 +110,8 @@ class Trainer:
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
             wants_stop=wants_stop,
+            max_skipped=job.train.max_skipped,
+            spike_dir=spike_dir_of(job),
             seed=job.train.seed,
             transport=transport,
         )
@@ -227,6 +229,8 @@ class Trainer:
         for result in self._steps(traced):
             totals.add(result)
             reporter.advance()
+            if result.skipped:
+                reporter.say(f"step {progress.step} was skipped: its gradient is not finite")
             if window.add(result):
                 reporter.record(self._step_record(window, result))
             if result.stop_asked:
