@@ -22,8 +22,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
+from ..watch.publisher import Publisher
+from ..watch.waiting import NOTHING, WaitCell, collective_code
 from .host_link import HostLink, host_link
-from .waiting import NOTHING, WaitCell, collective_code
 
 
 class ReduceOp(Enum):
@@ -223,6 +224,7 @@ class Transport(ABC):
         device: where tensors that are sent and received live.
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
+        publisher: says where the rank is.
         goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
     """
 
@@ -231,10 +233,7 @@ class Transport(ABC):
     blocks_host = True
     goes_on: bool = False
 
-    def begin_run(self) -> None:
-        """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
-
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, publisher: Publisher | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -242,6 +241,8 @@ class Transport(ABC):
         self._channels: set[tuple[int, int]] = set()
         self._world_group: Group | None = None
         self.waits = WaitCell()
+        self.publisher = publisher or Publisher()
+        self.publisher.follow(self.waits)
         self.groups: list[tuple[int, ...]] = []
 
     def world_group(self) -> Group:
@@ -249,6 +250,10 @@ class Transport(ABC):
         if self._world_group is None:
             self._world_group = self.make_group([tuple(range(self.world_size))])
         return self._world_group
+
+    def begin_run(self) -> None:
+        """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
+        return  # where the ranks are not processes, they are not started again
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         """Split the world into groups and return the caller's.
@@ -267,6 +272,7 @@ class Transport(ABC):
         group = self._make_group(partition)
         group.wait_cell, group.wait_code = self.waits, collective_code(len(self.groups))
         self.groups.append(group.ranks)
+        self.publisher.tell_group(group.ranks)
         return group
 
     def open_channels(self, channels: Sequence[tuple[int, int]]) -> None:

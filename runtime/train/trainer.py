@@ -79,6 +79,7 @@ class Trainer:
         self.plan = plan
         require_sinks(job.log.sinks)
         self._reporter = reporter or Reporter(None, lambda _: None)
+        self._publisher = transport.publisher
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
         self.settings = agreed_settings(job, plan, transport)
@@ -159,8 +160,9 @@ class Trainer:
         """
         start = "resume" if resume else start
         with self._reporter as reporter, self._opened(start):
-            if not (start == "resume" and self._resume()):
-                self._load_pretrained()
+            with self._publisher.phase("load"):
+                if not (start == "resume" and self._resume()):
+                    self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
             if self.engine.expert_shares is not None:
@@ -248,7 +250,7 @@ class Trainer:
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
-        for inputs, targets, extras in self._feed.train(progress.epoch, start=progress.batch):
+        for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
             *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
@@ -314,7 +316,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
-        for inputs, targets, extras in self._feed.validation():
+        for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
             totals.add(self.engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read())
 
@@ -336,7 +338,9 @@ class Trainer:
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
     def _save(self) -> None:
-        if self._saves is not None:
+        if self._saves is None:
+            return
+        with self._publisher.phase("save"):
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
 
@@ -357,7 +361,8 @@ class Trainer:
         """Write the trained weights for others, if the job wants them."""
         directory = self.job.checkpoint.export
         if directory is not None:
-            self.engine.save_pretrained(directory)
+            with self._publisher.phase("save"):
+                self.engine.save_pretrained(directory)
             self._reporter.say(f"weights saved in {directory}")
 
     def _resume(self) -> bool:
