@@ -6,6 +6,7 @@
     │   └── UnsoundError          1   a plan that is not sound; carries the findings
     ├── MisfitError               3   the run does not fit the plan: world size, shapes, divisibility
     │   └── CodeError             1   a block, loss function or metric of the user's raised an error as it ran
+    ├── NotFiniteError            1   gradients of several steps in a row were not finite; says where that arose
     └── StallError                4   a run stalled or a peer died
 
 Each message says what is wrong, where, and what to do. The command line prints it on standard error and
@@ -48,6 +49,12 @@ class MisfitError(QuintschedError):
 
 class CodeError(MisfitError):
     """A block, a loss function or a metric of the user's raised an error as it ran; the cause is that error."""
+
+    exit_code = 1
+
+
+class NotFiniteError(QuintschedError):
+    """Gradients of several steps in a row were not finite; the message says where the first such value arose."""
 
     exit_code = 1
 

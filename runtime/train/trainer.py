@@ -45,7 +45,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
-from .start import agreed_settings
+from .start import agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -110,6 +110,8 @@ class Trainer:
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
             wants_stop=wants_stop,
+            max_skipped=job.train.max_skipped,
+            spike_dir=spike_dir_of(job),
             seed=job.train.seed,
             transport=transport,
         )
@@ -227,6 +229,8 @@ class Trainer:
         for result in self._steps(traced):
             totals.add(result)
             reporter.advance()
+            if result.skipped:
+                reporter.say(f"step {progress.step} was skipped: its gradient is not finite")
             if window.add(result):
                 reporter.record(self._step_record(window, result))
             if result.stop_asked:
@@ -244,7 +248,7 @@ class Trainer:
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
-        for inputs, targets, extras in self._loading(self._feed.train(progress.epoch, start=progress.batch)):
+        for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
             *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
@@ -253,16 +257,6 @@ class Trainer:
             progress.step += 1
             progress.batch += 1
             yield result
-
-    def _loading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and say while each is loaded that this is what the rank is about."""
-        batches = iter(batches)
-        while True:
-            with self._publisher.phase("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     def _set_learning_rate(self) -> None:
         train = self.job.train
@@ -320,7 +314,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
-        for inputs, targets, extras in self._loading(self._feed.validation()):
+        for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
             totals.add(self.engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read())
 

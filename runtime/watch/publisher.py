@@ -7,10 +7,10 @@ numbers[INDEX] = 17                            the interpreter, before each call
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import ref
 
 from quintsched.stalls.states import Phase
@@ -21,6 +21,8 @@ from .waiting import NOTHING, WORLD_CODE, WaitCell
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
+Thing = TypeVar("Thing")
+_END = object()
 NUMBER_OF: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
 
 
@@ -98,6 +100,16 @@ class Publisher:
         self.enter(phase, step=step)
         yield
         self.enter(before)
+
+    def fetching(self, batches: Iterable[Thing]) -> Iterator[Thing]:
+        """Yield batches; while each is fetched, this rank is about data."""
+        left = iter(batches)
+        while True:
+            with self.phase("data"):
+                batch = next(left, _END)
+            if batch is _END:
+                return
+            yield batch  # type: ignore[misc]
 
     def number_of(self, plan: Plan) -> int:
         """Return the number that a plan goes by: how many others this rank ran before it."""
