@@ -67,7 +67,9 @@ class Injection:
     index: int | None = None
 
     def fire(self, folder: Path) -> None:
-        """Fail, and write down when; returns only after a signal that stopped it was followed by one to go on."""
+        """Fail once, and write down when; returns only where a signal that stopped it was followed by one to go on."""
+        if (folder / "fired").exists():
+            return
         (folder / "fired").write_text(str(time.time()))
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
