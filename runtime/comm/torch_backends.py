@@ -137,7 +137,8 @@ class _TorchTransport(Transport):
 
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make the process group of `ranks`; None on ranks that are not among them."""
-        with stall_errors(f"rank {self.rank} connecting with ranks {list(ranks)}", self.publisher):
+        what = f"rank {self.rank} connecting with ranks {list(ranks)}"
+        with stall_errors(what, self.publisher), self.publisher.waiting_for_all():
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=self.name)
         if self.rank not in ranks:
             return None
