@@ -73,12 +73,23 @@ class OpenCheckpoints:
         engine: what is saved and loaded.
         opened: the folder.
         keep: how many of the latest checkpoints stay.
+        settings: what the run was started with, which its manifests keep.
         background: whether saves are written while training goes on.
         patience_s: how long nothing may happen while ranks wait for the parts of others.
     """
 
-    def __init__(self, engine: Engine, opened: OpenRun, keep: int, *, background: bool, patience_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        opened: OpenRun,
+        keep: int,
+        settings: Mapping[str, Any],
+        *,
+        background: bool,
+        patience_s: float,
+    ) -> None:
         self.engine, self.folder, self.run = engine, opened.folder, opened.run
+        self._settings = settings
         self.moved = opened.words
         self._keep, self._patience_s = keep, patience_s
         self._writer = Writer(background=background)
@@ -117,6 +128,11 @@ class OpenCheckpoints:
         if not self._writer.is_background:
             self.finish()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save that is under way has failed here; `finish` then raises on all ranks."""
+        return self._writer.has_failed
+
     def finish(self) -> None:
         """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
         if self._writer.is_under_way:
@@ -141,7 +157,7 @@ class OpenCheckpoints:
             return write_shard(folder / file_name(self._rank), layout, memory)
 
         def complete(files: Sequence[RankFile]) -> None:
-            joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress).to_json())
+            joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress, self._settings).to_json())
             with writing(attempt):
                 self.folder.complete(attempt, step, self._keep)
 
@@ -198,15 +214,19 @@ class Checkpoints:
     kind: type[OpenCheckpoints] = OpenCheckpoints
 
     @contextmanager
-    def opened(self, engine: Engine, start: Start = "new") -> Iterator[OpenCheckpoints]:
-        """A context in which the folder is this run's alone; all ranks enter it.
+    def opened(
+        self, engine: Engine, start: Start = "new", settings: Mapping[str, Any] | None = None
+    ) -> Iterator[OpenCheckpoints]:
+        """A context in which the folder is this run's alone; all ranks enter it. Manifests keep the settings.
 
         The last save has ended when it is left. Raises, on all ranks alike, `UsageError` where another run lives or was
         saved there; see `opening`.
         """
         rank = engine.transport.rank
         opened = open_run(self.directory, start, engine.everyone, rank, [COSTS])
-        saves = self.kind(engine, opened, self.keep, background=self.background, patience_s=self.patience_s)
+        saves = self.kind(
+            engine, opened, self.keep, settings or {}, background=self.background, patience_s=self.patience_s
+        )
         try:
             try:
                 yield saves

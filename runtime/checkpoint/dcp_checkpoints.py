@@ -56,6 +56,7 @@ class OpenDcpCheckpoints(OpenCheckpoints):
             step=step,
             replicas=engine.num_replicas,
             files=files,
+            settings=dict(self._settings),
             progress=dict(progress),
         )
         engine.everyone.together(complete if rank == 0 else _nothing)

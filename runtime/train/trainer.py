@@ -108,7 +108,7 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
-            wants_stop=wants_stop,
+            wants_stop=lambda: wants_stop() or self._has_failed_save(),
             seed=job.train.seed,
             transport=transport,
         )
@@ -185,7 +185,7 @@ class Trainer:
         if self._checkpoints is None:
             yield
             return
-        with self._checkpoints.opened(self.engine, start) as self._saves:
+        with self._checkpoints.opened(self.engine, start, self.settings) as self._saves:
             if self._saves.moved:
                 self._reporter.say(self._saves.moved)
             yield
@@ -333,6 +333,10 @@ class Trainer:
         if self._saves is not None:
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
+
+    def _has_failed_save(self) -> bool:
+        """Whether the save in the background has failed here: all ranks then stop, and the next save says why."""
+        return self._saves is not None and self._saves.has_failed
 
     def _stop(self) -> None:
         """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
