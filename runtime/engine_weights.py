@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 
 from .interchange.exchange import Exchange
 from .interpreter.plan_runner import PlanRunner
 from .optim.chained import LRSchedulers
 from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import MeshGroups
-from .resharding.layout import LAYOUT, layout_of
+from .resharding.layout import LAYOUT, StateLayout, layout_of
 from .resharding.load_saved import load_saved
-from .resharding.saved_state import SavedState, opened, read_layout
+from .resharding.saved_state import SavedState
 from .stage.build import Stage
 from .stage.rank_model import RankModel
 from .state.master_weights import Masters
@@ -132,17 +132,21 @@ class EngineWeights:
         """
         self._averages.require_none_applied("load_state_files")
         with self._exchange.everyone.together(lambda: SavedState([Path(path) for path in paths])) as saved:
+            if saved.unplaced:
+                raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie")
             self._load_progress(load_saved(saved, self._exchange, self._averages.all))
 
-    def fits_state_file(self, path: str | Path) -> bool:
+    def fits_state(self, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bool:
         """Whether a file has just this rank's weights, cut as they are here, so that `load_state_dict` can take it.
 
-        A file that does not say how its tensors lie is taken to have them so.
+        One that does not say how its tensors lie is taken to have them so.
         """
-        with opened(Path(path)) as file:
-            theirs, names = read_layout(Path(path), file), {n for n in file.keys() if n.startswith("model.")}  # noqa: SIM118
+        theirs = StateLayout.of_metadata(metadata)
         mine = {f"model.{one.name}" for one in self._exchange.held() if one.numbers is not None}
-        return theirs is None or (names == mine and theirs.holds_as(layout_of(self._exchange, [])))
+        if theirs is None:
+            return True
+        names = {name for name in state if name.startswith("model.")}
+        return names == mine and theirs.holds_as(layout_of(self._exchange, []))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).

@@ -51,6 +51,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "quintsched.viz": (
         "frontier",
+        "stall",
         "timeline",
         "activation_panel",
         "legend",

@@ -1,6 +1,7 @@
 """Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step under it,
 `compare` stacks several plans on one time axis, `render_collective` draws a spelled-out collective, `render_tuning`
-what a search for strategies found, and `save_events` writes what Perfetto and Chrome show.
+what a search for strategies found, `render_stall` where ranks stand, and `save_events` writes what Perfetto and Chrome
+show.
 
     from quintsched.viz import compare, render
 
@@ -18,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .frontier import render_tuning
     from .perfetto import save_events
+    from .stall import render_stall
     from .timeline import compare, render, render_collective, render_measured
 
-__all__ = ["compare", "render", "render_collective", "render_measured", "render_tuning", "save_events"]
+__all__ = ["compare", "render", "render_collective", "render_measured", "render_stall", "render_tuning", "save_events"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
-    home = {"save_events": ".perfetto", "render_tuning": ".frontier"}.get(name, ".timeline")
+    home = {"save_events": ".perfetto", "render_tuning": ".frontier", "render_stall": ".stall"}.get(name, ".timeline")
     return getattr(import_module(home, __name__), name)
 
 

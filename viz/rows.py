@@ -99,23 +99,25 @@ def _crowding(scene: Scene, scale: Scale) -> float:
     return len(scene.arrows) / max(scene.ranks - 1, 1) / max(inches, 1.0)
 
 
-def _rectangle(x0: float, x1: float, y0: float, y1: float) -> list[tuple[float, float]]:
+def rectangle(x0: float, x1: float, y0: float, y1: float) -> list[tuple[float, float]]:
+    """Return the corners of a rectangle."""
     return [(x0, y0), (x1, y0), (x1, y1), (x0, y1)]
 
 
-def _band(rank: int) -> tuple[float, float]:
+def band(rank: int) -> tuple[float, float]:
+    """Return from where to where boxes lie in a row."""
     return rank + GUTTER, rank + 1 - GUTTER
 
 
 def _lane(box: Box) -> tuple[float, float]:
     """Return where a box lies."""
-    top, bottom = _band(box.rank)
+    top, bottom = band(box.rank)
     height = (bottom - top) / box.lanes
     return top + box.lane * height, top + (box.lane + 1) * height
 
 
 def _draw_idle(axes: Axes, scene: Scene) -> None:
-    bands = [_rectangle(0, scene.makespan, *_band(rank)) for rank in range(scene.ranks)]
+    bands = [rectangle(0, scene.makespan, *band(rank)) for rank in range(scene.ranks)]
     axes.add_collection(
         PolyCollection(bands, facecolors=IDLE, edgecolors=IDLE_HATCH, linewidths=0, hatch="////", zorder=1),
         autolim=False,
@@ -123,7 +125,7 @@ def _draw_idle(axes: Axes, scene: Scene) -> None:
 
 
 def _draw_waits(axes: Axes, scene: Scene) -> None:
-    bands = [_rectangle(wait.start, wait.end, *_band(wait.rank)) for wait in scene.waits]
+    bands = [rectangle(wait.start, wait.end, *band(wait.rank)) for wait in scene.waits]
     if bands:
         drawn = PolyCollection(
             bands, facecolors=WAIT, edgecolors=WAIT_HATCH, linewidths=0, hatch=WAIT_PATTERN, zorder=2.5, gid="waits"
@@ -134,7 +136,7 @@ def _draw_waits(axes: Axes, scene: Scene) -> None:
 def _draw_bars(axes: Axes, scene: Scene) -> None:
     if scene.bars:
         drawn = PolyCollection(
-            [_rectangle(bar.start, bar.end, *_band(bar.rank)) for bar in scene.bars],
+            [rectangle(bar.start, bar.end, *band(bar.rank)) for bar in scene.bars],
             facecolors=[shade(look_of(bar.what).colour, 1, 2) for bar in scene.bars],
             linewidths=0,
             zorder=3,
@@ -146,7 +148,7 @@ def _draw_bars(axes: Axes, scene: Scene) -> None:
 def _draw_strips(axes: Axes, scene: Scene) -> None:
     if scene.strips:
         drawn = PolyCollection(
-            [_rectangle(s.start, s.end, *_gutter(s.rank, below=s.what is OffloadAct)) for s in scene.strips],
+            [rectangle(s.start, s.end, *_gutter(s.rank, below=s.what is OffloadAct)) for s in scene.strips],
             facecolors=[look_of(strip.what).colour for strip in scene.strips],
             edgecolors="white",
             linewidths=0.4,
@@ -158,13 +160,13 @@ def _draw_strips(axes: Axes, scene: Scene) -> None:
 
 def _gutter(rank: int, *, below: bool) -> tuple[float, float]:
     """Return where the half of a gutter lies that is next to a row's band."""
-    top, bottom = _band(rank)
+    top, bottom = band(rank)
     return (bottom, bottom + 0.6 * GUTTER) if below else (top - 0.6 * GUTTER, top)
 
 
 def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:
     drawn = PolyCollection(
-        [_rectangle(box.start, box.end, *_lane(box)) for box in scene.boxes],
+        [rectangle(box.start, box.end, *_lane(box)) for box in scene.boxes],
         facecolors=[_colour(box, scale) for box in scene.boxes],
         edgecolors="white",
         linewidths=[min(0.8, 0.1 * (box.end - box.start) * scale.points_per_time) for box in scene.boxes],
@@ -219,8 +221,8 @@ def _draw_arrows(axes: Axes, scene: Scene, scale: Scale) -> None:
         side = -1.1 if down else 1.1
         beside = axes.transData + ScaledTranslation(side / 72, 0, axes.figure.dpi_scale_trans)
         before = axes.transData + ScaledTranslation(side / 72, -1.3 * side / 72, axes.figure.dpi_scale_trans)
-        tips = [(arrow.end, _band(arrow.target)[0 if down else 1]) for arrow in arrows]
-        tails = [(arrow.start, _band(arrow.source)[1 if down else 0]) for arrow in arrows]
+        tips = [(arrow.end, band(arrow.target)[0 if down else 1]) for arrow in arrows]
+        tails = [(arrow.start, band(arrow.source)[1 if down else 0]) for arrow in arrows]
         colours = [CARGO[arrow.kind].colour for arrow in arrows]
         lines = LineCollection(
             list(zip(tails, tips, strict=True)), colors=colours, linewidths=width, alpha=alpha, zorder=2, gid="messages"
@@ -245,7 +247,7 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark], scale: Scale) -> None:
     """Draw marks on the lower edges of the bands."""
     places: dict[type[Instruction], list[tuple[float, float]]] = defaultdict(list)
     for mark, x in _spread(marks, MARK_STEP / scale.points_per_time):
-        places[mark.what].append((x, _band(mark.rank)[1]))
+        places[mark.what].append((x, band(mark.rank)[1]))
     for what, xys in places.items():
         look = look_of(what)
         xs, ys = zip(*xys, strict=True)
@@ -273,16 +275,17 @@ def _spread(marks: Sequence[Mark], step: float) -> Iterator[tuple[Mark, float]]:
 
 
 def _name_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
-    """Name the ranks at the left and say at the right how much of the time each computes."""
+    """Name the rows at the left; say at the right how much of the time each computes, or what else is said of it."""
     axes.set_ylim(scene.ranks, 0)
     every = max(1, round(font * 1.25 / scale.row_points + 0.49))
     ranks = range(0, scene.ranks, every)
-    axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks], fontsize=font)
+    names = scene.names or tuple(f"rank {rank}" for rank in range(scene.ranks))
+    axes.set_yticks([rank + 0.5 for rank in ranks], [names[rank] for rank in ranks], fontsize=font)
     axes.tick_params(axis="y", length=0)
     for rank in ranks:
         fraction = scene.busy[rank] / scene.makespan if scene.makespan else 0.0
         axes.annotate(
-            f"{percent(fraction)} busy",
+            scene.notes[rank] if scene.notes else f"{percent(fraction)} busy",
             (1, rank + 0.5),
             xycoords=axes.get_yaxis_transform(),
             xytext=(5, 0),

@@ -94,7 +94,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Scene:
-    """All that is drawn of one pipeline."""
+    """All that is drawn of one pipeline.
+
+    `names` are those of the rows, and `notes` what is said of each at its right end; () for numbers, and for how much
+    of the time each computes.
+    """
 
     ranks: int
     makespan: float
@@ -105,6 +109,8 @@ class Scene:
     bars: tuple[Bar, ...] = ()
     waits: tuple[Wait, ...] = ()
     strips: tuple[Strip, ...] = ()
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> int:

@@ -83,7 +83,7 @@ def render_collective(run: CollectiveRun, path: Path) -> None:
 def draw_plan(simulation: Simulation) -> Sheet:
     """Return a drawing of one plan, in the style that is set."""
     scene = stage_scene(simulation)
-    sheet, scale = _lay_out([scene], rows_per_inch=2.0)
+    sheet, scale = lay_out([scene], rows_per_inch=2.0)
     sheet.line(printable(simulation.plan.title), TITLE, bold=True)
     sheet.line(_figures(simulation), TEXT, colour=QUIET)
     sheet.space(0.06)
@@ -93,7 +93,7 @@ def draw_plan(simulation: Simulation) -> Sheet:
     if held := held_activations(simulation):
         _hide_times(axes)
         axes = _add_held(sheet, held, scene, scale)
-    _name_times(sheet, axes, simulation.unit)
+    name_times(sheet, axes, simulation.unit)
     return sheet
 
 
@@ -101,7 +101,7 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
     """Return a drawing of several plans, in the style that is set."""
     scenes = [stage_scene(simulation) for simulation in simulations]
     until = max(scene.makespan for scene in scenes)
-    sheet, scale = _lay_out(scenes, rows_per_inch=2.6)
+    sheet, scale = lay_out(scenes, rows_per_inch=2.6)
     sheet.legend(keys_of(scenes, scale, SMALL * sheet.font_scale), SMALL)
     for simulation, scene in zip(simulations, scenes, strict=True):
         sheet.space(0.12)
@@ -112,7 +112,7 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
         axes = _add_rows(sheet, scene, scale, until)
         if scene is not scenes[-1]:
             _hide_times(axes)
-    _name_times(sheet, axes, simulations[0].unit)
+    name_times(sheet, axes, simulations[0].unit)
     return sheet
 
 
@@ -120,7 +120,7 @@ def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
     """Return a drawing of a measured step under its simulated plan, in the style that is set."""
     scenes = [stage_scene(simulation), stage_scene(step)]
     until = max(scene.makespan for scene in scenes)
-    sheet, scale = _lay_out(scenes, rows_per_inch=2.2)
+    sheet, scale = lay_out(scenes, rows_per_inch=2.2)
     sheet.line(printable(simulation.plan.title), TITLE, bold=True)
     sheet.line(_comparison(simulation, step), TEXT, colour=QUIET)
     sheet.space(0.06)
@@ -134,21 +134,21 @@ def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
         axes = _add_rows(sheet, scene, scale, until)
         if scene is scenes[0]:
             _hide_times(axes)
-    _name_times(sheet, axes, step.unit)
+    name_times(sheet, axes, step.unit)
     return sheet
 
 
 def draw_collective(run: CollectiveRun) -> Sheet:
     """Return a drawing of a spelled-out collective, in the style that is set."""
     scene = chunk_scene(run)
-    sheet, scale = _lay_out([scene], rows_per_inch=2.4)
+    sheet, scale = lay_out([scene], rows_per_inch=2.4)
     sheet.line(run.plan.title, TITLE, bold=True)
     figures = f"{number(run.num_bytes)} bytes in {duration(run.makespan, 's')}"
     sheet.line(f"{figures} · bandwidth use {percent(run.bandwidth_use)}", TEXT, colour=QUIET)
     sheet.space(0.06)
     sheet.legend(keys_of([scene], scale, SMALL * sheet.font_scale), SMALL)
     sheet.space(0.08)
-    _name_times(sheet, _add_rows(sheet, scene, scale, scene.makespan), "s")
+    name_times(sheet, _add_rows(sheet, scene, scale, scene.makespan), "s")
     return sheet
 
 
@@ -169,7 +169,7 @@ def _figures(simulation: Simulation) -> str:
     return f"{_main_figures(simulation)} · span bubble {percent(simulation.span_bubble)} of the longest rank's span"
 
 
-def _lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale]:
+def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale]:
     """Choose the size of the paper and of what is on it: numbers should fit into boxes, within limits."""
     until = max(scene.makespan for scene in scenes)
     tail = tail_points(scenes)
@@ -220,7 +220,8 @@ def _hide_times(axes: Axes) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def _name_times(sheet: Sheet, axes: Axes, unit: str) -> None:
+def name_times(sheet: Sheet, axes: Axes, unit: str) -> None:
+    """Name the time axis, which is the last thing on a sheet."""
     size = TEXT * sheet.font_scale
     label = f"time ({printable('forwards' if unit == 'forward' else unit)})"
     axes.tick_params(axis="x", labelsize=size)

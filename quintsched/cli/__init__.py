@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from quintsched.cli.app import make_app
+from quintsched.cli.app import Group, make_app
 from quintsched.cli.calibrate import calibrate
 from quintsched.cli.catalogue import schedules
 from quintsched.cli.check import check
+from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
 from quintsched.cli.exchange import export, import_
 from quintsched.cli.new import new
@@ -42,10 +43,12 @@ COMMANDS = (
     new,
 )
 
+GROUPS = (Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),)
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command (default: that of `sys.argv`) and exit; `quintsched --help` lists the exit codes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show an arrow is no reason to fail
-    make_app(COMMANDS)(args=arguments, prog_name="quintsched")
+    make_app(COMMANDS, GROUPS)(args=arguments, prog_name="quintsched")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +20,8 @@ PIPE_CLOSED = 141
 """128 + SIGPIPE, for `quintsched … | head`."""
 
 
-def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
-    """Return an application of these commands, in this order; `import_` is called import."""
+def make_app(commands: Iterable[Callable[..., None]], groups: Iterable[Group] = ()) -> typer.Typer:
+    """Return an application of these commands, in this order, and of groups; `import_` is called import."""
     app = typer.Typer(
         cls=Commands,
         callback=quintsched,
@@ -32,7 +33,21 @@ def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     )
     for command in commands:
         app.command(command.__name__.removesuffix("_"))(command)
+    for group in groups:
+        made = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=group.help)
+        for command in group.commands:
+            made.command(command.__name__.removesuffix("_"))(command)
+        app.add_typer(made, name=group.name)
     return app
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands that follow a word of their own: `quintsched checkpoint show`."""
+
+    name: str
+    help: str
+    commands: Sequence[Callable[..., None]]
 
 
 class Commands(TyperGroup):

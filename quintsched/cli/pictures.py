@@ -12,7 +12,6 @@ import typer
 from quintsched.cli.output import (
     AsJson,
     CostsFile,
-    PlanFile,
     emit,
     percent,
     read_costs,
@@ -38,10 +37,11 @@ BUCKET_BYTES = 25e6
 
 
 def render(
-    plan: PlanFile,
+    plan: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan file; - reads standard input.")] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PICTURE", help="A .png, .svg or .html file; .json for Perfetto.")
-    ],
+        Path | None,
+        typer.Option("--output", "-o", metavar="PICTURE", help="A .png, .svg or .html file; .json for Perfetto."),
+    ] = None,
     costs: CostsFile = None,
     trace: Annotated[
         Path | None,
@@ -51,13 +51,23 @@ def render(
         str | None,
         typer.Option("--collective", metavar="NAME", help="Draw the steps of a collective that the plan spells out."),
     ] = None,
+    stall: Annotated[
+        Path | None,
+        typer.Option("--stall", metavar="REPORT", help="The report of a run that stalled: draw where its ranks stand."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a plan over time, and the activations that stand.
 
     With --trace, draw what a run measured (the step with the median makespan) under the plan, on one time axis; the
-    plan then is timed by costs from the trace, unless --costs gives others.
+    plan then is timed by costs from the trace, unless --costs gives others. With --stall, draw where the ranks of a
+    report stand; it has the plan, and the picture is beside it unless -o says where.
     """
+    if stall is not None:
+        _draw_stall(stall, output, (plan, costs, trace, collective), as_json=as_json)
+        return
+    if plan is None or output is None:
+        raise UsageError("render needs a plan and -o PICTURE, or --stall with a report")
     path = picture_path(output, (*PICTURES, PAGE, EVENTS))
     refuse_input(path, plan, costs, trace)
     read = read_plan(plan)
@@ -79,6 +89,28 @@ def render(
         emit({"picture": str(path), **simulation.summary(), **measured})
     else:
         say([f"{path}: {simulation.plan.title}", *(_outcome(simulation, step) if step is not None else ())])
+
+
+def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, as_json: bool) -> None:
+    """Draw a report of a stall; raises `UsageError` for what else was asked for, `InputError` for a broken report."""
+    from quintsched.stalls.report import StallReport
+
+    if any(other is not None for other in others):
+        raise UsageError("--stall is drawn alone: the report has its plan; leave out the plan and all but -o")
+    path = picture_path(stall.with_suffix(".png") if output is None else output, (*PICTURES, PAGE))
+    refuse_input(path, stall)
+    report = StallReport.load(stall)
+
+    def draw() -> None:
+        from quintsched import viz
+
+        viz.render_stall(report, path)
+
+    write_picture(path, draw)
+    if as_json:
+        emit({"picture": str(path), "title": report.plan.title, "culprits": list(report.ranks)})
+    else:
+        say([f"{path}: {report.plan.title}", report.words()])
 
 
 def _spelled_out(plan: Plan, name: str) -> CollectiveRun:

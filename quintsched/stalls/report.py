@@ -94,14 +94,14 @@ class StallReport(Strict):
                 raise InputError(f"/states: rank {rank} has no instruction {index}")
         return self
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the report, whole or not at all; raises `UsageError` where that cannot be done."""
-        write_whole(path, self.to_json(), "the report")
+        write_whole(Path(path), self.to_json(), "the report")
 
     @classmethod
-    def load(cls, path: Path) -> StallReport:
+    def load(cls, path: str | Path) -> StallReport:
         """Read a report; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-        data = read_whole(path, MAX_BYTES, "the report")
+        data = read_whole(Path(path), MAX_BYTES, "the report")
         try:
             return cls.from_json(data)
         except InputError as error:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from quintsched.ir.instructions import Recv
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.partners import Partners
 from quintsched.stalls.states import RankState
@@ -53,7 +54,7 @@ class WaitGraph:
             return []
         if state.awaits.kind == "collective":
             return list(self._collective(state, state.awaits.ranks))
-        return [] if state.awaits.index is None else self._message(state, state.awaits.index)
+        return [] if state.awaits.index is None else self._message(state, state.awaits.index, state.awaits.kind)
 
     def stands_alone(self, rank: int) -> bool:
         """Whether a rank says that it waits for nobody; who does not say may wait for anybody."""
@@ -78,12 +79,12 @@ class WaitGraph:
             return PAST
         return None if state.index is None else _compare(state.index, index)
 
-    def _message(self, state: RankState, index: int) -> list[Edge]:
-        """Return the wait for the other end of a message."""
+    def _message(self, state: RankState, index: int, kind: str) -> list[Edge]:
+        """Return the wait for the other end of a message, of which this one is to "receive" or "send"."""
         mesh = self._plan.mesh
         where = mesh.coordinates(state.rank)
         found = self._partners.partner(where.get("pp", 0), index) if state.program == self._plan.mode else None
-        if found is None:
+        if found is None or isinstance(self._plan.programs[found[0]][found[1]], Recv) != (kind == "send"):
             return []
         pp_rank, on_index = found
         on = mesh.rank(where | {"pp": pp_rank})
@@ -120,7 +121,7 @@ class WaitGraph:
         where = mesh.coordinates(state.rank)
         pp_rank = where.get("pp", 0)
         for index in self._partners.received_by(pp_rank, state.index):
-            yield from self._message(state, index)
+            yield from self._message(state, index, "receive")
         row = self._partners.row(pp_rank, state.index)
         if row is None:
             return

@@ -77,7 +77,7 @@ def _ending(fate: Fate) -> str:
         case "exit":
             return f"ended with exit code {fate.code}{because}"
         case "stopped":
-            return f"does not run{because or ': it was stopped or is frozen,'}"
+            return f"is stopped, as by SIGSTOP{because},"
         case "error":
             return f"raised {text or 'an error'}," if fate.code is None else f"raised {text} (exit code {fate.code}),"
         case "gone":

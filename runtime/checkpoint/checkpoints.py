@@ -11,7 +11,6 @@ Nothing in a checkpoint is ever resolved to code. `run_folder` says what lies wh
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,21 +21,19 @@ from typing import Any
 
 import torch
 
-from quintsched.errors import InputError, MisfitError
+from quintsched.errors import InputError
 from quintsched.files.plain import require_folder
 
 from ..engine import Engine
 from ..job.choices import Start
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
-from .manifest import MANIFEST, DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
+from .manifest import DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
 from .opening import OpenRun, open_run
+from .reading import LOADER, Reading, plan_digest
 from .run_folder import SavedStep, writing
-from .shard_file import read_shard, write_shard
+from .shard_file import write_shard
 from .writer import Writer
-
-LOADER = "loader.state"
-"""The name of where a rank's loader is, beside its tensors."""
 
 COSTS = "block_costs.json"
 """The file of what blocks cost, which a run that is resumed needs; see `of_job`."""
@@ -54,7 +51,7 @@ class Found:
         folder: where it lies.
         manifest: what it says of itself.
         skipped: later steps that are not whole, each with the reason.
-        loader: where this rank's loader was.
+        loader: where this rank's loader was, when all is loaded.
         load: lets an engine have its tensors; all ranks call this. Raises `MisfitError`, before any is changed.
     """
 
@@ -189,18 +186,8 @@ class OpenCheckpoints:
     def _open(self, saved: SavedStep) -> Found:
         """Return a checkpoint after a look at all that this rank reads of it; raises `InputError`, `MisfitError`."""
         manifest = read_manifest(saved.manifest, saved.step)
-        require_plan(saved.folder, manifest, self.engine)
-        file = manifest.files[self._rank]
-        state = read_shard(saved.folder / file.name, file)
-        loader = state.pop(LOADER, None)
-
-        def load() -> None:
-            self.engine.everyone.together(lambda: self.engine.require_loadable(state))
-            self.engine.load_state_dict(state)
-
-        return Found(
-            saved.step, saved.folder, manifest, (), lambda: None if loader is None else loader.numpy().tobytes(), load
-        )
+        reading = Reading(self.engine, saved.folder, manifest)
+        return Found(saved.step, saved.folder, manifest, (), reading.loader, reading.load)
 
 
 @dataclass(frozen=True)
@@ -237,20 +224,3 @@ class Checkpoints:
         finally:
             if opened.lock is not None:
                 opened.lock.release()
-
-
-def require_plan(folder: Path, manifest: Manifest, engine: Engine) -> None:
-    """Raise `MisfitError` where a checkpoint is of another plan, `InputError` where it contradicts itself."""
-    if manifest.plan_sha256 != plan_digest(engine):
-        raise MisfitError(
-            f"{folder}: the checkpoint was written by another plan (mesh {manifest.mesh}); "
-            "resume with the plan and mesh that wrote it"
-        )
-    if manifest.mesh != str(engine.plan.mesh):
-        fault = f"the mesh is {manifest.mesh}, but that of its plan is {engine.plan.mesh}"
-        raise InputError(f"{folder / MANIFEST}: /mesh: {fault}")
-
-
-def plan_digest(engine: Engine) -> str:
-    """Return what tells apart the plans that wrote checkpoints."""
-    return hashlib.sha256(engine.plan.to_json().encode()).hexdigest()

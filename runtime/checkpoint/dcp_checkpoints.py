@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import write_whole
 
 from ..engine import Engine
-from ..interchange.dcp_format import TABLE, read_table
+from ..interchange.dcp_format import TABLE
 from ..interchange.dcp_format import file_name as dcp_file_name
 from .checkpoints import WHAT, Found, OpenCheckpoints
 from .manifest import MANIFEST, VERSION, DcpManifest, RankFile, read_dcp_manifest
@@ -66,7 +66,6 @@ class OpenDcpCheckpoints(OpenCheckpoints):
         manifest = read_dcp_manifest(saved.manifest, saved.step)
         for file in manifest.files[self._rank :: engine.plan.mesh.size]:
             require_intact(saved.folder / file.name, file)
-        _require_loaders(saved.folder, manifest, engine)
         loaded: dict[str, object] = {}
 
         def load() -> None:
@@ -74,26 +73,13 @@ class OpenDcpCheckpoints(OpenCheckpoints):
 
         def loader() -> bytes | None:
             state = loaded.get(_loader_of(engine))
-            return state if isinstance(state, bytes) else None
+            return state if isinstance(state, bytes) and manifest.replicas == engine.num_replicas else None
 
         return Found(saved.step, saved.folder, manifest, (), loader, load)
 
 
 def _loader_of(engine: Engine) -> str:
     return f"{LOADERS}{engine.replica}"
-
-
-def _require_loaders(folder: Path, manifest: DcpManifest, engine: Engine) -> None:
-    """Raise `MisfitError` where there are states of loaders, but not one for each replica here."""
-    try:
-        names = read_table(folder).state_dict_metadata
-    except UsageError as error:
-        raise InputError(str(error)) from error
-    if manifest.replicas != engine.num_replicas and any(str(name).startswith(LOADERS) for name in names):
-        raise MisfitError(
-            f"{folder}: its loaders are those of {manifest.replicas} replicas, but here there are "
-            f"{engine.num_replicas}; resume with as many (dp x ep)"
-        )
 
 
 def _names_of(rank: int) -> list[str]:

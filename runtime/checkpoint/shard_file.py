@@ -170,8 +170,8 @@ def blocks_of(memory: Tensor) -> Iterator[memoryview]:
         yield view[start : start + BLOCK]
 
 
-def read_shard(path: Path, file: RankFile) -> dict[str, Tensor]:
-    """Return the tensors of a file, which is what the manifest says of it.
+def read_shard(path: Path, file: RankFile) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Return the tensors of a file, which is what the manifest says of it, and its metadata.
 
     Its size is looked at before anything is read, its header before there is memory for the rest. Raises `InputError`
     with the path.
@@ -198,7 +198,7 @@ def read_shard(path: Path, file: RankFile) -> dict[str, Tensor]:
             fill(opened, block, path)
             digest.update(block)
     _require_digest(path, file, digest.hexdigest())
-    return layout.views(memory)
+    return layout.views(memory), layout.metadata
 
 
 def write_shard(path: Path, layout: Layout, memory: Tensor) -> RankFile:

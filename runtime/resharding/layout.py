@@ -82,6 +82,11 @@ class StateLayout:
         yield from self.beside.values()
 
     @classmethod
+    def of_metadata(cls, metadata: Mapping[str, str]) -> StateLayout | None:
+        """Return what the metadata of a file say; None where they say nothing. Raises as `from_text`."""
+        return cls.from_text(metadata[LAYOUT]) if LAYOUT in metadata else None
+
+    @classmethod
     def from_text(cls, text: str) -> StateLayout:
         """Return what `to_text` wrote; raises `InputError` with the place of the first fault."""
         try:

@@ -104,18 +104,20 @@ class _Loader:
                 continue
             for number, average in enumerate(self._averages):
                 mine = average.of(one.name)
-                if mine is not None:
-                    self._fill(f"{AVERAGE}{number}.", one.name, placement, mine)
+                if mine is not None and not self._fill(f"{AVERAGE}{number}.", one.name, placement, mine):
+                    mine.copy_(numbers)  # it begins anew
             self._load_state(one, placement, *homes[one.name])
         for number, average in enumerate(self._averages):
             name = f"{AVERAGE}{number}.updates"
             if name in self._saved.pieces:
                 average.updates = int(self._saved.whole(name))
 
-    def _fill(self, prefix: str, name: str, placement: Placement, numbers: Tensor) -> None:
+    def _fill(self, prefix: str, name: str, placement: Placement, numbers: Tensor) -> bool:
+        """Read a tensor of a weight's shape; return whether the checkpoint has it."""
         found = self._find(prefix, name)
         if found is not None:
             self._saved.fill(found, list(placement.boxes(numbers)))
+        return found is not None
 
     def _load_state(self, one: HeldTensor, placement: Placement, stage: int, parameter: torch.nn.Parameter) -> None:
         """Read what an optimizer keeps for a weight: its keys are those of the checkpoint."""

@@ -24,7 +24,7 @@ from quintsched.errors import InputError
 
 from ..interchange.boxes import Box, Placement
 from ..interchange.save_pretrained import TYPES
-from .layout import LAYOUT, StateLayout, is_plain
+from .layout import StateLayout, is_plain
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
@@ -85,8 +85,9 @@ class SavedState:
         pieces: by name of a tensor, what files have of it, in their order.
         layouts: what each file says of itself.
         beside: states of optimizers that have no place in a whole tensor, by name.
+        unplaced: files that do not say where their tensors lie, of which nothing is read.
 
-    Raises `InputError` for a file that is damaged, or that does not say how its tensors lie.
+    Raises `InputError` for a file that is damaged.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -94,6 +95,7 @@ class SavedState:
         self.pieces: dict[str, list[SavedPiece]] = {}
         self.beside: dict[str, list[SavedPiece]] = {}
         self.layouts: list[StateLayout] = []
+        self.unplaced: list[Path] = []
         self._stack = ExitStack()
         self._keys: dict[str, dict[str, None]] = {}
         for path in paths:
@@ -104,10 +106,11 @@ class SavedState:
                 self._keys.setdefault(weight, {})[key] = None
 
     def _add(self, path: Path) -> None:
-        file = self._stack.enter_context(opened(path))
-        layout = read_layout(path, file)
+        file = self._stack.enter_context(_opened(path))
+        layout = _read_layout(path, file)
         if layout is None:
-            raise InputError(f"{path}: the file does not say where its tensors lie; resume with the plan that wrote it")
+            self.unplaced.append(path)
+            return
         self.layouts.append(layout)
         for name in file.keys():  # noqa: SIM118
             shape = tuple(file.get_slice(name).get_shape())
@@ -172,7 +175,7 @@ class SavedState:
         return full
 
 
-def opened(path: Path) -> Any:
+def _opened(path: Path) -> Any:
     """Return an open safetensors file; raises `InputError` for what is none."""
     try:
         return safe_open(path, framework="pt")
@@ -180,11 +183,10 @@ def opened(path: Path) -> Any:
         raise InputError(f"{path}: not a safetensors file: {error}") from error
 
 
-def read_layout(path: Path, file: Any) -> StateLayout | None:
+def _read_layout(path: Path, file: Any) -> StateLayout | None:
     """Return what an open file says of its tensors; None where it says nothing."""
-    text = (file.metadata() or {}).get(LAYOUT)
     try:
-        return None if text is None else StateLayout.from_text(text)
+        return StateLayout.of_metadata(file.metadata() or {})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

@@ -40,12 +40,12 @@ _PROGRESS = TypeAdapter(Progress)
 
 
 def progress_of(found: Found, epoch_batches: int) -> Progress:
-    """Return how far a checkpoint had come.
+    """Return how far a checkpoint had come; one of imported weights says nothing, and is at the beginning.
 
     Raises `InputError` for one that does not say so, `MisfitError` for one whose epochs had other batches.
     """
     try:
-        progress = _PROGRESS.validate_python(found.manifest.progress)
+        progress = _PROGRESS.validate_python({"epoch_batches": epoch_batches} | found.manifest.progress)
     except ValidationError as error:
         raise InputError(f"{found.folder}: the checkpoint's progress: {describe_faults(error)}") from error
     if progress.epoch_batches != epoch_batches:

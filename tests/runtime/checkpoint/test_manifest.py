@@ -53,6 +53,9 @@ class Holder:
     def state_metadata(self) -> dict[str, str]:
         return {}
 
+    def fits_state(self, state: dict[str, torch.Tensor], metadata: dict[str, str]) -> bool:
+        return True
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.loaded = state
 

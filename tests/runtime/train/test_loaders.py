@@ -75,6 +75,55 @@ def torchdata(replica, num_replicas):
     rows = ROWS[replica::num_replicas]
     return StatefulDataLoader(rows, batch_size=4, shuffle=True, generator=generator, drop_last=True)
 
+class Sampled:
+    '''Batches of a DistributedSampler.'''
+
+    def __init__(self, replica, num_replicas):
+        from torch.utils.data.distributed import DistributedSampler
+        self.sampler = DistributedSampler(range(40), num_replicas, replica, seed=3)
+        self.size, self.at = 8 // num_replicas, 0
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        some = torch.tensor(list(self.sampler)).split(self.size)
+        while self.at < 5:
+            self.at += 1
+            yield INPUTS[some[self.at - 1]], TARGETS[some[self.at - 1]]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+def sampled(replica, num_replicas):
+    return Sampled(replica, num_replicas)
+
+class Whole(Shuffled):
+    '''All replicas draw the same order, and take their shares of each batch.'''
+
+    def __init__(self, replica, num_replicas, endless=False):
+        super().__init__(0, 1, endless)
+        self.replica, self.num_replicas = replica, num_replicas
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        both = super().__iter__()
+        for first, second in zip(both, both):
+            joined = [torch.cat(parts) for parts in zip(first, second)]
+            yield tuple(part[self.replica :: self.num_replicas] for part in joined)
+
+def whole(replica, num_replicas):
+    return Whole(replica, num_replicas)
+
+def whole_endless(replica, num_replicas):
+    return Loaders(Whole(replica, num_replicas, True), batches=7)
+
 def forgetful():
     return [(INPUTS[:4], TARGETS[:4])] * 5
 
@@ -146,16 +195,25 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path: Path, load: 
     require_alike(fit(settings, resume=True), expected)
 
 
-def test_the_distributed_format_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    expected = fit(job(tmp_path, "mine", mesh="dp=2", format="dcp"))[0]
+@pytest.mark.parametrize("form", ["native", "dcp"])
+def test_a_run_goes_on_on_another_mesh_with_as_many_replicas(tmp_path: Path, form: str) -> None:
+    expected = fit(job(tmp_path, "mine", mesh="dp=2", format=form))[0]
     forget_after(tmp_path, 3)
     found = {
-        name: tensor for rank in fit(job(tmp_path, "mine", format="dcp"), resume=True) for name, tensor in rank.items()
+        name: tensor for rank in fit(job(tmp_path, "mine", format=form), resume=True) for name, tensor in rank.items()
     }
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
-    with pytest.raises(MisfitError, match="those of 2 replicas, but here there are 1"):
-        fit(job(tmp_path, "mine", mesh="pp=2", format="dcp"), resume=True)
+
+
+@pytest.mark.parametrize("form", ["native", "dcp"])
+@pytest.mark.parametrize(("load", "step"), [("sampled", 3), ("sampled", 6), ("whole", 9), ("whole_endless", 9)])
+def test_loaders_of_other_replicas_are_where_the_run_was(tmp_path: Path, load: str, step: int, form: str) -> None:
+    expected = fit(job(tmp_path, load, mesh="dp=2", format=form))[0]
+    forget_after(tmp_path, step)
+    for weights in fit(job(tmp_path, load, mesh="pp=2", format=form), resume=True):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(expected[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loader_without_state_goes_on_at_ends_of_epochs_only(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quintsched as qs
+from quintsched.runtime.checkpoint.manifest import MANIFEST, file_name, read_manifest
+from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.job.choices import Start
@@ -254,11 +258,43 @@ def test_a_damaged_checkpoint_is_refused_by_name(data_file: Path, tmp_path: Path
         fit(config, resume=True)
 
 
-def test_a_checkpoint_of_another_mesh_is_refused(data_file: Path, tmp_path: Path) -> None:
-    checkpoint = {"dir": str(tmp_path / "c")}
-    fit(job(data_file, train={"epochs": 1}, checkpoint=checkpoint))
-    other = job(data_file, parallel={"mesh": "dp=4", "microbatches": 1}, checkpoint=checkpoint)
-    with pytest.raises(qs.MisfitError, match="written by another plan"):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"mesh": "pp=4", "microbatches": 4, "schedule": "zb-h1"},
+        {"mesh": "dp=4", "microbatches": 1, "zero": 3},
+        {"mesh": "tp=2", "microbatches": 8},
+    ],
+)
+def test_a_run_goes_on_on_another_mesh(data_file: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    checkpoint = {"dir": str(tmp_path / "c"), "every": 4, "keep": 9}
+    train = {"optimizer": {"name": "sgd", "lr": 3e-2, "momentum": 0.9}}
+    expected, weights, _ = fit(job(data_file, train=train, checkpoint=checkpoint))[0]
+    for step in (12, 16, 18):
+        shutil.rmtree(tmp_path / "c" / f"step-{step:08d}")
+    found = fit(job(data_file, parallel=parallel, train=train, checkpoint=checkpoint), resume=True)
+    assert found[0][2][0] == "resumed after step 8"
+    for history, theirs, _ in found:
+        assert np.allclose(figures(history), figures(expected), atol=1e-4)
+        for name in theirs.keys() & weights.keys():
+            assert torch.allclose(theirs[name], weights[name], atol=1e-4), name
+
+
+def test_files_that_do_not_say_how_they_lie_need_their_plan(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")})
+    fit(config)
+    folder = tmp_path / "c" / "step-00000006"
+    files = []
+    for rank in range(4):
+        path = folder / file_name(rank)
+        save_file(load_file(path), path)
+        files.append(hash_file(path))
+    manifest = read_manifest(folder / MANIFEST, 6)
+    (folder / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    assert fit(config, resume=True)[0][2][0] == "resumed after step 6"
+    other = job(data_file, parallel={"mesh": "dp=4", "microbatches": 1}, checkpoint={"dir": str(tmp_path / "c")})
+    with pytest.raises(qs.MisfitError, match=r"rank-00000\.safetensors: the checkpoint was written by another plan"):
         fit(other, resume=True)
 
 

@@ -1,0 +1,104 @@
+"""`quintsched checkpoint show | verify | reshard | export | import`: what a run has saved, without running it.
+
+quintsched checkpoint show out               steps, run, mesh, sizes, whole or not
+quintsched checkpoint verify out             every byte; exit code 1 with the file that is damaged
+quintsched checkpoint reshard out --mesh pp=4 -o out4        for another mesh, in one process
+quintsched checkpoint export out -o model.safetensors        weights under the model's own names
+quintsched checkpoint import model.safetensors -o begin      a checkpoint to begin from
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quintsched.cli.runs import call
+from quintsched.errors import UsageError
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run's checkpoints, or one step of it.")]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Which step; default: the newest whole.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable.")]
+
+
+def show(
+    directory: Folder,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the checkpoints of a run: steps, meshes, sizes, and whether they are whole."""
+    _call("show", directory, step, as_json)
+
+
+def verify(
+    directory: Folder,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a run's checkpoints; exit code 1 where a file is not what its manifest says."""
+    _call("verify", directory, step, as_json)
+
+
+def reshard(
+    directory: Folder,
+    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="The mesh to go on on: dp=2,pp=4.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR2", help="The folder of the new checkpoint.")],
+    zero: Annotated[int | None, typer.Option("--zero", metavar="0-3", min=0, max=3, help="Its ZeRO stage.")] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", "-s", metavar="NAME", help="Its schedule.")] = None,
+    microbatches: Annotated[int | None, typer.Option("--microbatches", "-m", metavar="M", min=1)] = None,
+    chunks: Annotated[int | None, typer.Option("--chunks", metavar="V", min=1)] = None,
+    step: Step = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cut a checkpoint anew for another mesh, in one process and bounded memory.
+
+    `quintsched run --resume` goes on from a checkpoint of any mesh without it; this makes each rank's reading local.
+    """
+    given = {"--zero": zero, "--schedule": schedule, "--microbatches": microbatches, "--chunks": chunks}
+    more = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    _call("reshard", directory, step, as_json, "--mesh", mesh, "--output", str(output), *more)
+
+
+def export(
+    directory: Folder,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE|DIR", help="A .safetensors file, or a folder.")
+    ],
+    ema: Annotated[
+        int | None, typer.Option("--ema", metavar="N", min=0, help="The N-th average in place of the weights, from 0.")
+    ] = None,
+    masters: Annotated[bool, typer.Option("--masters", help="Weights in the type that the optimizer steps.")] = False,
+    max_file_bytes: Annotated[
+        int, typer.Option("--max-file-bytes", metavar="BYTES", min=1, help="Of the files in a folder.")
+    ] = 5 * 10**9,
+    step: Step = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors, under the model's own names."""
+    more = [*(["--ema", str(ema)] if ema is not None else []), *(["--masters"] if masters else [])]
+    more += ["--max-file-bytes", str(max_file_bytes)]
+    _call("export", directory, step, as_json, "--output", str(output), *more)
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A safetensors file, or a folder of such.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder of a new run.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of step 0 of a model's weights, from which `quintsched run --resume` begins on any mesh."""
+    _call("import", source, None, as_json, "--output", str(output))
+
+
+def _call(command: str, path: Path, step: int | None, as_json: bool, *more: str) -> None:
+    """Do it in a process of its own, and exit with its code."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("checkpoints need torch; pip install 'quintsched[runtime]'")
+    arguments = [command, str(path), *more, *(["--step", str(step)] if step is not None else [])]
+    arguments += ["--json"] if as_json else []
+    raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.checkpoint.offline", *arguments]))
+
+
+COMMANDS = (show, verify, reshard, export, import_)

@@ -1,0 +1,156 @@
+"""A checkpoint's weights as safetensors, under the model's own names; a window of rows at a time.
+
+    rank-00000.safetensors ─┐                            ┌─▶ one file, out.safetensors
+    rank-00001.safetensors ─┴─▶ SavedState ─▶ windows ───┴─▶ a folder: model-00001-of-00003.safetensors …, and an index
+
+Weights have the type that blocks compute with; masters, or averages, are written where they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import UsageError
+from quintsched.files.atomic import write_whole
+
+from ...comm.base import SelfGroup
+from ...comm.control import ControlGroup
+from ...interchange.boxes import Box
+from ...interchange.folders import replace_folder, reported
+from ...interchange.safetensors_folder import INDEX
+from ...interchange.save_pretrained import (
+    WEIGHT_FILES,
+    FileEntry,
+    TensorFile,
+    cut_into_files,
+    weight_file_name,
+)
+from ...resharding.saved_state import AVERAGE, MODEL, SavedState
+
+WINDOW_BYTES = 2**26
+"""The most bytes of a tensor that are read at once, where it has several rows."""
+
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the files, how many tensors, and their bytes; `tied` are names that one tensor stands for."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    num_bytes: int
+    tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def export(
+    saved: SavedState, output: Path, *, average: int | None = None, masters: bool = False, max_file_bytes: int
+) -> Exported:
+    """Write a checkpoint's weights and buffers to a file, or to a folder in files of at most so many bytes.
+
+    `average` is the number of an average that is written in place of the weights that it has; `masters` keeps the type
+    that the optimizer works on. Raises `UsageError` where there is no such average, or nothing can be written.
+    """
+    entries, tied = _entries(saved, average, masters=masters)
+    metadata = {other: first for first, others in tied.items() for other in others}  # as safetensors' save_model does
+    num_bytes = sum(entry.nbytes for entry in entries)
+    if output.suffix == SUFFIX:
+        _write_one(saved, output, sorted(entries, key=lambda entry: -entry.dtype.itemsize), metadata)
+        return Exported((output,), len(entries), num_bytes, tied)
+    files = cut_into_files(entries, max_file_bytes)
+    names = [weight_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+
+    def write(folder: Path) -> None:
+        for name, held in zip(names, files, strict=True):
+            write_tensors(saved, folder / name, held, metadata)
+        if len(files) > 1:
+            homes = {entry.name: name for name, held in zip(names, files, strict=True) for entry in held}
+            index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(homes.items()))}
+            write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n", "the weights", durable=True)
+
+    replace_folder(output, "the weights", _alone(), True, WEIGHT_FILES, write)
+    return Exported(tuple(output / name for name in names), len(entries), num_bytes, tied)
+
+
+def _alone() -> ControlGroup:
+    return ControlGroup(SelfGroup(0, torch.device("cpu")))
+
+
+def _entries(saved: SavedState, average: int | None, *, masters: bool) -> tuple[list[FileEntry], dict[str, list[str]]]:
+    """Return what is written, and which names stand for others: of tensors that are one, the first is written."""
+    own: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    for layout in saved.layouts:
+        own |= layout.own_names
+        dtypes |= layout.dtypes
+    averaged = {name.removeprefix(f"{AVERAGE}{average}.") for name in saved.pieces} if average is not None else set()
+    if average is not None and f"{AVERAGE}{average}.updates" not in saved.pieces:
+        raise UsageError(
+            f"{saved.paths[0].parent}: the checkpoint has no average of weights {average}; leave out --ema"
+        )
+    firsts, tied = _firsts(saved)
+    entries = []
+    for name in saved.pieces:
+        ours = name.removeprefix(MODEL)
+        if not name.startswith(MODEL) or firsts.get(ours, ours) != ours:
+            continue
+        source = f"{AVERAGE}{average}.{ours}" if ours in averaged else name
+        dtype = saved.dtype(source) if masters or name not in dtypes else getattr(torch, dtypes[name])
+        entries.append(FileEntry(own.get(ours, ours), source, dtype, saved.shape(source)))
+    return entries, {own.get(first, first): [own.get(one, one) for one in others] for first, others in tied.items()}
+
+
+def _firsts(saved: SavedState) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return by which name tensors that are one are written, and which other names that stands for."""
+    firsts: dict[str, str] = {}
+    tied: dict[str, list[str]] = {}
+    for group in saved.layouts[0].same if saved.layouts else ():
+        there = [name for name in group if MODEL + name in saved.pieces and name not in firsts]
+        firsts.update(dict.fromkeys(there, there[0]) if there else {})
+        if len(there) > 1:
+            tied[there[0]] = there[1:]
+    return firsts, tied
+
+
+def _write_one(saved: SavedState, output: Path, entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> None:
+    fresh = output.with_name(f".{output.name}.saving")
+    with reported(output, "the weights"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_tensors(saved, fresh, entries, metadata)
+            os.replace(fresh, output)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+
+def write_tensors(
+    saved: SavedState, path: Path, entries: Sequence[FileEntry], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file of full tensors of a saved state; raises `UsageError` where that fails."""
+    file = TensorFile(path, entries, metadata)
+    for entry in entries:
+        for raw in windows(saved, entry):
+            file.write(raw)
+    error = file.close()
+    if error is not None:
+        raise error
+
+
+def windows(saved: SavedState, entry: FileEntry) -> Iterator[Tensor]:
+    """Yield the bytes of a full tensor, some rows at a time: (bytes,), uint8."""
+    rows = entry.shape[0] if entry.shape else 1
+    step = max(WINDOW_BYTES * rows // max(entry.nbytes, 1), 1)
+    for start in range(0, rows, step):
+        sizes = (min(step, rows - start), *entry.shape[1:]) if entry.shape else ()
+        piece = torch.empty(sizes, dtype=saved.dtype(entry.held_as))
+        saved.fill(entry.held_as, [Box((start, *(0,) * len(entry.shape[1:])) if entry.shape else (), piece)])
+        if prod(sizes):
+            yield piece.to(entry.dtype).reshape(-1).view(torch.uint8)

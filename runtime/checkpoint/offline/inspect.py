@@ -1,0 +1,155 @@
+"""What there is in a folder of checkpoints, and whether it is as its manifests say.
+
+show     manifests and sizes: a moment, whatever the size
+verify   every byte of every file
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.files.plain import open_plain, read_plain
+
+from ..manifest import MANIFEST, MOST_BYTES, DcpManifest, Manifest, parse_manifest
+from ..run_folder import SavedStep, saved_steps
+from ..shard_file import WHAT, require_intact
+
+_OF_DCP = re.compile(rb'"format": *"quintsched[.]dcp"')
+
+
+@dataclass(frozen=True)
+class FoundStep:
+    """A checkpoint, and what is wrong with it; without a manifest nothing else is known of it."""
+
+    saved: SavedStep
+    manifest: Manifest | DcpManifest | None
+    fault: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its files, as far as they are there."""
+        return sum(size for _, size in _sizes(self.saved.folder))
+
+    def words(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        manifest, said = self.manifest, {}
+        if isinstance(manifest, Manifest):
+            said = {"format": "native", "mesh": manifest.mesh, "ranks": len(manifest.files)}
+        elif manifest is not None:
+            said = {"format": "dcp", "replicas": manifest.replicas}
+        if manifest is not None:
+            position = {key: value for key, value in manifest.progress.items() if isinstance(value, int)}
+            said |= {"run": manifest.run, "settings": manifest.settings, "progress": position}
+        return {
+            "step": self.saved.step,
+            "folder": str(self.saved.folder),
+            "bytes": self.num_bytes,
+            "whole": self.fault is None,
+            "fault": self.fault,
+            **said,
+        }
+
+
+def find_steps(path: Path, step: int | None = None) -> list[FoundStep]:
+    """Return the checkpoints of a folder, or the one that `path` is itself, the newest first.
+
+    Raises `UsageError` where there are none.
+    """
+    saved = saved_steps(path)
+    if not saved:
+        saved = [one for one in saved_steps(path.absolute().parent) if one.folder.name == path.absolute().name]
+    if step is not None:
+        saved = [one for one in saved if one.step == step]
+    if not saved:
+        which = f" of step {step}" if step is not None else ""
+        raise UsageError(f"{path}: there is no checkpoint{which} in it; give the folder of a run, or one of its steps")
+    return [_look_at(one) for one in saved]
+
+
+def newest_whole(path: Path, step: int | None) -> FoundStep:
+    """Return the newest checkpoint whose files are there; raises `InputError` where none is whole."""
+    found = find_steps(path, step)
+    whole = next((one for one in found if one.fault is None), None)
+    if whole is None:
+        raise InputError(found[0].fault or str(path))
+    return whole
+
+
+def _look_at(saved: SavedStep) -> FoundStep:
+    try:
+        manifest = read_any(saved)
+    except InputError as error:
+        return FoundStep(saved, None, str(error))
+    return FoundStep(saved, manifest, _fault_of_sizes(saved.folder, manifest))
+
+
+def read_any(saved: SavedStep) -> Manifest | DcpManifest:
+    """Return the manifest of a checkpoint of either format; raises `InputError`."""
+    if not saved.is_complete:
+        raise InputError(f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}")
+    content = read_plain(saved.manifest, WHAT, MOST_BYTES)
+    try:
+        if _OF_DCP.search(content):
+            return parse_manifest(DcpManifest, content, saved.step)
+        return parse_manifest(Manifest, content, saved.step)
+    except InputError as error:
+        raise InputError(f"{saved.manifest}: {error}") from None
+
+
+def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | None:
+    for file in manifest.files:
+        try:
+            with open_plain(folder / file.name, WHAT) as (_, size):
+                if file.bytes is not None and size != file.bytes:
+                    return f"{folder / file.name}: it has {size} bytes, not the {file.bytes} of the manifest"
+        except InputError as error:
+            return str(error)
+    return None
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_file() and not entry.is_symlink():
+            yield entry.name, entry.lstat().st_size
+
+
+def verify(found: FoundStep) -> str | None:
+    """Return what is wrong with a checkpoint, when all of its bytes were read; None: nothing."""
+    if found.fault is not None or found.manifest is None:
+        return found.fault
+    for file in found.manifest.files:
+        try:
+            require_intact(found.saved.folder / file.name, file)
+        except QuintschedError as error:
+            return str(error)
+    return None
+
+
+def as_text(found: list[FoundStep]) -> str:
+    """Return checkpoints as a person reads them."""
+    lines = []
+    for one in found:
+        manifest = one.manifest
+        what = "interrupted" if manifest is None else "whole" if one.fault is None else "damaged"
+        mesh = manifest.mesh if isinstance(manifest, Manifest) else "any mesh (dcp)" if manifest is not None else "-"
+        run = f"run {manifest.run}" if manifest is not None and manifest.run else ""
+        lines.append(f"step {one.saved.step:>8}  {mesh:<24} {_size(one.num_bytes):>10}  {what:<11} {run}".rstrip())
+        if one.fault is not None:
+            lines.append(f"    {one.fault}")
+    return "\n".join(lines) + "\n"
+
+
+def _size(num_bytes: int) -> str:
+    exponent = min((len(str(num_bytes)) - 1) // 3, 4)
+    return f"{num_bytes / 1000**exponent:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"
+
+
+def as_json(found: list[FoundStep]) -> str:
+    """Return checkpoints as JSON."""
+    return json.dumps([one.words() for one in found], indent=1) + "\n"

@@ -1,0 +1,281 @@
+"""A checkpoint cut anew for another mesh, in one process: a window of a tensor at a time, whatever the model's size.
+
+    stage 0 ─▶ pp 0: ranks 0 1 4 5     of each tensor, each of the ranks that hold a stage has an even share, and
+    stage 1 ─▶ pp 1: ranks 2 3 6 7     nothing lies in two files; what a rank reads of it, its run decides
+
+Stages have blocks of about as many bytes; a run that cuts them otherwise reads from other files, too. Weights from
+elsewhere become a checkpoint of step 0 in one file, from which any mesh begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.files.atomic import write_whole
+from quintsched.ir.mesh import Mesh
+from quintsched.plan import Plan
+
+from ...interchange.boxes import Placement
+from ...interchange.safetensors_folder import Lying, open_folder
+from ...interchange.save_pretrained import FileEntry, TensorFile
+from ...resharding.layout import LAYOUT, StateLayout
+from ...resharding.saved_state import AVERAGE, MODEL, STATE, SavedState
+from ...stage.build import cut, cut_as_planned
+from ..manifest import MANIFEST, Manifest, RankFile, file_name, make_manifest
+from ..reading import LOADER
+from ..run_folder import RunFolder, writing
+from ..shard_file import WHAT, hash_file
+from .export import WINDOW_BYTES
+
+ALL = 2**31
+"""How many checkpoints stay: all."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's file has of a tensor: all of it, or the numbers [start, stop) of the flat one."""
+
+    name: str
+    shape: tuple[int, ...]
+    span: tuple[int, int] | None
+
+    @property
+    def placement(self) -> Placement:
+        """How it lies in the full tensor."""
+        return Placement(self.shape, self.shape, (0,) * len(self.shape), None, self.span)
+
+
+def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> Path:
+    """Write a checkpoint for a plan's ranks into the folder `output`, and return where it lies.
+
+    Raises `MisfitError` for states of optimizers that have no place in a whole tensor, `UsageError` where nothing can
+    be written.
+    """
+    if saved.beside:
+        raise MisfitError(
+            f"{saved.paths[0].parent}: {next(iter(saved.beside))!r} is of a shard of its weight, and has no place in a "
+            "whole one; resume with the tp and the ZeRO stage that wrote it"
+        )
+    shares = _shares(saved, plan)
+
+    def write(folder: Path) -> list[RankFile]:
+        return [
+            _write_rank(saved, folder / file_name(rank), plan, rank, shares[rank]) for rank in range(plan.mesh.size)
+        ]
+
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    return _write_step(
+        output,
+        manifest.step,
+        write,
+        lambda files: make_manifest(
+            manifest.run or _new_run(), manifest.step, digest, plan.mesh, files, manifest.progress, manifest.settings
+        ),
+    )
+
+
+def _new_run() -> str:
+    return os.urandom(8).hex()
+
+
+def _write_step(
+    output: Path,
+    step: int,
+    write: Callable[[Path], list[RankFile]],
+    manifest_of: Callable[[Sequence[RankFile]], Manifest],
+) -> Path:
+    """Write a checkpoint into the folder of a run; it counts only when all of it is on the disk."""
+    folder = RunFolder(output, _new_run())
+    attempt = folder.next_attempt()
+    with writing(output):
+        attempt.mkdir(parents=True)
+        write_whole(attempt / MANIFEST, manifest_of(write(attempt)).to_json(), WHAT, durable=True)
+        folder.complete(attempt, step, ALL)
+    return folder.step_folder(step)
+
+
+def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
+    """Return what each rank's file has."""
+    mesh = plan.mesh
+    pp_of = _pp_of_blocks(saved, plan)
+    holders = [[rank for rank in range(mesh.size) if mesh.pp_rank(rank) == pp] for pp in range(mesh.axis_size("pp"))]
+    found: list[list[Share]] = [[] for _ in range(mesh.size)]
+    for name in saved.pieces:
+        if name == LOADER:
+            continue
+        shape = saved.shape(name)
+        ranks, count = holders[pp_of.get(block_of(name), 0)], prod(shape)
+        if not shape or count < len(ranks):
+            found[ranks[0]].append(Share(name, shape, None))
+            continue
+        for index, rank in enumerate(ranks):
+            span = (index * count // len(ranks), (index + 1) * count // len(ranks))
+            found[rank].append(Share(name, shape, span if len(ranks) > 1 else None))
+    return found
+
+
+def _pp_of_blocks(saved: SavedState, plan: Plan) -> dict[int, int]:
+    """Return which pp coordinate has each block; of stages that hold the same blocks, the first one's."""
+    sizes: dict[int, float] = {}
+    for name in saved.pieces:
+        if name.startswith(MODEL):
+            sizes[block_of(name)] = sizes.get(block_of(name), 0.0) + prod(saved.shape(name))
+    costs = [sizes.get(number, 0.0) for number in range(1 + max(sizes, default=0))]
+    cuts = cut_as_planned(plan, len(costs)) if plan.blocks_per_stage else cut(costs, plan.layout)
+    found: dict[int, int] = {}
+    for stage, blocks in enumerate(cuts):
+        for number in blocks:
+            found.setdefault(number, plan.stage_to_pp[stage])
+    return found
+
+
+def block_of(name: str) -> int:
+    """Return the number of the block that a tensor belongs to; 0 for what is not named by one."""
+    rest = name.removeprefix(MODEL).removeprefix(STATE)
+    if name.startswith(AVERAGE):
+        rest = name.split(".", 2)[-1]
+    first = rest.partition(".")[0]
+    return int(first) if first.isdecimal() else 0
+
+
+def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, shares: Sequence[Share]) -> RankFile:
+    at, mesh = plan.mesh.coordinates(rank), plan.mesh
+    replica = at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0)
+    num_replicas = mesh.axis_size("dp") * mesh.axis_size("ep")
+    names = {share.name.removeprefix(MODEL) for share in shares}
+    own = {n: called for layout in saved.layouts for n, called in layout.own_names.items() if n in names}
+    dtypes = {
+        n: dtype for layout in saved.layouts for n, dtype in layout.dtypes.items() if n.removeprefix(MODEL) in names
+    }
+    placements = {share.name: share.placement for share in shares if share.span is not None}
+    layout = StateLayout((replica, num_replicas), placements, {}, dtypes, own, saved.layouts[0].same)
+    entries = [
+        FileEntry(
+            share.name,
+            share.name,
+            saved.dtype(share.name),
+            share.shape if share.span is None else (share.span[1] - share.span[0],),
+        )
+        for share in shares
+    ]
+    loader = saved.of_replica(LOADER, replica, num_replicas)
+    if loader is not None:
+        entries.append(FileEntry(LOADER, LOADER, loader.dtype, tuple(loader.shape)))
+    of = {share.name: share for share in shares}
+    _write_file(
+        path,
+        entries,
+        lambda entry: (
+            [loader.reshape(-1).view(torch.uint8)]
+            if entry.name == LOADER and loader is not None
+            else _windows(saved, of[entry.name])
+        ),
+        {LAYOUT: layout.to_text()},
+    )
+    return hash_file(path)
+
+
+def _write_file(
+    path: Path,
+    entries: Sequence[FileEntry],
+    raw_of: Callable[[FileEntry], Iterator[Tensor] | list[Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a file of tensors, wide types first; raises `UsageError`."""
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    file = TensorFile(path, entries, metadata)
+    for entry in entries:
+        for raw in raw_of(entry):
+            file.write(raw)
+    error = file.close()
+    if error is not None:
+        raise error
+
+
+def _windows(saved: SavedState, share: Share) -> Iterator[Tensor]:
+    """Yield the bytes of a share, some numbers at a time: (bytes,), uint8."""
+    dtype = saved.dtype(share.name)
+    first, last = share.span or (0, prod(share.shape))
+    step = max(WINDOW_BYTES // dtype.itemsize, 1)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        flat = torch.empty(stop - start, dtype=dtype)
+        part = Placement(share.shape, share.shape, (0,) * len(share.shape), None, (start, stop))
+        saved.fill(share.name, list(part.boxes(flat)))
+        yield flat.view(torch.uint8)
+
+
+def import_weights(source: Path, output: Path) -> Path:
+    """Write a checkpoint of step 0 with the tensors of a safetensors file or folder, under the names that they have.
+
+    Raises `InputError` for a source that is damaged, `UsageError` where there is none, or nothing can be written.
+    """
+    with open_folder(source) as folder:
+        if not folder.tensors:
+            raise InputError(f"{source}: there are no tensors in it")
+        entries = [
+            FileEntry(MODEL + name, name, _first_of(lying).dtype, lying.shape) for name, lying in folder.tensors.items()
+        ]
+
+        def write(attempt: Path) -> list[RankFile]:
+            path = attempt / file_name(0)
+            _write_file(
+                path,
+                entries,
+                lambda entry: _rows(folder.tensors[entry.held_as], entry),
+                {LAYOUT: StateLayout().to_text()},
+            )
+            return [hash_file(path)]
+
+        nothing = hashlib.sha256(b"").hexdigest()
+        progress: dict[str, Any] = {}
+        return _write_step(
+            output, 0, write, lambda files: make_manifest(_new_run(), 0, nothing, Mesh(), files, progress)
+        )
+
+
+def _first_of(lying: Lying) -> Tensor:
+    """Return as few numbers of a tensor as can be read."""
+    return lying.read((slice(0, 1),) * len(lying.shape))
+
+
+def _rows(lying: Lying, entry: FileEntry) -> Iterator[Tensor]:
+    rows = entry.shape[0] if entry.shape else 1
+    step = max(WINDOW_BYTES * rows // max(entry.nbytes, 1), 1)
+    for start in range(0, rows if prod(entry.shape) else 0, step):
+        rest = (slice(0, size) for size in entry.shape[1:])
+        places = (slice(start, min(start + step, rows)), *rest) if entry.shape else ()
+        yield lying.read(places).contiguous().reshape(-1).view(torch.uint8)
+
+
+def plan_for(manifest: Manifest, mesh: str, **given: Any) -> Plan:
+    """Return the plan that a checkpoint is cut for: the settings of its run, but for the mesh and what is `given`.
+
+    Raises `UsageError` for what cannot be compiled.
+    """
+    from quintsched.compiler import compile_request
+    from quintsched.request import CompileRequest
+
+    said = manifest.settings
+    kept = {
+        name: said[f"parallel.{name}"]
+        for name in ("schedule", "microbatches", "zero", "buckets_per_stage")
+        if said.get(f"parallel.{name}") is not None
+    }
+    wanted = kept | {name: value for name, value in given.items() if value is not None}
+    pp = Mesh.parse(mesh).axis_size("pp")
+    request = {"schedule": "1f1b", "microbatches": max(2 * pp, 1)} | wanted | {"mesh": mesh}
+    try:
+        return compile_request(CompileRequest.of_data(request))
+    except UsageError as error:
+        raise UsageError(f"{error}; give --schedule and --microbatches that go with --mesh {mesh}") from None

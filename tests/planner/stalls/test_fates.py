@@ -1,0 +1,158 @@
+"""Processes that ended: who ended first is to blame, who ended by that is not; and what is said of it."""
+
+import pytest
+
+import quintsched as qs
+from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.verdict import find_culprit
+
+PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
+
+
+def state(rank, fate=None, *, index=4, awaits=None, phase="step", host="a", heard_s=0.1, since_s=5.0):
+    return RankState(rank, host, 10 + rank, phase, 3, "train", index, since_s, heard_s, fate, awaits, 3)
+
+
+def find(*fates, **extras):
+    return find_culprit(PLAN, [state(rank, fate, **extras) for rank, fate in enumerate(fates)])
+
+
+LOST = Fate("error", 4, "StallError: rank 1 receiving from rank 0: a peer died", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("fate", "words"),
+    [
+        (Fate("signal", 9), "was killed by SIGKILL"),
+        (Fate("signal", 64), "was killed by SIGRTMAX"),
+        (Fate("signal", 99), "was killed by signal 99"),
+        (Fate("exit", 5), "ended with exit code 5"),
+        (Fate("exit", 0), "ended with exit code 0"),
+        (Fate("error", 1, "ValueError: no such digit"), "raised ValueError: no such digit"),
+        (Fate("gone"), "ended, nobody saw how"),
+        (Fate("stopped", 19), "is stopped, as by SIGSTOP"),
+        (Fate("unreachable"), "cannot be reached"),
+    ],
+)
+def test_a_process_that_failed_is_named_with_its_fate(fate, words):
+    report = find(None, LOST, fate, Fate("exit", 4))
+    assert report.ranks == (2,)
+    first = report.words().splitlines()[0]
+    assert first.startswith(f"rank 2 (host a, dp=1, pp=0) {words}"), first
+    assert "in step 3 at instruction 4 of 20: RecvGrad(stage=0, microbatch=0, peer=3)" in first
+
+
+def test_who_ended_first_is_to_blame():
+    late, soon = Fate("error", 1, "ValueError: mine", 4.0), Fate("signal", 11, ago_s=1.5)
+    assert find(None, soon, late, None).ranks == (2,)
+    assert find(None, Fate("signal", 15, ago_s=0.4), Fate("error", 1, "ValueError", 0.3), None).ranks == (2,)
+    assert find(None, Fate("signal", 9, ago_s=0.3), Fate("exit", 1, ago_s=0.4), None).ranks == (1,), "at about one time"
+    assert find(None, Fate("unreachable", ago_s=9.0), Fate("exit", 5, ago_s=0.4), None).ranks == (2,)
+
+
+def test_a_host_that_died_is_several_culprits():
+    states = [
+        state(rank, Fate("signal", 9, ago_s=0.2 + rank / 100) if rank > 1 else None, host="ab"[rank > 1])
+        for rank in range(4)
+    ]
+    assert find_culprit(PLAN, states).ranks == (2, 3)
+    states[1] = state(1, Fate("signal", 9, ago_s=0.21), host="c")
+    assert find_culprit(PLAN, states).ranks in ((2, 3), (1,))
+    away = [state(rank, Fate("unreachable", ago_s=0.5) if rank > 1 else None, host="abcd"[rank]) for rank in range(4)]
+    assert find_culprit(PLAN, away).ranks == (2, 3)
+
+
+def test_victims_alone_are_not_to_blame():
+    assert find(LOST, LOST, Fate("exit", 4), LOST).ranks == ()
+    assert find(None, Fate("exit", 0), None, None, phase="ended", index=None).ranks == ()
+    words = find(LOST, LOST, LOST, LOST).words()
+    assert words.startswith("nobody can be told from the others")
+    assert "rank 3 (host a) in step 3 at instruction 4 since 5.0 s" in words
+
+
+def test_victims_tell_who_stands():
+    waits = Wait("receive", 4)
+    report = find_culprit(
+        PLAN,
+        [
+            state(0, LOST, awaits=waits),
+            state(1, awaits=Wait("nothing"), index=1),
+            state(2, LOST, awaits=Wait("collective", ranks=(0, 1, 2, 3)), index=None),
+            state(3, LOST, awaits=Wait("collective", ranks=(0, 1, 2, 3)), index=None),
+        ],
+    )
+    assert report.ranks == (1,)
+    assert [link.waiter.rank for link in report.chain] == [0, 2, 3]
+
+
+def test_an_early_end_is_found_by_those_who_wait():
+    world = Wait("collective", ranks=(0, 1, 2, 3))
+    states = [state(rank, awaits=world, index=None) for rank in range(3)]
+    ended = RankState(3, "a", 13, "ended", 2, "train", None, 60.0, 60.0, Fate("exit", 0), Wait("nothing"), 2)
+    report = find_culprit(PLAN, [*states, ended])
+    assert report.ranks == (3,)
+    assert "at the end of its run after step 2" in report.words()
+
+
+def test_a_message_that_does_not_fit_is_its_senders():
+    for fate in (Fate("error", 3, "MisfitError: 12 bytes, not 16"), Fate("signal", 6), Fate("exit", 134)):
+        report = find_culprit(
+            PLAN, [state(0, index=6), state(1, fate, index=1, awaits=Wait("receive", 0)), state(2), state(3)]
+        )
+        assert report.ranks == (0,)
+        assert report.culprits[0].place.microbatch == 0
+        assert "rank 0 (host a, dp=0, pp=0) sent what does not fit in step 3: its instruction 1 of 20: SendAct(" in (
+            report.words()
+        )
+    own = find_culprit(PLAN, [state(0), state(1, Fate("signal", 6), awaits=Wait("nothing")), state(2), state(3)])
+    assert own.ranks == (1,), "it computed"
+
+
+def test_a_phase_that_others_wait_for():
+    world = Wait("collective", ranks=(0, 1, 2, 3))
+    states = [state(rank, awaits=world, index=None, phase="data") for rank in range(3)]
+    slow = state(3, awaits=Wait("nothing"), index=None, phase="save", since_s=30.0)
+    report = find_culprit(PLAN, [*states, slow])
+    assert report.ranks == (3,)
+    assert "has not gone on for 30.0 s saving a checkpoint after step 3" in report.words()
+
+
+def test_all_load_slowly_and_nobody_waits():
+    states = [state(rank, awaits=Wait("nothing"), index=None, phase="data", since_s=60) for rank in range(4)]
+    assert find_culprit(PLAN, states).ranks == ()
+
+
+def test_who_has_gone_on_is_not_named():
+    waits = state(0, awaits=Wait("receive", 4))
+    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1, since_s=0.3)]).ranks == ()
+    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1, heard_s=4.0)]).ranks == ()
+    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1)]).ranks == (1,)
+    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1)], still_s=8).ranks == ()
+
+
+def test_what_cannot_be_is_not_asked():
+    odd = [
+        state(0, awaits=Wait("receive", 999)),
+        state(1, index=10**6, awaits=Wait("send", 0)),
+        state(2, awaits=Wait("collective", ranks=(7, 99))),
+        state(3, awaits=Wait("receive")),
+        RankState(44, "z", 1, "step", 1, "train", 1, 1.0, 1.0),
+    ]
+    assert find_culprit(PLAN, odd).ranks == ()
+    assert find_culprit(PLAN, []).ranks == ()
+    other = [RankState(r, "a", 1, "evaluate", 3, "forward", 2, 9.0, 0.1, None, Wait("receive", 0), 5) for r in range(4)]
+    assert find_culprit(PLAN, other).ranks == ()
+
+
+def test_a_large_world_is_told_in_a_few_lines():
+    plan = qs.compile("1f1b", mesh="dp=64,pp=4", microbatches=4)
+    states = [
+        RankState(r, "h", r, "step", 2, "train", None, 9.0, 0.1, None, Wait("collective", ranks=tuple(range(256))), 2)
+        for r in range(256)
+    ]
+    states[77] = RankState(77, "h", 77, "step", 2, "train", 3, 9.0, 0.1, Fate("signal", 9), Wait("nothing"), 2)
+    words = find_culprit(plan, states).words()
+    assert words.startswith("rank 77 (host h, dp=19, pp=1) was killed by SIGKILL in step 2 at instruction 3 of")
+    assert "247 other ranks" in words
+    assert len(words.splitlines()) == 2
+    assert len(words) < 1000

@@ -1,0 +1,89 @@
+"""Report files: what was written is read, and what is not a report is refused with the place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.errors import InputError, UsageError
+from quintsched.stalls.report import StallReport
+from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.verdict import find_culprit
+
+PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+
+
+@pytest.fixture
+def report():
+    awaits = [Wait("receive", 2), Wait("nothing"), Wait("collective", ranks=(0, 1, 2, 3)), None]
+    return find_culprit(
+        PLAN,
+        [
+            RankState(r, "a", r, "step", 1, "train", 2, 3.0, 0.1, Fate("signal", 9) if r == 1 else None, awaits[r], 1)
+            for r in range(4)
+        ],
+    )
+
+
+def test_a_report_comes_back(report, tmp_path):
+    path = tmp_path / "stall.json"
+    report.save(path)
+    again = StallReport.load(path)
+    assert again == report
+    assert again.words() == report.words()
+    assert again.plan == PLAN
+    assert json.loads(path.read_text())["culprits"][0]["rank"] == 1
+
+
+def test_a_report_is_frozen(report):
+    with pytest.raises(ValueError, match="frozen"):
+        report.culprits = ()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(format="quintsched.plan"), "/format: this is not a stall report"),
+        (lambda d: d.update(version=2), "/version: this release reads 1, not 2"),
+        (lambda d: d.update(version="x" * 99), "/version"),
+        (lambda d: d.pop("plan"), "/plan: a report holds the plan"),
+        (lambda d: d["plan"].update(mesh=[["pp", 0]]), "/plan: /mesh"),
+        (lambda d: d.update(more=1), "/more: unknown key"),
+        (lambda d: d["states"][0].update(rank="0"), "/states/0/rank"),
+        (lambda d: d["states"][0].update(rank=9), "rank 9 is not in the mesh"),
+        (lambda d: d["states"][0].update(index=99), "rank 0 has no instruction 99"),
+        (lambda d: d["states"][0].update(phase="asleep"), "/states/0/phase"),
+        (lambda d: d["culprits"][0].update(fault="none"), "/culprits/0/fault"),
+        (lambda d: d["culprits"][0]["place"].update(index=-1), "/culprits/0/place/index"),
+        (lambda d: d["chain"].append({}), "/chain/"),
+    ],
+)
+def test_a_broken_report_is_refused_with_the_place(report, change, says, tmp_path):
+    data = json.loads(report.to_json())
+    change(data)
+    path = tmp_path / "stall.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=r"stall\.json: ") as refused:
+        StallReport.load(path)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nothing", '{"format": "quintsched.stall", "format": 1}', "[" * 10**5])
+def test_what_is_no_report_is_refused(text):
+    with pytest.raises(InputError):
+        StallReport.from_json(text)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(UsageError):
+        StallReport.load(tmp_path / "none.json")
+
+
+def test_the_example_of_the_docs_says_what_it_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "reliability.md").read_text()
+    code, _, rest = page.partition("```python\n")[2].partition("```")
+    exec(code, {})
+    assert capsys.readouterr().out == rest.partition("```text\n")[2].partition("```")[0]
+    assert StallReport.load("stall.json").ranks == (1,)

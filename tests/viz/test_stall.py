@@ -1,0 +1,96 @@
+"""Pictures of a stall: where ranks stand is marked, and the culprit's row stands out."""
+
+from dataclasses import replace
+
+import pytest
+from matplotlib.colors import to_hex
+
+import quintsched as qs
+from quintsched.simulation.simulator import Simulation
+from quintsched.stalls.report import StallReport
+from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.verdict import find_culprit
+from quintsched.viz import render_stall
+from quintsched.viz.stall import BLAME, draw_stall, shown_ranks
+from quintsched.viz.style import house_style
+
+
+def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (None, None, None), (None, None, None))):
+    """Return the report of a run whose ranks stand at these places; the first that waits for nobody is killed."""
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
+    states = []
+    for rank in range(plan.mesh.size):
+        index, kind, message = places[rank % len(places)]
+        world = Wait("collective", ranks=tuple(range(plan.mesh.size)))
+        awaits = world if kind is None else Wait(kind, message)
+        fate = Fate("signal", 9) if rank == 1 else None
+        states.append(RankState(rank, "a", rank, "step", 3, "train", index, 5.0, 0.1, fate, awaits, 3))
+    return find_culprit(plan, states)
+
+
+def drawn(report: StallReport):
+    simulation = report.plan.simulate()
+    assert isinstance(simulation, Simulation)
+    with house_style():
+        sheet = draw_stall(report, simulation)
+        sheet.arrange()
+    axes = max(sheet.figure.axes, key=lambda axes: len(axes.collections))
+    return sheet, axes, {one.get_gid(): one for one in axes.collections}, simulation
+
+
+def test_where_ranks_stand_is_marked():
+    report = stalled()
+    _, axes, parts, simulation = drawn(report)
+    (fault,) = parts["culprits"].get_paths()
+    span = simulation.timeline[1][3]
+    assert fault.get_extents().x0 == span.start
+    assert 1 < fault.get_extents().y0 < fault.get_extents().y1 < 2
+    assert to_hex(parts["culprits"].get_edgecolor()[0]) == BLAME.lower()
+    (stuck,) = parts["stuck"].get_paths()
+    assert stuck.get_extents().x0 == simulation.timeline[0][4].start
+    ends = [path.get_extents().x1 for path in parts["done"].get_paths()]
+    assert ends == [simulation.timeline[0][4].start, span.start, simulation.makespan, simulation.makespan]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert [text.get_text() for text in axes.texts if "rank" in text.get_text() or text.get_text() == "culprit"] == [
+        "waits for rank 1",
+        "culprit",
+        "waits for rank 1",
+        "waits for rank 1",
+    ]
+
+
+def test_what_was_passed_over_is_marked_beside_where_the_rank_stands():
+    report = stalled("pp=2", ((4, "receive", 4), (9, "receive", 7)))
+    states = [replace(state, fate=None) for state in report.states]
+    report = find_culprit(report.plan, states)
+    assert [culprit.fault for culprit in report.culprits] == ["skipped"]
+    _, _, parts, _ = drawn(report)
+    assert len(parts["culprits"].get_paths()) == 1
+    assert len(parts["stuck"].get_paths()) == 2
+
+
+def test_nobody_is_marked_where_nobody_is_named():
+    report = stalled(places=((None, None, None),) * 4)
+    report = find_culprit(report.plan, [replace(state, fate=None) for state in report.states])
+    assert not report.culprits
+    _, _, parts, _ = drawn(report)
+    assert not {"culprits", "stuck"} & set(parts)
+
+
+def test_of_many_ranks_the_culprits_pipelines_are_shown():
+    report = stalled("dp=64,pp=4")
+    rows = shown_ranks(report)
+    assert {0, 1, 2, 3} <= set(rows)
+    assert len(rows) == 32
+    assert len(shown_ranks(stalled("dp=2,pp=64", ((3, "nothing", None),) * 128))) == 64
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
+def test_the_same_report_gives_the_same_picture(suffix, tmp_path):
+    report = stalled()
+    for name in "ab":
+        render_stall(report, tmp_path / f"{name}{suffix}")
+    assert (tmp_path / f"a{suffix}").read_bytes().replace(b"<title>a", b"") == (
+        tmp_path / f"b{suffix}"
+    ).read_bytes().replace(b"<title>b", b"")
