@@ -51,6 +51,7 @@ class Found:
         folder: where it lies.
         manifest: what it says of itself.
         skipped: later steps that are not whole, each with the reason.
+        require: raises `MisfitError` where the engine cannot read it, once it is whole on all ranks.
         loader: where this rank's loader was, when all is loaded.
         load: lets an engine have its tensors; all ranks call this. Raises `MisfitError`, before any is changed.
     """
@@ -59,6 +60,7 @@ class Found:
     folder: Path
     manifest: Manifest | DcpManifest
     skipped: tuple[tuple[int, str], ...]
+    require: Callable[[], None]
     loader: Callable[[], bytes | None]
     load: Callable[[], None]
 
@@ -106,6 +108,7 @@ class OpenCheckpoints:
         for saved in self._steps():
             found, words = self._examined(saved)
             if found is not None:
+                self.engine.everyone.together(found.require)
                 return replace(found, skipped=tuple(skipped))
             skipped.append((saved.step, words))
         if len(skipped) == 1:
@@ -187,7 +190,7 @@ class OpenCheckpoints:
         """Return a checkpoint after a look at all that this rank reads of it; raises `InputError`, `MisfitError`."""
         manifest = read_manifest(saved.manifest, saved.step)
         reading = Reading(self.engine, saved.folder, manifest)
-        return Found(saved.step, saved.folder, manifest, (), reading.loader, reading.load)
+        return Found(saved.step, saved.folder, manifest, (), reading.require_readable, reading.loader, reading.load)
 
 
 @dataclass(frozen=True)

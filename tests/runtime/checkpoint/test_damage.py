@@ -283,8 +283,8 @@ def test_a_checkpoint_without_another_is_refused_by_name(act: Damage, tmp_path: 
 
 
 def dcp_engine(transport: Transport) -> Engine:
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
-    return Engine(plan, tiny_gpt(8, depth=1), lambda y, t: y.sum() * 0 + 1, adam, transport=transport)
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    return Engine(plan, tiny_gpt(8, depth=1), sum_loss, adam, transport=transport)
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
@@ -339,3 +339,27 @@ def test_nothing_of_a_state_is_changed_where_it_does_not_fit(tmp_path: Path) -> 
 
 def sum_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("act", [fifo, link, flip, header, delete])
+def test_files_of_another_mesh_are_verified_before_any_is_opened(act: Damage, tmp_path: Path) -> None:
+    def engine(transport: Transport, mesh: str) -> Engine:
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+        return Engine(plan, tiny_gpt(8, depth=1), sum_loss, adam, transport=transport)
+
+    def begin(transport: Transport) -> None:
+        with Checkpoints(tmp_path / "run", 2).opened(engine(transport, "tp=2")) as saves:
+            saves.save(2, {})
+            saves.save(4, {})
+
+    def go_on(transport: Transport) -> int:
+        with Checkpoints(tmp_path / "run", 2).opened(engine(transport, "dp=2"), "resume") as saves:
+            found = saves.newest_whole()
+            assert found is not None
+            found.load()
+            return found.step
+
+    run_local(2, begin)
+    assert run_local(2, go_on) == [4, 4]
+    act(tmp_path / "run" / "step-00000004" / "rank-00001.safetensors", random.Random(2))
+    assert run_local(2, go_on) == [2, 2]
