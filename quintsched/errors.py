@@ -6,6 +6,7 @@
     │   └── UnsoundError          1   a plan that is not sound; carries the findings
     ├── MisfitError               3   the run does not fit the plan: world size, shapes, divisibility
     │   └── CodeError             1   a block, loss function or metric of the user's raised an error as it ran
+    ├── NotFiniteError            1   gradients of several steps in a row were not finite; says where that arose
     └── StallError                4   a run stalled or a peer died
 
 Each message says what is wrong, where, and what to do. The command line prints it on standard error and
@@ -52,10 +53,21 @@ class CodeError(MisfitError):
     exit_code = 1
 
 
+class NotFiniteError(QuintschedError):
+    """Gradients of several steps in a row were not finite; the message says where the first such value arose."""
+
+    exit_code = 1
+
+
 class StallError(QuintschedError):
-    """A run stalled, or a peer died."""
+    """A run stalled, or a peer died.
+
+    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; None where it is not
+    known.
+    """
 
     exit_code = 4
+    was_told: bool | None = None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

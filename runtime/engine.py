@@ -20,8 +20,7 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MAX_SENDS
 
-from .agreement.comparison import require_same
-from .agreement.engine_records import engine_sections, functions_section
+from .agreement.engine_records import agree_on_functions, agree_on_options
 from .blocks.blocks import Blocks
 from .comm import Transport
 from .comm.connection import connect_for, patience_s
@@ -51,9 +50,11 @@ from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
 from .steps.plans import StepPlans
+from .verification.bad_steps import BadSteps
 from .verification.comparison import Comparison, compare, from_words, joined, to_words
 from .verification.recording import BEFORE, Recording, StepObserver
 from .verification.whole_model import WholeModel, share_of
+from .watch.start import WatchOptions
 from .weights.access import WeightAccess
 from .weights.average import Averages
 
@@ -95,9 +96,12 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         zero_split: what of parameters ZeRO shares out: equal segments ("element"), whole parameters ("parameter"), or
             these for optimizers that work on them.
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
+        max_skipped: so many steps in a row may be skipped, as their gradients are not finite; then `step` raises
+            `NotFiniteError`, which says where that arose, and has the batch written to `spike_dir`. 0: it never does.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
-        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
+        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank. Then:
+        timeout_s, stall_after: how long a wait may take, and how long a step may stand still, None: learnt (`watch`).
 
     Raises:
         UnsoundError: the plan is not proved for the transport.
@@ -128,9 +132,12 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         grad_scaler: torch.amp.GradScaler | None = None,
         trace_steps: Collection[int] | None = None,
         wants_stop: Callable[[], bool] = lambda: False,
+        max_skipped: int = 5,
+        spike_dir: str | Path | None = None,
         seed: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 300.0,
+        stall_after: float | None = None,
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
@@ -138,7 +145,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
-        self.transport = transport or connect_for(plan, patience_s(timeout_s, compiled=compiled))
+        timeout_s = patience_s(timeout_s, compiled=compiled)
+        self.transport = transport or connect_for(plan, timeout_s, watch=WatchOptions(timeout_s, stall_after, compiled))
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)
@@ -160,13 +168,9 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             seed=seed,
         )
         self._scale = LossScale(grad_scaler)
-        beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "metrics": [*metrics]}
-        require_same(
-            engine_sections(plan, {**vars(options), **beside, **self._scale.state_dict()}, len(blocks)),
-            self.transport.world_group(),
-            "the plan and the engine's options",
-            "give all ranks the same",
-        )
+        beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "max_skipped": max_skipped}
+        given = {**vars(options), **beside, **self._scale.state_dict(), "metrics": [*metrics], "blocks": len(blocks)}
+        agree_on_options(plan, given, self.transport.world_group())
         self._groups = make_groups(plan, self.transport)
         self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
         self._plans.open()
@@ -185,13 +189,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             builds,
             bucket_bytes=int(bucket_mb * 1e6),
         )
-        functions = functions_section({"loss_fn": given_loss, **metrics}) if self.needs_targets else None
-        require_same(
-            {"functions": functions, "optimizer": builds.settings},
-            self._groups.world,
-            "the loss and the optimizer",
-            "give all ranks the same",
-        )
+        functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
+        agree_on_functions(functions, builds.settings, self._groups.world)
         self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
         self.clock = Clock(self.transport.device)
         self._recorder = Recorder.of(plan, self.transport, trace_steps)
@@ -210,6 +209,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
+        held, world = self._exchange.held, self._groups.world
+        self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, max_skipped, spike_dir)
 
     def step(
         self, inputs: Any, targets: Any, *, microbatches: int | None = None, last: bool = True, **extras: Any
@@ -230,6 +231,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
 
         Raises:
             MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
+            NotFiniteError: gradients of `max_skipped` steps in a row were not finite.
         """
         self._require_steppable()
         plan = self._plans.training(microbatches)
@@ -262,6 +264,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         result = self._runner.run(step, last=last)
         if last and not result.skipped:
             self._averages.update()
+        self._bad_steps.note(step, result, last=last)
         return result
 
     def _settle(

@@ -24,23 +24,39 @@ from torch.optim import Optimizer
 
 from quintsched.plan import Plan
 
-from .comparison import Plain, Section, Sections
+from ..comm import Group
+from .comparison import Plain, Section, require_same
 from .records import plan_section
 
 _DIGITS = 16
 _PLAIN = (bool, int, float, str)
 
 
-def engine_sections(plan: Plan, options: Mapping[str, Any], num_blocks: int) -> Sections:
-    """Return a plan, and the options of an engine that runs it.
+def agree_on_options(plan: Plan, options: Mapping[str, Any], world: Group) -> None:
+    """Raise `MisfitError` where ranks have other plans or options (collective).
 
     What blocks cost is left out: it may be measured on each rank, and which blocks are a stage is compared later.
     """
     said = {f"engine.{name}": _plain(value) for name, value in options.items() if name != "block_costs"}
-    return {"plan": plan_section(plan), "options": Section.of({**said, "engine.blocks": num_blocks})}
+    sections = {"plan": plan_section(plan), "options": Section.of(said)}
+    require_same(sections, world, "the plan and the engine's options", "give all ranks the same")
 
 
-def blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
+def agree_on_blocks(outlines: Sequence[nn.Module], cuts: Sequence[range], world: Group) -> None:
+    """Raise `MisfitError` where ranks have other blocks, whatever numbers are in them, or other stages (collective)."""
+    same = {"blocks": _blocks_section(outlines, cuts)}
+    require_same(same, world, "the blocks", "build the same blocks on all ranks, and cut them alike")
+
+
+def agree_on_functions(
+    functions: Mapping[str, Callable[..., Any]] | None, optimizer: Section | None, world: Group
+) -> None:
+    """Raise `MisfitError` where ranks that use them have another loss, metrics or optimizer (collective)."""
+    sections = {"functions": None if functions is None else _functions_section(functions), "optimizer": optimizer}
+    require_same(sections, world, "the loss and the optimizer", "give all ranks the same")
+
+
+def _blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
     """Return what blocks are like, whatever numbers are in them, and which are a stage."""
     words = {f"block {number}": list(_outline(block)) for number, block in enumerate(outlines)}
     words |= {f"stage {number}": [f"blocks {blocks.start} to {blocks.stop - 1}"] for number, blocks in enumerate(cuts)}
@@ -76,7 +92,7 @@ def _attributes(module: object) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
 
-def functions_section(functions: Mapping[str, Callable[..., Any]]) -> Section:
+def _functions_section(functions: Mapping[str, Callable[..., Any]]) -> Section:
     """Return what functions of the user's are: names, plain attributes and options, and their code."""
     return Section.of({name: _function(function) for name, function in functions.items()})
 

@@ -148,7 +148,8 @@ class OpenCheckpoints:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
         layout, memory = self._buffer.take(state, self.engine.state_metadata())
         attempt = self.folder.next_attempt()
-        joint = JointWrite(attempt, self._rank, self.engine.plan.mesh.size, self._patience_s, self._writer.given_up)
+        final, ranks = self.folder.step_folder(step), self.engine.plan.mesh.size
+        joint = JointWrite(attempt, final, self._rank, ranks, self._patience_s, self._writer.given_up)
         digest, mesh = plan_digest(self.engine), self.engine.plan.mesh
 
         def write(folder: Path) -> RankFile:
@@ -158,7 +159,7 @@ class OpenCheckpoints:
 
         def complete(files: Sequence[RankFile]) -> None:
             joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress, self._settings).to_json())
-            with writing(attempt):
+            with writing(final):
                 self.folder.complete(attempt, step, self._keep)
 
         self._writer.start(partial(joint.run, write, complete))

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
+from ..watch.publisher import Publisher
+from ..watch.waiting import NOTHING, WaitCell, collective_code
 from .host_link import HostLink, host_link
-from .waiting import NOTHING, WaitCell, collective_code
 
 
 class ReduceOp(Enum):
@@ -223,6 +224,7 @@ class Transport(ABC):
         device: where tensors that are sent and received live.
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
+        publisher: says where the rank is.
         restarted: whether the ranks of this run came together before, and are started again.
     """
 
@@ -231,7 +233,7 @@ class Transport(ABC):
     blocks_host = True
     restarted: bool = False
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, publisher: Publisher | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -239,6 +241,8 @@ class Transport(ABC):
         self._channels: set[tuple[int, int]] = set()
         self._world_group: Group | None = None
         self.waits = WaitCell()
+        self.publisher = publisher or Publisher()
+        self.publisher.follow(self.waits)
         self.groups: list[tuple[int, ...]] = []
 
     def world_group(self) -> Group:
@@ -264,6 +268,7 @@ class Transport(ABC):
         group = self._make_group(partition)
         group.wait_cell, group.wait_code = self.waits, collective_code(len(self.groups))
         self.groups.append(group.ranks)
+        self.publisher.tell_group(group.ranks)
         return group
 
     def open_channels(self, channels: Sequence[tuple[int, int]]) -> None:

@@ -28,6 +28,11 @@ class LossScale:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.value = 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
+    @property
+    def may_overflow(self) -> bool:
+        """Whether gradients may be not finite only since the loss is scaled."""
+        return self._scaler is not None and self.value >= 1
+
     def update(self, *, skipped: bool) -> None:
         """Change the scale after a step, which was skipped as its gradient was not finite, or not."""
         if self._scaler is None:

@@ -22,8 +22,7 @@ from quintsched.ir.instructions import BwdInput, Overlap
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..agreement.comparison import require_same
-from ..agreement.engine_records import blocks_section
+from ..agreement.engine_records import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
@@ -111,8 +110,7 @@ class RankModel:
         self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         built = [on_meta(block) for block in blocks]
         require_separate(built, self.cuts, tensor)
-        same = {"blocks": blocks_section(built, self.cuts)}
-        require_same(same, self._groups.world, "the blocks", "build the same blocks on all ranks, and cut them alike")
+        agree_on_blocks(built, self.cuts, self._groups.world)
         is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1
         self.outlines = outlines(built, apart=tensor.size > 1, shared=is_shared)
         self.tensor = TensorCuts(

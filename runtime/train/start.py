@@ -5,6 +5,8 @@ job file, plan, code, wires ──▶ agreement ──▶ settings, which checkp
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quintsched.plan import Plan
 
 from ..agreement.comparison import Plain, Section, require_same
@@ -30,3 +32,10 @@ def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[st
         "start all ranks with one job file, one plan and the same code",
     )
     return settings
+
+
+def spike_dir_of(job: JobConfig) -> Path | None:
+    """Return where the batch of a step goes whose gradients are not finite: beside the log, or the checkpoints."""
+    if job.log.path is not None:
+        return Path(job.log.path).parent
+    return None if job.checkpoint.dir is None else Path(job.checkpoint.dir)

@@ -45,7 +45,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
-from .start import agreed_settings
+from .start import agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -79,6 +79,7 @@ class Trainer:
         self.plan = plan
         require_sinks(job.log.sinks)
         self._reporter = reporter or Reporter(None, lambda _: None)
+        self._publisher = transport.publisher
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
         self.settings = agreed_settings(job, plan, transport)
@@ -108,7 +109,9 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
-            wants_stop=lambda: wants_stop() or self._has_failed_save(),
+            wants_stop=lambda: wants_stop() or (self._saves is not None and self._saves.has_failed),
+            max_skipped=job.train.max_skipped,
+            spike_dir=spike_dir_of(job),
             seed=job.train.seed,
             transport=transport,
         )
@@ -157,8 +160,9 @@ class Trainer:
         """
         start = "resume" if resume else start
         with self._reporter as reporter, self._opened(start):
-            if not (start == "resume" and self._resume()):
-                self._load_pretrained()
+            with self._publisher.phase("load"):
+                if not (start == "resume" and self._resume()):
+                    self._load_pretrained()
             if self.engine.tensor_cuts is not None:
                 reporter.say(self.engine.tensor_cuts)
             if self.engine.expert_shares is not None:
@@ -189,6 +193,8 @@ class Trainer:
             if self._saves.moved:
                 self._reporter.say(self._saves.moved)
             yield
+            with self._publisher.phase("save"):
+                self._saves.finish()
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return what each of them makes on this rank."""
@@ -225,6 +231,8 @@ class Trainer:
         for result in self._steps(traced):
             totals.add(result)
             reporter.advance()
+            if result.skipped:
+                reporter.say(f"step {progress.step} was skipped: its gradient is not finite")
             if window.add(result):
                 reporter.record(self._step_record(window, result))
             if result.stop_asked:
@@ -242,7 +250,7 @@ class Trainer:
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
         progress = self.progress
-        for inputs, targets, extras in self._feed.train(progress.epoch, start=progress.batch):
+        for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
             *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
@@ -308,7 +316,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return loss and accuracy over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
-        for inputs, targets, extras in self._feed.validation():
+        for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
             totals.add(self.engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read())
 
@@ -329,21 +337,20 @@ class Trainer:
             progress.stopped = True
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
-    def _save(self) -> None:
-        if self._saves is not None:
+    def _save(self, *, waits: bool = False) -> None:
+        """Save the run as it is; in the background, unless one `waits` for it."""
+        if self._saves is None:
+            return
+        with self._publisher.phase("save"):
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
-
-    def _has_failed_save(self) -> bool:
-        """Whether the save in the background has failed here: all ranks then stop, and the next save says why."""
-        return self._saves is not None and self._saves.has_failed
+            if waits:
+                self._saves.finish()
 
     def _stop(self) -> None:
-        """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
+        """Save the run in the middle of its epoch, since a rank was asked to stop, or could not write the last save."""
         self._stop_asked = True
-        self._save()
-        if self._saves is not None:
-            self._saves.finish()
+        self._save(waits=True)
         step, saves = self.progress.step, self._saves is not None
         self._reporter.record({"event": "stop", "step": step, "saved": saves})
         where = (
@@ -355,7 +362,8 @@ class Trainer:
         """Write the trained weights for others, if the job wants them."""
         directory = self.job.checkpoint.export
         if directory is not None:
-            self.engine.save_pretrained(directory)
+            with self._publisher.phase("save"):
+                self.engine.save_pretrained(directory)
             self._reporter.say(f"weights saved in {directory}")
 
     def _resume(self) -> bool:

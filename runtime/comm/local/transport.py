@@ -20,9 +20,9 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ...job.choices import Rules
+from ...watch.waiting import NOTHING, WaitCell
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from ..host_link import HostLink, TimedLink
-from ..waiting import NOTHING, WaitCell
 from .rendezvous import Collective, Distribute
 from .wire import WireTimes
 from .world import Awaited, LocalWorld

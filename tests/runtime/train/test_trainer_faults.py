@@ -236,7 +236,7 @@ def test_the_only_checkpoint_is_never_taken_away(
 
 
 def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path) -> None:
-    train = {"optimizer": {"name": "sgd", "lr": 1e30}, "clip": None, "epochs": 2}
+    train = {"optimizer": {"name": "sgd", "lr": 1e30}, "clip": None, "epochs": 2, "max_skipped": 0}
     config = checkpointed(data_file, tmp_path, train=train, checkpoint={"every": 4})
     interrupt_after(config, steps=5)
     history, _, _ = fit(config, resume=True)[0]
