@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
-from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import OpenCheckpoints
 from ..checkpoint.of_job import checkpoints_of, remembered_costs
 from ..comm import Transport
@@ -36,9 +35,8 @@ from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
 from ..splitting.split import Split
-from ..stage.microbatches import most_rows
 from ..verification.recording import Recording
-from .feed import open_feed
+from .feed import open_feed, parts_of
 from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
@@ -190,6 +188,8 @@ class Trainer:
             yield
             return
         with self._checkpoints.opened(self.engine, start, self.settings) as self._saves:
+            if self.engine.transport.rank == 0:
+                self.engine.transport.begin_run()
             if self._saves.moved:
                 self._reporter.say(self._saves.moved)
             yield
@@ -252,7 +252,7 @@ class Trainer:
         progress = self.progress
         for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
-            *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
+            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
             result = self.engine.step(inputs, targets, **extras).with_earlier(earlier)
             traced.count(self.engine)
@@ -385,16 +385,3 @@ class Trainer:
 def _figures(means: Mapping[str, object]) -> str:
     accuracy = f"  accuracy {means['accuracy']:.2%}" if "accuracy" in means else ""
     return f"loss {means['loss']:.4f}{accuracy}"
-
-
-def _parts(batch: Any, count: int) -> list[Any]:
-    """Return a batch in so many parts, of as even numbers of samples as can be; one row for all samples stays."""
-    samples = most_rows(batch)
-
-    def part(number: int) -> Any:
-        return map_tensors(
-            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) == samples else tensor,
-            batch,
-        )
-
-    return [part(number) for number in range(count)] if count > 1 else [batch]
