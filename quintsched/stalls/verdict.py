@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from quintsched.errors import StallError
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.findings import Culprit, Fault, Link, describe_place
+from quintsched.stalls.findings import Culprit, Fault, Link, describe_place, where_it_stands
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import RankState
 from quintsched.stalls.wait_graph import Edge, WaitGraph
@@ -179,9 +179,10 @@ def _chain(
 
 def _link(plan: PlanData, edge: Edge, states: Mapping[int, RankState]) -> Link:
     waiter, on = states[edge.waiter], states[edge.on]
+    is_message = waiter.awaits is None or waiter.awaits.kind != "collective"
     return Link(
-        waiter=describe_place(plan, waiter, edge.index),
-        waits_for=describe_place(plan, on, edge.on_index),
+        waiter=describe_place(plan, waiter, edge.index) if is_message else where_it_stands(plan, waiter),
+        waits_for=describe_place(plan, on, edge.on_index) if is_message else where_it_stands(plan, on),
         since_s=waiter.since_s,
     )
 
@@ -198,7 +199,7 @@ def _culprit(plan: PlanData, state: RankState, accusation: Accusation) -> Culpri
         fate=state.fate,
         phase=state.phase,
         step=accusation.step if is_message else state.step,
-        place=describe_place(plan, state, accusation.index if is_message else state.index),
-        stands_at=state.index,
+        place=describe_place(plan, state, accusation.index) if is_message else where_it_stands(plan, state),
+        stands_at=state.index if state.program == plan.mode else None,
         since_s=state.since_s,
     )

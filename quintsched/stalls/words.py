@@ -65,7 +65,8 @@ def _instruction(place: Place) -> str:
 
 def _now(culprit: Culprit) -> str:
     at = culprit.stands_at
-    return "" if at is None else f" to instruction {at}, where it is since {_seconds(culprit.since_s)}"
+    since = f"where it is since {_seconds(culprit.since_s)}"
+    return f", and is {_PHASES.get(culprit.phase, culprit.phase)}" if at is None else f" to instruction {at}, {since}"
 
 
 def _ending(fate: Fate) -> str:

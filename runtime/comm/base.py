@@ -225,13 +225,13 @@ class Transport(ABC):
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
         publisher: says where the rank is.
-        restarted: whether the ranks of this run came together before, and are started again.
+        goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
     """
 
     name: str
     profile: str
     blocks_host = True
-    restarted: bool = False
+    goes_on: bool = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device, publisher: Publisher | None = None) -> None:
         self.rank = rank
@@ -250,6 +250,10 @@ class Transport(ABC):
         if self._world_group is None:
             self._world_group = self.make_group([tuple(range(self.world_size))])
         return self._world_group
+
+    def begin_run(self) -> None:
+        """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
+        return  # where the ranks are not processes, they are not started again
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         """Split the world into groups and return the caller's.

@@ -48,6 +48,7 @@ from .failures import raise_stall, run_bounded, stall_errors
 from .torch_groups import TorchGroup, TorchWork
 
 _CLOSE_TIMEOUT_S = 10.0
+BEGIN_WAITS_S = 10.0
 
 
 def connect(
@@ -86,7 +87,7 @@ def connect(
         return transport(device, timeout, owns_world=False, publisher=publisher)
     attempt, publisher = _come_together(backend, timeout, watch, host_waits=transport.blocks_host)
     made = transport(device, timeout, owns_world=True, publisher=publisher)
-    made.restarted = attempt.number > 1
+    made.attempt, made.goes_on = attempt, attempt.goes_on
     return made
 
 
@@ -116,6 +117,8 @@ def _come_together(
 class _TorchTransport(Transport):
     """What gloo and NCCL have in common: making groups, and hanging up."""
 
+    attempt: Attempt | None = None
+
     def __init__(
         self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
     ) -> None:
@@ -127,9 +130,15 @@ class _TorchTransport(Transport):
         self._groups: list[TorchGroup] = []
         self._is_open = True
 
+    def begin_run(self) -> None:
+        """Note in the store that the run has begun; a store that is gone is that of a run that is not started again."""
+        if self.attempt is not None:
+            run_bounded(self.attempt.begin, BEGIN_WAITS_S)
+
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make the process group of `ranks`; None on ranks that are not among them."""
-        with stall_errors(f"rank {self.rank} connecting with ranks {list(ranks)}", self.publisher):
+        what = f"rank {self.rank} connecting with ranks {list(ranks)}"
+        with stall_errors(what, self.publisher), self.publisher.waiting_for_all():
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=self.name)
         if self.rank not in ranks:
             return None

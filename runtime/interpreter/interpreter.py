@@ -142,8 +142,8 @@ class Interpreter:
 
     def run(self, batch: Batch, step: int, calls: list[Call] | None = None) -> None:
         """Walk the program once; `calls` take its place, unrecorded. `step` counts from where the run began."""
+        self.state.begin(batch)  # which may wait for sends of the program before
         self._publisher.walk(self.state.flows.plan)
-        self.state.begin(batch)
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded

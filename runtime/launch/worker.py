@@ -130,6 +130,7 @@ def run(
     timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":
         rules = job.runtime.rules or "mailbox"
+        start = "resume" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else start
         run_local(
             plan.mesh.size,
             lambda transport: train(job, plan, transport, start, notes, stop),
@@ -140,7 +141,7 @@ def run(
     watch = watch_options(job, timeout_s)
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
-        train(job, plan, transport, "resume" if transport.restarted else start, notes, stop)
+        train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop)
     except BaseException as error:
         transport.abort(error)
         raise

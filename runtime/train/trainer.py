@@ -190,6 +190,8 @@ class Trainer:
             yield
             return
         with self._checkpoints.opened(self.engine, start) as self._saves:
+            if self.engine.transport.rank == 0:
+                self.engine.transport.begin_run()
             if self._saves.moved:
                 self._reporter.say(self._saves.moved)
             yield
