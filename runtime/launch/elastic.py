@@ -27,7 +27,7 @@ def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobC
         raise UsageError(
             "parallel.elastic compiles a plan for the processes that there are; leave out the plan, or auto"
         )
-    mesh = job.parallel.request().mesh
+    mesh = Mesh.parse(job.parallel.request().mesh)
     replica = mesh.size // mesh.axis_size("dp")
     if processes % replica:
         raise MisfitError(
