@@ -60,9 +60,14 @@ class NotFiniteError(QuintschedError):
 
 
 class StallError(QuintschedError):
-    """A run stalled, or a peer died."""
+    """A run stalled, or a peer died.
+
+    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; None where it is not
+    known.
+    """
 
     exit_code = 4
+    was_told: bool | None = None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -54,6 +54,7 @@ from .verification.bad_steps import BadSteps
 from .verification.comparison import Comparison, compare, from_words, joined, to_words
 from .verification.recording import BEFORE, Recording, StepObserver
 from .verification.whole_model import WholeModel, share_of
+from .watch.start import WatchOptions
 from .weights.access import WeightAccess
 from .weights.average import Averages
 
@@ -99,7 +100,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             `NotFiniteError`, which says where that arose, and has the batch written to `spike_dir`. 0: it never does.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
-        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank.
+        transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank. Then:
+        timeout_s, stall_after: how long a wait may take, and how long a step may stand still, None: learnt (`watch`).
 
     Raises:
         UnsoundError: the plan is not proved for the transport.
@@ -135,6 +137,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         seed: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 300.0,
+        stall_after: float | None = None,
     ) -> None:
         if plan.mode != "train":
             raise UsageError(f"the engine trains, but the plan is for {plan.mode}; evaluation plans it makes itself")
@@ -142,7 +145,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             rules, tied = {**(rules or {}), **blocks.rules}, blocks.tied if tied is None else tied
             plan = with_ties(plan, blocks, tied, block_costs)
         self.plan = plan
-        self.transport = transport or connect_for(plan, patience_s(timeout_s, compiled=compiled))
+        timeout_s = patience_s(timeout_s, compiled=compiled)
+        self.transport = transport or connect_for(plan, timeout_s, watch=WatchOptions(timeout_s, stall_after, compiled))
         may_wait = require_runnable(plan, self.transport).profiles["blocking"]
         require_usable(plan, blocks, {"loss_fn": loss_fn, **(metrics or {})})
         require_loss_of_slices(plan, loss_fn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from quintsched.errors import InputError
@@ -24,9 +25,9 @@ def shorten(text: str) -> str:
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        others = shorten(", ".join(dict.fromkeys(keys)))
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        others = shorten(", ".join(islice(made, MOST_CHARACTERS)))
         raise InputError(f"duplicate key {shorten(twice)!r} in an object with the keys {others}")
     return made
 

@@ -1,4 +1,9 @@
-"""YAML read strictly: a key given twice is an error, 1e-4 is a number, and nothing but plain data comes out."""
+"""YAML read strictly: a key given twice is an error, 1e-4 is a number, and nothing but plain data comes out.
+
+A file that is small may stand for much: `[*a, *a]` nine times over, an alias within what it names, brackets by the
+thousand. So what is read has limits: bytes, tokens, how deep it is nested, and how much there is with aliases written
+out.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,35 @@ import yaml
 
 from quintsched.errors import InputError, QuintschedError
 
+MOST_BYTES, MOST_TOKENS, MOST_DEPTH, MOST_NODES = 2**18, 20_000, 64, 100_000
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, but strict about keys given twice, and with YAML 1.2's numbers."""
+    """YAML's safe loader, but strict about keys given twice, with limits, and with YAML 1.2's numbers."""
+
+    def __init__(self, stream: bytes | str) -> None:
+        super().__init__(stream)
+        self._tokens = 0
+        self._sizes: dict[int, int] = {}  # how many nodes there are in one, with aliases written out
+
+    def fetch_more_tokens(self) -> None:
+        self._tokens += 1
+        if self._tokens > MOST_TOKENS:
+            raise yaml.scanner.ScannerError(None, None, f"more than {MOST_TOKENS} tokens", self.get_mark())
+        if self.flow_level + len(self.indents) > MOST_DEPTH:
+            raise yaml.scanner.ScannerError(None, None, "nested too deeply", self.get_mark())
+        super().fetch_more_tokens()  # type: ignore[no-untyped-call]
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
+        node: yaml.Node = super().compose_node(parent, index)
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias lies within what it stands for", node.start_mark)
+        if not is_alias:
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in _parts(node))
+        if self._sizes[id(node)] > MOST_NODES:
+            raise yaml.composer.ComposerError(None, None, "aliases stand for too much", node.start_mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -23,6 +54,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
@@ -30,6 +67,8 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(content: bytes | str, source: str, fault: type[QuintschedError] = InputError) -> Any:
     """Return what one YAML document says; raises `fault` with the source, the line and the column."""
+    if len(content) > MOST_BYTES:
+        raise fault(f"{source}: it has {len(content)} bytes, more than the {MOST_BYTES} that are read")
     try:
         return yaml.load(content, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

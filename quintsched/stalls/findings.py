@@ -48,7 +48,8 @@ class Culprit(Strict):
     """A rank that is to blame.
 
     `place` is that of what it did not do, or where it stands; `stands_at` the place where it said last that it is,
-    where it had been for `since_s` seconds. `where` are its coordinates in the mesh.
+    where it had been for `since_s` seconds. `where` are its coordinates in the mesh, `said` what the receiver says of
+    a message that does not fit.
     """
 
     rank: Index
@@ -62,6 +63,7 @@ class Culprit(Strict):
     place: Place
     stands_at: Index | None
     since_s: Seconds
+    said: Text = ""
 
 
 class Link(Strict):
@@ -72,10 +74,15 @@ class Link(Strict):
     since_s: Seconds
 
 
+def where_it_stands(plan: PlanData, state: RankState) -> Place:
+    """Return the place at which a rank is, as far as it walks the plan."""
+    return describe_place(plan, state, state.index if state.program == plan.mode else None)
+
+
 def describe_place(plan: PlanData, state: RankState, index: int | None) -> Place:
-    """Return a place in the program of the rank that is in a state, with the peer as a global rank."""
+    """Return a place in a rank's program of the plan, with the peer as a global rank."""
     bare = Place(rank=state.rank, phase=state.phase)
-    if index is None or state.program != plan.mode:
+    if index is None:
         return bare
     where = plan.mesh.coordinates(state.rank)
     program = plan.programs[where.get("pp", 0)]

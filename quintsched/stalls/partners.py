@@ -24,7 +24,10 @@ class Partners:
 
     def __init__(self, plan: PlanData) -> None:
         self._plan, self._columns = plan, plan.columns
-        sent, received = Events.merge(plan).channels.pairs
+        events = Events.merge(plan)
+        sent, received = events.channels.pairs
+        self._events = events.of
+        self._meetings: dict[tuple[int, int], int | None] = {}
         self._partner = np.full(len(self._columns), ABSENT)
         self._partner[sent], self._partner[received] = received, sent
 
@@ -39,6 +42,20 @@ class Partners:
         if row is None or self._partner[row] == ABSENT:
             return None
         return self._columns.place(int(self._partner[row]))
+
+    def meeting(self, pp_rank: int, index: int, other: int) -> int | None:
+        """Return the place of a collective in another rank's program; None where that has no part in it."""
+        row = self.row(pp_rank, index)
+        if row is None:
+            return None
+        if pp_rank == other:
+            return index
+        event = int(self._events[row])
+        if (event, other) not in self._meetings:
+            rows = self._columns.rows_of(other)
+            found = np.flatnonzero(self._events[rows.start : rows.stop] == event)
+            self._meetings[event, other] = int(found[0]) if len(found) else None
+        return self._meetings[event, other]
 
     def received_by(self, pp_rank: int, index: int) -> list[int]:
         """Return the places of the receives that bring what an instruction takes; of a receive, its own."""

@@ -44,6 +44,14 @@ class WaitGraph:
 
     def __init__(self, plan: PlanData, states: Mapping[int, RankState]) -> None:
         self._plan, self._states, self._partners = plan, states, Partners(plan)
+        self._missing: dict[tuple[object, ...], list[RankState]] = {}
+        numbers: dict[tuple[int, ...], int] = {}
+        self._groups = {
+            rank: numbers.setdefault(state.awaits.ranks, len(numbers))
+            if state.awaits is not None and state.awaits.kind == "collective"
+            else None
+            for rank, state in states.items()
+        }
 
     def edges(self, rank: int) -> list[Edge]:
         """Return what a rank waits for; nothing where that is nobody, or where nobody can tell."""
@@ -53,7 +61,7 @@ class WaitGraph:
         if state.awaits.kind == "nothing":
             return []
         if state.awaits.kind == "collective":
-            return list(self._collective(state, state.awaits.ranks))
+            return self._collective(state, state.awaits.ranks)
         return [] if state.awaits.index is None else self._message(state, state.awaits.index, state.awaits.kind)
 
     def stands_alone(self, rank: int) -> bool:
@@ -98,20 +106,32 @@ class WaitGraph:
             early = self.standing(on, state, self._partners.issued_by(pp_rank, on_index)) in (AT, PAST)
         return [Edge(state.rank, index, on, on_index, skipped=standing == PAST, early=early)]
 
-    def _collective(self, state: RankState, ranks: tuple[int, ...]) -> Iterator[Edge]:
-        """Yield the waits for the members of a group that have not come."""
-        for rank in ranks:
-            other = self._states.get(rank)
-            if other is None or rank == state.rank:
-                continue
-            is_there = other.awaits == state.awaits and _place(other) == _place(state)
-            if not is_there and self._behind(other, state) is not False:
-                yield Edge(state.rank, state.index, rank, other.index)
+    def _collective(self, state: RankState, ranks: tuple[int, ...]) -> list[Edge]:
+        """Return the waits for the members of a group that have not come."""
+        pp_rank = self._plan.mesh.pp_rank(state.rank)
+        key = self._groups[state.rank], pp_rank, *_place(state)
+        if key not in self._missing:
+            others = (self._states[rank] for rank in ranks if rank in self._states)
+            self._missing[key] = [other for other in others if not self._has_come(other, state, pp_rank)]
+        missing = self._missing[key]
+        return [Edge(state.rank, state.index, one.rank, one.index) for one in missing if one.rank != state.rank]
 
-    def _behind(self, state: RankState, beside: RankState) -> bool | None:
-        """Whether a rank has not come to where another one is; None where both are at one place, or nobody can tell."""
+    def _has_come(self, state: RankState, beside: RankState, pp_rank: int) -> bool:
+        """Whether a rank has come to the collective that another one, of a pipeline rank, waits for."""
+        standing = self._standing_at_place(state, beside, pp_rank)
+        return standing == PAST or (standing != BEFORE and self._groups[state.rank] == self._groups[beside.rank])
+
+    def _standing_at_place(self, state: RankState, beside: RankState, pp_rank: int) -> int | None:
+        """Return whether a rank is before, at or past what another one is at; None where nobody can tell."""
         own, other = _progress(state, beside)
-        return None if own is None or other is None or own == other else own < other
+        if own is None or other is None:
+            return None
+        if own[0] != other[0]:
+            return BEFORE if own[0] < other[0] else PAST
+        if state.index is None or beside.index is None:
+            return None if own == other else _compare(own[1], other[1])
+        place = self._partners.meeting(pp_rank, beside.index, self._plan.mesh.pp_rank(state.rank))
+        return None if place is None else _compare(state.index, place)
 
     def _possible(self, state: RankState) -> Iterator[Edge]:
         """Yield what a rank may wait for that does not say so; `skipped` where the other one has done it."""
@@ -128,22 +148,22 @@ class WaitGraph:
         axes = self._partners.group_axes(self._plan.columns.instruction(row))
         for rank in next(group for group in mesh.groups(*axes) if state.rank in group):
             other = self._states.get(rank)
-            if other is not None and rank != state.rank and self._behind(other, state):
+            if other is not None and rank != state.rank and self._standing_at_place(other, state, pp_rank) == BEFORE:
                 yield Edge(state.rank, state.index, rank, other.index)
 
 
-def _compare(index: int, other: int) -> int:
+def _compare(index: float, other: float) -> int:
     return (index > other) - (index < other)
 
 
-def _progress(*states: RankState) -> list[tuple[float, ...] | None]:
+def _progress(*states: RankState) -> list[tuple[float, float] | None]:
     """Return how far each of some ranks is, as tuples that compare; None where nobody can tell."""
     if all(state.run is not None for state in states):
         return [(state.run or 0, math.inf if state.index is None else state.index) for state in states]
     return [_progress_in_steps(state) for state in states]
 
 
-def _progress_in_steps(state: RankState) -> tuple[float, ...] | None:
+def _progress_in_steps(state: RankState) -> tuple[float, float] | None:
     if state.phase == "evaluate" or (state.phase == "step" and state.index is None):
         return None
     return state.step or 0, math.inf if state.index is None else state.index

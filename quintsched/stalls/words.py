@@ -48,7 +48,8 @@ def _accusation(culprit: Culprit) -> str:
     if culprit.fault == "skipped":
         return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
     if culprit.fault == "wrong message":
-        return f"{name} sent what does not fit{in_step}: its instruction {_instruction(culprit.place)}"
+        said = f" ({_shortened(culprit.said)})" if culprit.said else ""
+        return f"{name} sent what does not fit{in_step}: its instruction {_instruction(culprit.place)}{said}"
     return f"{name} has not gone on for {_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
 
 
@@ -65,11 +66,12 @@ def _instruction(place: Place) -> str:
 
 def _now(culprit: Culprit) -> str:
     at = culprit.stands_at
-    return "" if at is None else f" to instruction {at}, where it is since {_seconds(culprit.since_s)}"
+    since = f"where it is since {_seconds(culprit.since_s)}"
+    return f", and is {_PHASES.get(culprit.phase, culprit.phase)}" if at is None else f" to instruction {at}, {since}"
 
 
 def _ending(fate: Fate) -> str:
-    text = " ".join(fate.text.split())[:MOST_LETTERS]
+    text = _shortened(fate.text)
     because = f" ({text})" if text else ""
     match fate.kind:
         case "signal":
@@ -84,6 +86,10 @@ def _ending(fate: Fate) -> str:
             return f"ended, nobody saw how{because},"
         case "unreachable":
             return f"cannot be reached{because}; it was last heard of"
+
+
+def _shortened(text: str) -> str:
+    return " ".join(text.split())[:MOST_LETTERS]
 
 
 def _signal(number: int | None) -> str:

@@ -10,7 +10,8 @@ from ..job.choices import Rules
 from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
 from .local.transport import LocalTransport, run_local
 from .local.world import LocalWorld
-from .torch_backends import as_group, connect
+from .torch_backends import connect
+from .torch_groups import as_group
 
 __all__ = [
     "DoneWork",

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
+from ..watch.publisher import Publisher
+from ..watch.waiting import NOTHING, WaitCell, collective_code
 from .checked.frame import NO_LABEL, Label, Stamp, describe_spec
 from .host_link import HostLink, host_link
-from .waiting import NOTHING, WaitCell, collective_code
 
 
 class ReduceOp(Enum):
@@ -224,17 +225,18 @@ class Transport(ABC):
         device: where tensors that are sent and received live.
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
+        publisher: says where the rank is.
         stamp: which step, or evaluation, messages belong to that are posted now.
-        checks_everything: whether messages have checksums, and collectives are compared.
-        restarted: whether the ranks of this run came together before, and are started again.
+        checks_everything: whether messages get checksums, and collectives of new groups are compared; on all ranks.
+        goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
     """
 
     name: str
     profile: str
     blocks_host = True
-    restarted: bool = False
+    goes_on: bool = False
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, publisher: Publisher | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -244,6 +246,8 @@ class Transport(ABC):
         self.stamp = Stamp()
         self.checks_everything = False
         self.waits = WaitCell()
+        self.publisher = publisher or Publisher()
+        self.publisher.follow(self.waits)
         self.groups: list[tuple[int, ...]] = []
 
     def world_group(self) -> Group:
@@ -251,6 +255,10 @@ class Transport(ABC):
         if self._world_group is None:
             self._world_group = self.make_group([tuple(range(self.world_size))])
         return self._world_group
+
+    def begin_run(self) -> None:
+        """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
+        return  # where the ranks are not processes, they are not started again
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         """Split the world into groups and return the caller's.
@@ -269,6 +277,7 @@ class Transport(ABC):
         group = self._make_group(partition)
         group.wait_cell, group.wait_code = self.waits, collective_code(len(self.groups))
         self.groups.append(group.ranks)
+        self.publisher.tell_group(group.ranks)
         return group
 
     def open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
@@ -324,10 +333,7 @@ class Transport(ABC):
     def receiver(
         self, buffer: Tensor, peer: int, tag: int, label: Label = NO_LABEL, room: Tensor | None = None
     ) -> Callable[[], Work]:
-        """Return what receives from a rank into a buffer; raises `MisfitError` as `recv` does, now.
-
-        `room` is memory that begins with the buffer and has `room_for` its bytes behind it, where there is such.
-        """
+        """Return what receives from a rank into a buffer, which `room` goes on behind; raises as `recv` does, now."""
         if not self._is_ready(buffer, (peer, self.rank)):
             self._refuse(buffer, (peer, self.rank))
         return self._receiver(buffer, peer, tag, label, room)
@@ -335,10 +341,6 @@ class Transport(ABC):
     def room_for(self, nbytes: int) -> int:
         """Return how many bytes behind a buffer spare a message a copy; 0 where it is not copied anyway."""
         return 0
-
-    def check_everything(self) -> None:
-        """From now on messages have checksums, and collectives are compared before they begin; all ranks call this."""
-        self.checks_everything = True
 
     def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
         return lambda tensor: self._send(tensor, peer, tag, label)

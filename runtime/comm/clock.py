@@ -13,10 +13,8 @@ import time
 
 import torch
 
+from ..watch.clock import now_s as now_s
 from .device import synchronize
-
-now_s = time.perf_counter
-"""Seconds since some moment, the same for all threads of a process."""
 
 thread_computed_s = time.thread_time
 """Seconds that a core has worked for this thread."""

@@ -12,14 +12,23 @@ import os
 from quintsched.plan import Plan
 
 from ..job.choices import Rules, WireName
+from ..watch.start import WatchOptions
 from . import LocalTransport, LocalWorld, Transport, connect
 from .device import device_kind, find_accelerator, has_device_for_each, library_of
 
 COMPILING_S = 1800.0
 
 
-def connect_for(plan: Plan, timeout_s: float, name: WireName = "auto", rules: Rules | None = None) -> Transport:
+def connect_for(
+    plan: Plan,
+    timeout_s: float,
+    name: WireName = "auto",
+    rules: Rules | None = None,
+    watch: WatchOptions | None = None,
+) -> Transport:
     """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
+
+    `watch` is what the watch over several processes is told.
 
     "auto" and "nccl" stand for a GPU also where there is one process.
 
@@ -28,7 +37,9 @@ def connect_for(plan: Plan, timeout_s: float, name: WireName = "auto", rules: Ru
     plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
     library = choose_library() if name == "auto" else name
     if "WORLD_SIZE" in os.environ:
-        return connect(library, timeout_s, rules=rules)
+        transport = connect(library, timeout_s, rules=rules, watch=watch)
+        transport.publisher.number_of(plan)  # so that the first number is that of the run's own plan
+        return transport
     kind = device_kind(library)
     return LocalTransport(LocalWorld(1, kind, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
 

@@ -28,9 +28,9 @@ from quintsched.ir.communication import Communication
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 
+from ..watch.waiting import NOTHING
 from . import Group, ReduceOp, Transport, Work
 from .device import current_stream, is_accelerator, new_stream, on_stream
-from .waiting import NOTHING
 
 SPELLED_TAG = 2
 """The tag of all chunks: ring attention, whose messages may have the same ends, takes 0 and 1."""

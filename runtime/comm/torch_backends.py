@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -27,37 +28,41 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from quintsched.errors import MisfitError, StallError, UsageError, suggest
+from quintsched.errors import MisfitError, UsageError, suggest
 
 from ..job.choices import Rules
 from ..rendezvous.addresses import choose_interfaces
 from ..rendezvous.attempt import Attempt, meet
 from ..rendezvous.store import open_store, require_addresses, within
-from .base import Group, ReduceOp, SelfGroup, Transport, Work, describe
+from ..watch.publisher import Publisher
+from ..watch.start import WatchOptions, find_watch, start_watch
+from .base import Group, SelfGroup, Transport, Work
 from .checked.frame import NO_LABEL, Label, describe_spec
 from .checked.framed import FramedMessages, Key
 from .device import (
     LIBRARIES,
     claim_device,
-    current_device,
     library_of,
     require_queues,
     synchronize,
 )
-from .failures import Blame, raise_stall, run_bounded, stall_errors
-from .waiting import NOTHING, WaitCell
+from .failures import raise_stall, run_bounded, stall_errors
+from .torch_groups import TorchGroup, TorchWork
 
-_REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 _CLOSE_TIMEOUT_S = 10.0
+BEGIN_WAITS_S = 10.0
 
 
-def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None) -> Transport:
+def connect(
+    backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None, watch: WatchOptions | None = None
+) -> Transport:
     """Join the other ranks, with the addresses that torchrun put into the environment.
 
     Args:
         backend: "gloo" (CPU) or "nccl" (the CUDA device that LOCAL_RANK names becomes the current one), or what takes
             NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
         timeout_s: the longest that one wait may take, in seconds.
+        watch: what the watch over the ranks is told; None: to wait as long as waits do.
         rules: the backend's if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
@@ -77,153 +82,65 @@ def connect(backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = No
     if transport is None:
         raise UsageError(f"{backend} cannot follow the rules {rules!r}, only {', '.join(by_rules)}")
     device = claim_device(backend)
-    timeout = timedelta(seconds=timeout_s)
-    attempt = None if dist.is_initialized() else _come_together(backend, timeout)
-    made = transport(device, timeout, owns_world=attempt is not None)
-    made.restarted = attempt is not None and attempt.number > 1
+    timeout, watch = timedelta(seconds=timeout_s), watch or WatchOptions(timeout_s)
+    if dist.is_initialized():
+        store = within(dist.distributed_c10d._get_default_store(), "quintsched/watch")
+        publisher = start_watch(dist.get_rank(), dist.get_world_size(), store, watch, host_waits=transport.blocks_host)
+        return transport(device, timeout, owns_world=False, publisher=publisher)
+    attempt, publisher = _come_together(backend, timeout, watch, host_waits=transport.blocks_host)
+    made = transport(device, timeout, owns_world=True, publisher=publisher)
+    made.attempt, made.goes_on = attempt, attempt.goes_on
     return made
 
 
-def _come_together(backend: str, timeout: timedelta) -> Attempt:
-    """Make the process group of all ranks, whose keys are those of this attempt; raises as `connect`."""
+def _come_together(
+    backend: str, timeout: timedelta, watch: WatchOptions, *, host_waits: bool
+) -> tuple[Attempt, Publisher]:
+    """Make the process group of all ranks, whose keys are those of this attempt; raises as `connect`.
+
+    Also returned is who says where this rank is, from then on, or from before where the launcher watches.
+    """
     require_addresses()
     rank, world_size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
     choose_interfaces()
-    with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together"):
+    named = find_watch(rank, world_size, watch, host_waits=host_waits)
+    awaiting = nullcontext() if named is None else named.waiting_for_all()
+    with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together", named), awaiting:
         attempt = meet(open_store(timeout_s), rank, world_size, timeout_s)
         require_same_backend(backend, attempt.store, rank)
+        own = within(attempt.store, "watch")
+        publisher = named or start_watch(rank, world_size, own, watch, host_waits=host_waits)
         world = within(attempt.store, "world")
-        dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
-    return attempt
-
-
-def as_group(group: Group | dist.ProcessGroup) -> Group:
-    """Return `group` as a Group; a ProcessGroup (of a DeviceMesh, say) is wrapped."""
-    if isinstance(group, Group):
-        return group
-    ranks = tuple(dist.get_process_group_ranks(group))
-    device = current_device(dist.get_backend(group))
-    return TorchGroup(group, ranks, device, Blame()) if len(ranks) > 1 else SelfGroup(ranks[0], device)
-
-
-class TorchGroup(Group):
-    """Collectives over a torch ProcessGroup."""
-
-    def __init__(
-        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, blame: Blame
-    ) -> None:
-        super().__init__(ranks, dist.get_rank(process_group), device)
-        self.process_group: dist.ProcessGroup | None = process_group
-        self._blame = blame
-
-    def release(self) -> None:
-        """Let go of the process group: gloo's connections close with the last reference."""
-        self.process_group = None
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
-        return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
-
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        # torch 2.13 deprecates the old name and has the new one only since.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
-
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type == "cpu" and self.is_shard_in_place(output, tensor):
-            # gloo sums a copy of all of it, in half as much time again as its all-reduce takes in place.
-            return self._all_reduce(tensor, ReduceOp.SUM)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        if tensor.is_complex():  # which it alone of the collectives does not take
-            output, tensor = torch.view_as_real(output), torch.view_as_real(tensor)
-        return self._issue(partial(scatter, output, tensor), "reduce_scatter", tensor, output)
-
-    def _all_to_all(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
-    ) -> Work:
-        splits = None if received is None else list(received), None if sent is None else list(sent)
-        return self._issue(partial(dist.all_to_all_single, output, tensor, *splits), "all_to_all", tensor, output)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        issue = partial(dist.broadcast, tensor, self.ranks[source])
-        return self._issue(issue, f"broadcast from rank {self.ranks[source]}", tensor, tensor)
-
-    def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
-        name = partial(self._name, kind, tensor)
-        try:
-            work = issue(group=self.process_group, async_op=True)
-        except RuntimeError as error:
-            raise_stall(error, name(), self._blame)
-        return _CollectiveWork(work, output, name, self._blame, self.wait_cell, self.wait_code)
-
-    def _name(self, kind: str, tensor: Tensor) -> str:
-        return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
-
-
-class _TorchWork:
-    """A torch Work that keeps its tensors until waited for, and whose errors are ours.
-
-    `name` says in words what is under way. It is called when something failed: a message is a matter of
-    microseconds, and so would be the words.
-    """
-
-    __slots__ = ("_blame", "_name", "_tensor", "_work")
-
-    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], blame: Blame) -> None:
-        self._work = work
-        self._tensor: Tensor | None = tensor
-        self._name: Callable[[], str] | None = name
-        self._blame = blame
-
-    def wait(self) -> None:
-        if self._work is None or self._name is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise_stall(error, self._name(), self._blame)
-        self._work = self._tensor = self._name = None
-
-
-class _CollectiveWork(_TorchWork):
-    """A collective of a group, which says that it is waited for."""
-
-    __slots__ = ("_cell", "_code")
-
-    def __init__(
-        self,
-        work: dist.Work | None,
-        tensor: Tensor,
-        name: Callable[[], str],
-        blame: Blame,
-        cell: WaitCell,
-        code: int,
-    ) -> None:
-        super().__init__(work, tensor, name, blame)
-        self._cell, self._code = cell, code
-
-    def wait(self) -> None:
-        cell = self._cell
-        cell.memory[cell.at] = self._code
-        super().wait()
-        cell.memory[cell.at] = NOTHING
+        with publisher.waiting_for_all():
+            dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)
+    return attempt, publisher
 
 
 class _TorchTransport(Transport):
-    """What gloo and NCCL have in common: making groups, blaming and hanging up."""
+    """What gloo and NCCL have in common: making groups, and hanging up."""
 
-    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size(), device)
+    attempt: Attempt | None = None
+
+    def __init__(
+        self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
+    ) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), device, publisher)
         self._timeout = timeout
         self._owns_world = owns_world
-        self._blame = Blame()
+        self._has_failed = False
         self._process_groups: list[dist.ProcessGroup] = []
         self._groups: list[TorchGroup] = []
         self._is_open = True
 
+    def begin_run(self) -> None:
+        """Note in the store that the run has begun; a store that is gone is that of a run that is not started again."""
+        if self.attempt is not None:
+            run_bounded(self.attempt.begin, BEGIN_WAITS_S)
+
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Make the process group of `ranks`; None on ranks that are not among them."""
-        with stall_errors(f"rank {self.rank} connecting with ranks {list(ranks)}", self._blame):
+        what = f"rank {self.rank} connecting with ranks {list(ranks)}"
+        with stall_errors(what, self.publisher), self.publisher.waiting_for_all():
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=self.name)
         if self.rank not in ranks:
             return None
@@ -235,7 +152,7 @@ class _TorchTransport(Transport):
         for ranks in partition:
             process_group = self._new_process_group(ranks) if len(ranks) > 1 else None
             if process_group is not None:
-                mine = TorchGroup(process_group, ranks, self.device, self._blame)
+                mine = TorchGroup(process_group, ranks, self.device, self.publisher)
                 self._groups.append(mine)
         self._warm_up(mine)
         return mine
@@ -251,21 +168,22 @@ class _TorchTransport(Transport):
         try:
             work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
         except RuntimeError as error:
-            raise_stall(error, name(), self._blame)
-        return _TorchWork(work, tensor, name, self._blame)
+            raise_stall(error, name(), self.publisher)
+        return TorchWork(work, tensor, name, self.publisher)
 
     def _name(self, verb: str, key: Key, peer: int, tag: int) -> str:
         doing = "sending to" if verb == "send" else "receiving from"
         return f"rank {self.rank} {doing} rank {peer}: {describe_spec(*key)}, tag {tag}"
 
     def abort(self, error: BaseException) -> None:
-        """Leave word of who failed, then hang up, which wakes the others."""
-        if not isinstance(error, StallError):
-            self._blame.accuse(self.rank, error)
+        """Say why this rank fails, then hang up, which wakes the others."""
+        self._has_failed = True
+        self.publisher.fail(error)
         self._hang_up(self._abandon)
 
     def close(self) -> None:
         """Destroy the process groups; does not wait for peers longer than a few seconds."""
+        self.publisher.close(clean=not self._has_failed)
         self._hang_up(dist.destroy_process_group)
 
     def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
@@ -288,8 +206,10 @@ class GlooTransport(FramedMessages, _TorchTransport):
     profile = "tagged"
     has_tags = True
 
-    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(device, timeout, owns_world)
+    def __init__(
+        self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
+    ) -> None:
+        super().__init__(device, timeout, owns_world, publisher)
         self._messages: dist.ProcessGroup | None = None
 
     def _warm_up(self, group: Group) -> None:
@@ -342,8 +262,10 @@ class NcclTransport(_TorchTransport):
     profile = "channel"
     blocks_host = False
 
-    def __init__(self, device: torch.device, timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(device, timeout, owns_world)
+    def __init__(
+        self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
+    ) -> None:
+        super().__init__(device, timeout, owns_world, publisher)
         self.name = library_of(device)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
 

@@ -3,6 +3,7 @@
     program   Fwd(0, 0)      SendAct(0, 0, 1)    Bwd(0, 0)  …
                  │ HANDLERS[Fwd](state, 0, Fwd(0, 0)) ─▶ a function without arguments
     calls     [ train,        run,                run,      … ]         for call in calls: call()
+                 └ before each call its place in the program is published, for whoever watches (`watch`)
 
 One small function per instruction: `compute` has those of forwards and backwards, `step_end` those that end a step,
 `zero` those of sharded weights, `host_copies` those of activations that go to the host; each is bound to its view of
@@ -19,6 +20,7 @@ from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
 from ..steps.explain import explained
+from ..watch.cell import INDEX
 from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .compute.forward import bind_fwd
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
@@ -108,6 +110,8 @@ class Interpreter:
         self._program = state.flows.program
         places = sorted(self._bind(), key=lambda placed: placed[:2])
         self._places = [index for _, _, index, _ in places]
+        self._marks = [place for place, _, _, _ in places]
+        self._publisher = state.messages.transport.publisher
         self._calls = [call for _, _, _, call in places]
         if recorder is not None:
             recorder.forget_calls()
@@ -138,7 +142,8 @@ class Interpreter:
 
     def run(self, batch: Batch, step: int, calls: list[Call] | None = None) -> None:
         """Walk the program once; `calls` take its place, unrecorded. `step` counts from where the run began."""
-        self.state.begin(batch)
+        self.state.begin(batch)  # which may wait for sends of the program before
+        self._publisher.walk(self.state.flows.plan)
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
@@ -149,12 +154,13 @@ class Interpreter:
         self.state.end()
 
     def _walk(self, calls: Iterable[Call]) -> None:
-        place = 0
+        numbers, index = self._publisher.numbers, 0
         try:
-            for place, call in enumerate(calls):  # noqa: B007
+            for mark, index, call in zip(self._marks, self._places, calls, strict=True):  # noqa: B007
+                numbers[INDEX] = mark
                 call()
         except Exception as error:
-            index, flows = self._places[place], self.state.flows
+            flows = self.state.flows
             found = explained(error, self._program[index], index, flows.place, self.state.compute.forwards)
             if found is error:
                 raise

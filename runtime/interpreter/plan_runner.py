@@ -158,8 +158,8 @@ class PlanRunner:
             UsageError: an extra that no block takes.
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
-        is_first = plan.mode not in self.interpreters
-        if is_first:
+        self._transport.publisher.begin(plan, self.steps.total + 1)
+        if plan.mode not in self.interpreters:
             units = self._settle_first(plan, batch, compare)
         else:
             units = self._settler.settle(plan, batch)
@@ -243,9 +243,8 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
-        if state.flows.trains:
-            for stage in self._model.stages.values():
-                stage.require_known_weights(self._state.gradients.sums.known)
+        for stage in self._model.stages.values() if state.flows.trains else ():
+            stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
         current, trains = state.current, state.flows.trains
         current.number, current.units, current.last = self.steps.total, step.units, last
@@ -270,6 +269,7 @@ class PlanRunner:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
                 self._settler.draws = self._most(drawn) > 0
         outputs = self._join_outputs(step) if wants_outputs else None
+        self._transport.publisher.enter("idle")
         names = tuple(self._options.metrics)
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
         return StepResult(tally.figures, names, *told)

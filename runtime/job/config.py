@@ -250,7 +250,10 @@ class RuntimeConfig(Settings):
     verify: bool = False
     """Whether messages carry a checksum that is checked, and ranks compare each collective before they begin it."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without progress after which a run counts as stalled; with `compile` at least half an hour."""
+    """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
+    stall_after: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Seconds without progress after which a step counts as stalled; "auto": learnt from the steps before, at least
+    ten (300 with `compile`); the first step, set-up, loading and saving may take `timeout_s`."""
 
 
 class CheckpointConfig(Settings):

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from quintsched.errors import UsageError, suggest
+from quintsched.files.strictjson import shorten
 
 
 class Settings(BaseModel):
@@ -26,6 +27,9 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+
+MOST_FAULTS, MOST_LETTERS = 10, 400
+"""How many faults a message has, and how many letters each."""
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -39,15 +43,18 @@ def read_settings(kind: type[AnySettings], values: Mapping[str, Any], source: st
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = [_fault(kind, details, prefix) for details in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        faults = [_fault(kind, one, prefix) for one in details[:MOST_FAULTS]]
+        faults += [f"and {len(details) - MOST_FAULTS} more"] if len(details) > MOST_FAULTS else []
         raise UsageError("\n  ".join([f"{source}:", *faults])) from None
 
 
 def _fault(kind: type[Settings], details: ErrorDetails, prefix: str) -> str:
     """Return one fault as "path: what is wrong"."""
     place = details["loc"]
-    path = ".".join(str(key) for key in ([prefix] if prefix else []) + list(place))
-    return f"{path}: {_reason(kind, details)}"
+    path = ".".join(shorten(str(key)) for key in ([prefix] if prefix else []) + list(place))
+    words = f"{path}: {_reason(kind, details)}"
+    return words if len(words) <= MOST_LETTERS else f"{words[:MOST_LETTERS]}…"
 
 
 def _reason(kind: type[Settings], details: ErrorDetails) -> str:
@@ -62,7 +69,7 @@ def _reason(kind: type[Settings], details: ErrorDetails) -> str:
         case "model_type":
             return f"is a section of settings (key: value), not {_short(value)}"
         case "literal_error" if isinstance(value, str):
-            return f"there is no {value!r}" + suggest(value, re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+            return f"there is no {_short(value)}" + suggest(value, re.findall(r"'([^']*)'", details["ctx"]["expected"]))
         case "value_error":
             return message.removeprefix("Value error, ")
     return f"{message[:1].lower()}{message[1:]}, not {_short(value)}"

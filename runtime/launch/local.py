@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from . import worker
 from .machines import Machines
 from .processes import Place, Ranks, taking_signals
 from .supervise import supervise, wait_for_machines
+from .watching import note_end, watching
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -108,10 +110,12 @@ def start_here(place: Place, command: Sequence[str], restarts: int, listener: so
     store: Store | None = None
     with taking_signals() as wakes:
         for attempt in range(restarts + 1):
-            with Ranks(place, command, attempt, restarts) as ranks:
+            with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
                 store = store or _serve(listener)
                 machines = _machines(place, store, attempt)
-                ended = supervise(ranks, wakes, machines)
+                ended = supervise(ranks, wakes, machines, partial(note_end, hub))
+            if hub is not None and hub.verdict is not None:
+                ended = replace(ended, code=hub.verdict.exit_code)
             if machines is not None:
                 ended = wait_for_machines(wakes, machines, ended)
             if ended.is_final or attempt == restarts:

@@ -19,7 +19,7 @@ from .processes import Ranks, Wakes
 LOOK_S = 0.5
 """How long the launcher sleeps at most; a rank's end or a signal wakes it."""
 
-GOOD_WAITS_S, FAILED_WAITS_S = 1800.0, 30.0
+GOOD_WAITS_S, FAILED_WAITS_S = 1800.0, 15.0
 """How long it waits for the ranks of other machines to be gone too: those of a good run may still save."""
 
 

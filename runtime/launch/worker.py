@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from ..comm import Transport
     from ..job.choices import Start
     from ..job.config import JobConfig
+    from ..watch.start import WatchOptions
 
+REPORT = "stall.json"
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
 
 
@@ -127,6 +130,7 @@ def run(
     timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":
         rules = job.runtime.rules or "mailbox"
+        start = "resume" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else start
         run_local(
             plan.mesh.size,
             lambda transport: train(job, plan, transport, start, notes, stop),
@@ -134,13 +138,24 @@ def run(
             rules=rules,
         )
         return
-    transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules)
+    watch = watch_options(job, timeout_s)
+    transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
-        train(job, plan, transport, "resume" if transport.restarted else start, notes, stop)
+        train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop)
     except BaseException as error:
         transport.abort(error)
         raise
     transport.close()
+
+
+def watch_options(job: JobConfig, timeout_s: float) -> WatchOptions:
+    """Return what the watch over a job's ranks is told; the report goes beside the log, or the checkpoints."""
+    from ..watch.start import WatchOptions
+
+    after = job.runtime.stall_after
+    near = Path(job.log.path).parent if job.log.path else Path(job.checkpoint.dir or ".")
+    stall_after = None if after == "auto" else after
+    return WatchOptions(timeout_s, stall_after, job.runtime.compile, str(near / REPORT))
 
 
 def train(
@@ -178,8 +193,11 @@ def explain(error: Exception, rank: int) -> int:
     """Write an error to standard error, with the place where it happened, and return its exit code.
 
     Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
-    lost a peer, waits before it speaks.
+    lost a peer and has heard no verdict, waits before it speaks.
     """
+    if isinstance(error, StallError) and error.was_told is not None:
+        sys.stderr.write("" if error.was_told else f"error: {error}\n")
+        return error.exit_code
     known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
     if "RANK" in os.environ and known:
         sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))

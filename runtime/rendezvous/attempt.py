@@ -23,6 +23,7 @@ from .store import within
 
 ROOM = "quintsched"
 POLL_S = 0.01
+_BEGUN = f"{ROOM}/begun"
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,17 @@ class Attempt:
     Attributes:
         number: 1 is the first with this store.
         store: what its ranks alone use.
+        goes_on: whether an attempt before had begun the run, so that this one goes on with it; the same on all ranks.
     """
 
     number: int
     store: Store
+    goes_on: bool
+    _run: Store
+
+    def begin(self) -> None:
+        """Note that the run has begun: its folder is its own. Attempts after this one go on with it."""
+        self._run.set(_BEGUN, "1")
 
 
 def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
@@ -51,14 +59,14 @@ def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
         number = int(store.get(f"{ROOM}/welcome/{rank}/{nonce}"))
     except RuntimeError as error:
         raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: rank 0 did not") from error
-    attempt = Attempt(number, within(store, f"{ROOM}/{number}"))
+    attempt = _attempt(store, number)
     attempt.store.set(f"here/{rank}", "1")
     return attempt
 
 
 def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
     number = store.add(f"{ROOM}/attempts", 1)
-    attempt = Attempt(number, within(store, f"{ROOM}/{number}"))
+    attempt = _attempt(store, number)
     answered: dict[int, bytes] = {}
     missing = [*range(1, world_size)]
     for _ in range(math.ceil(timeout_s / POLL_S)):
@@ -69,6 +77,10 @@ def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
             return attempt
         sleep(POLL_S)
     raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: {_named(missing)} did not")
+
+
+def _attempt(store: Store, number: int) -> Attempt:
+    return Attempt(number, within(store, f"{ROOM}/{number}"), store.check([_BEGUN]), store)
 
 
 def _answer(store: Store, rank: int, number: int, answered: dict[int, bytes]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
 
 from .inspect import as_json, as_text, find_steps, newest_whole, verify
 
@@ -116,14 +116,19 @@ def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
     from ...resharding.saved_state import SavedState
     from ..manifest import Manifest
 
-    found = newest_whole(arguments.path, arguments.step)
+    found, skipped = newest_whole(arguments.path, arguments.step)
     manifest, folder = found.manifest, found.saved.folder
+    for one in skipped:
+        sys.stderr.write(f"step {one.saved.step} is not whole, step {found.saved.step} is taken: {one.fault}\n")
     if not isinstance(manifest, Manifest):
         raise UsageError(f"{folder}: it is in PyTorch's distributed format, which any mesh reads as it is")
     fault = verify(found)
     if fault is not None:
         raise InputError(fault)
-    return manifest, SavedState([folder / file.name for file in manifest.files])
+    saved = SavedState([folder / file.name for file in manifest.files])
+    if saved.unplaced:
+        raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie; save it anew by a run")
+    return manifest, saved
 
 
 def _say(arguments: argparse.Namespace, words: str, **found: Any) -> int:

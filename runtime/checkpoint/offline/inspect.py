@@ -72,13 +72,13 @@ def find_steps(path: Path, step: int | None = None) -> list[FoundStep]:
     return [_look_at(one) for one in saved]
 
 
-def newest_whole(path: Path, step: int | None) -> FoundStep:
-    """Return the newest checkpoint whose files are there; raises `InputError` where none is whole."""
+def newest_whole(path: Path, step: int | None) -> tuple[FoundStep, list[FoundStep]]:
+    """Return the newest checkpoint whose files are there, and newer ones; raises `InputError` where none is whole."""
     found = find_steps(path, step)
-    whole = next((one for one in found if one.fault is None), None)
-    if whole is None:
+    place = next((place for place, one in enumerate(found) if one.fault is None), None)
+    if place is None:
         raise InputError(found[0].fault or str(path))
-    return whole
+    return found[place], found[:place]
 
 
 def _look_at(saved: SavedStep) -> FoundStep:

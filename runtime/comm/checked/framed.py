@@ -46,7 +46,7 @@ class _Staging:
         self.nbytes = tensor.nbytes
         self.memory = torch.empty(self.nbytes + FRAME_BYTES, dtype=torch.uint8)
         self.payload = self.memory[: self.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.bytes = memoryview(self.memory.numpy())
+        self.bytes = self.memory.numpy().data
 
 
 class _SentWork:
@@ -172,7 +172,7 @@ class FramedReceive:
         self._nbytes, self._key = buffer.nbytes, (buffer.dtype, buffer.shape)
         self._copies = room is None
         self._room = torch.zeros(self._nbytes + room_for(self._nbytes), dtype=torch.uint8) if room is None else room
-        self._bytes = memoryview(self._room.numpy())
+        self._bytes = self._room.numpy().data
         self._begin, self._end = self._nbytes + OWN_BYTES, self._nbytes + FRAME_BYTES
         self._head = head_of(label, buffer.dtype, buffer.shape, peer, rank)
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ...job.choices import Rules
+from ...watch.waiting import NOTHING, WaitCell
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from ..checked.frame import Label
 from ..host_link import HostLink, TimedLink
-from ..waiting import NOTHING, WaitCell
 from .rendezvous import Collective, Distribute
 from .wire import WireTimes
 from .world import Awaited, LocalWorld

@@ -9,7 +9,7 @@ from quintsched.errors import QuintschedError
 from quintsched.schedules import all_schedules
 from quintsched.stalls.verdict import find_culprit
 
-from .executor import Execution, faults_of
+from .executor import Execution, Fault, faults_of
 
 NAMES = [schedule.name for schedule in all_schedules()]
 MESHES = ("pp=2", "pp=4", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2")
@@ -46,6 +46,17 @@ def test_the_rank_and_the_instruction_are_named(name, kind):
             assert waiters, "somebody waits for it"
             assert fault.rank not in waiters
             assert f"rank {fault.rank} (host a" in report.words()
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_a_rank_is_named_at_every_instruction(rank):
+    plan = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=4)
+    for index in range(len(plan.programs[plan.mesh.pp_rank(rank)])):
+        execution = Execution(plan, Fault("freeze", rank, 2, index))
+        report = find_culprit(plan, execution.states(execution.now + 5, [0.1] * 6))
+        assert report.ranks == (rank,)
+        assert report.culprits[0].place.index == index
+        assert {link.waiter.rank for link in report.chain} == set(range(6)) - {rank}
 
 
 @pytest.mark.parametrize("says_waits", [True, False])

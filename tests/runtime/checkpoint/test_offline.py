@@ -17,9 +17,11 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks, build_model
 from quintsched.runtime.checkpoint.checkpoints import Checkpoints
+from quintsched.runtime.checkpoint.manifest import MANIFEST, read_manifest
 from quintsched.runtime.checkpoint.offline import export as exporting
 from quintsched.runtime.checkpoint.offline import reshard as resharding
 from quintsched.runtime.checkpoint.offline.__main__ import main
+from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
@@ -259,3 +261,23 @@ def test_what_cannot_be_compiled_is_refused(made: Made, tmp_path: Path, capsys: 
     said = run(capsys, "reshard", made[0], "--mesh", "pp=9", "--output", tmp_path / "new", code=3)
     assert "blocks cannot fill 9 stages" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_step_that_is_whole_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = save(tmp_path / "out", "pp=2", 0)
+    (tmp_path / "out" / "step-00000005").mkdir()
+    (tmp_path / "out" / "step-00000005" / "rank-00000.safetensors").write_bytes(b"")
+    assert main(["export", str(tmp_path / "out"), "--output", str(tmp_path / "a.safetensors")]) == 0
+    assert "step 5 is not whole, step 2 is taken" in capsys.readouterr().err
+    require_equal(load_file(tmp_path / "a.safetensors"), weights_of(state))
+
+
+def test_files_that_do_not_say_how_they_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "out", "dp=2", 0)
+    path = tmp_path / "out" / "step-00000002" / "rank-00000.safetensors"
+    save_file(load_file(path), path)
+    manifest = read_manifest(path.parent / MANIFEST, 2)
+    files = [hash_file(path), manifest.files[1]]
+    (path.parent / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    said = run(capsys, "export", tmp_path / "out", "--output", tmp_path / "a.safetensors", code=3)
+    assert f"{path}: the file does not say where its tensors lie" in said

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -92,7 +93,7 @@ def check_process_groups() -> None:
 
 
 def fall_over(t: Transport) -> dict[str, object]:
-    """Rank 3 is gone at a stroke, rank 2 sees it and fails for a reason of its own; 1 and 0 hear of it."""
+    """Rank 3 is gone at a stroke, rank 2 sees it and fails for a reason of its own; all name rank 3 as the first."""
     if t.rank == 3:
         os._exit(9)
     began = time.monotonic()
@@ -122,10 +123,10 @@ def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
     assert run_ranks(run_rank, WORLD, tmp_path) == [0, 0, 0, 9]
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert all(t["after_s"] < 20 and t["close_s"] < 5 and t["cause"] == "RuntimeError" for t in told)
-    assert told[2]["error"].startswith("rank 2 receiving from rank 3: float32 (2,), tag 5: a peer died")
-    for rank in (0, 1):
-        waited = f"rank {rank} receiving from rank {rank + 1}: float32 (2,), tag 5: "
-        assert told[rank]["error"] == waited + "rank 2 failed first: ValueError: bad batch"
+    assert {t["error"] for t in told} & {  # as far as the system still knew what became of it
+        f"rank 3 (host {socket.gethostname()}) {ended} in set-up" for ended in ("ended with exit code 9", "is gone")
+    }
+    assert len({t["error"] for t in told}) == 1
 
 
 def check_order(t: Transport) -> None:

@@ -184,7 +184,7 @@ class TestYaml:
             ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not a list"),
             ("a: 2020-13-45", "job.yaml: is not YAML"),
             ("a: \x00", "job.yaml: is not YAML"),
-            pytest.param("[" * 5000, "job.yaml: is nested too deeply", id="deep"),
+            pytest.param("[" * 5000, "job.yaml, line 1, column 66: nested too deeply", id="deep"),
         ],
     )
     def test_broken_files(self, fault: Refuse, text: str, words: str) -> None:

@@ -35,6 +35,16 @@ def test_attempts_are_numbered_and_have_keys_of_their_own() -> None:
         assert attempts[2].store.get("address").decode() == f"of attempt {number}"
 
 
+def test_an_attempt_goes_on_with_a_run_that_had_begun() -> None:
+    """One that failed before it had opened its folder leaves nothing to go on with."""
+    store = new_store()
+    first = all_meet(store, 2)
+    second = all_meet(store, 2)
+    assert not any(attempt.goes_on for attempt in (*first, *second))
+    second[0].begin()
+    assert all(attempt.goes_on for attempt in all_meet(store, 2))
+
+
 def test_ranks_that_come_after_a_hello_of_a_dead_one_are_answered() -> None:
     """Rank 1 said hello and was killed; rank 0 answers that, and then what comes instead."""
     store = new_store()

@@ -3,6 +3,8 @@
     Cells, for a message     cell = 8 x its place in the program + 2 (receive) or 3 (send)     … wait …     cell = 1
     a group's collective     cell = 8 x the group's number + 4                                 … wait …     cell = 1
 
+Before there are groups, WORLD_CODE says that all ranks are waited for.
+
 The cell may be in memory that outlives the process; 0 there says nothing of waits. On accelerators a wait holds up a
 stream, not the host: what this cell says is not to be shown there (`Transport.blocks_host`).
 """
@@ -45,6 +47,10 @@ def send_code(index: int) -> int:
 def collective_code(group: int) -> int:
     """Return what says that a collective of a group is waited for, by the group's number on its transport."""
     return _KINDS * group + _COLLECTIVE
+
+
+WORLD_CODE = collective_code(2**40)
+"""What says that all ranks are waited for, as in set-up."""
 
 
 def wait_of(code: int, groups: Sequence[tuple[int, ...]]) -> Wait | None:

@@ -9,7 +9,8 @@ import quintsched as qs
 from quintsched.ir.instructions import RecvGrad, SendAct
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.waiting import (
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.watch.waiting import (
     NOTHING,
     UNKNOWN,
     WaitCell,
@@ -18,7 +19,6 @@ from quintsched.runtime.comm.waiting import (
     send_code,
     wait_of,
 )
-from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.stalls.states import Wait
 
 from ..toys import Task, sgd, share, tiny_vit
@@ -90,7 +90,9 @@ def test_a_wait_is_seen_while_it_lasts():
         if transport.rank:
             may_go.wait(10)
         else:
-            threading.Timer(0.05, lambda: (seen.append(transport.waits.memory[0]), may_go.set())).start()
+            threading.Timer(
+                0.05, lambda: (seen.append(transport.waits.memory[transport.waits.at]), may_go.set())
+            ).start()
         group.all_reduce(torch.ones(1)).wait()
 
     run_local(2, run)

@@ -1,0 +1,118 @@
+"""Where a rank is, in memory that outlives it: a few numbers, each written by one store, read by who maps them.
+
+    rank       cell.numbers[INDEX] = 17      one store into a page of a nameless file (memfd)
+    hub        reads /proc/PID/fd/N, mapped once: what was stored last is there also after a kill or a stop
+
+Where there is no such file, or no such way to it (another machine, another system), the cell is plain memory, and
+the rank's watcher sends samples of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from typing import NamedTuple, get_args
+
+from quintsched.stalls.states import Phase
+
+from .waiting import NOTHING
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID = range(9)
+"""What each number of a cell is."""
+NUMBERS = 9
+BYTES = 8 * NUMBERS
+NOWHERE = -1
+"""No instruction, no step, no program."""
+
+
+class Place(NamedTuple):
+    """Where a rank is, as its cell says: instruction, step and program are `NOWHERE` where there are none.
+
+    `wait` is a number as `waiting` has it, `run` says how many programs it has begun, `entered` how many phases.
+    """
+
+    index: int
+    step: int
+    program: int
+    phase: Phase
+    wait: int
+    run: int
+    entered: int
+
+
+START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
+"""Where a rank is that has said nothing."""
+
+
+class Cell:
+    """This rank's cell.
+
+    Attributes:
+        numbers: to be stored into, each as INDEX, STEP, … say.
+        file: the number of its file; None where it has none.
+    """
+
+    def __init__(self, rank: int, *, shared: bool) -> None:
+        self.file, memory = _shared_memory() if shared else (None, bytearray(BYTES))
+        self.numbers = memoryview(memory).cast("q")
+        self.numbers[RANK], self.numbers[PID] = rank, os.getpid()
+        self.numbers[INDEX] = self.numbers[STEP] = self.numbers[PROGRAM] = NOWHERE
+        self.numbers[WAIT] = NOTHING
+
+    def read(self) -> Place:
+        """Return where the rank is."""
+        return place_of(self.numbers.tolist())
+
+    def close(self) -> None:
+        """Close the file; what is stored from now on is seen by who has mapped it."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+class CellReader:
+    """Another process's cell, mapped."""
+
+    def __init__(self, pid: int, file: int, rank: int) -> None:
+        """Map the cell of `rank`; raises `OSError` where there is no way to it, or it is another's."""
+        opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._memory = mmap.mmap(opened, BYTES, prot=mmap.PROT_READ)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        finally:
+            os.close(opened)
+        numbers = self._numbers()
+        if (numbers[RANK], numbers[PID]) != (rank, pid):
+            self.close()
+            raise OSError(f"process {pid} has no cell of rank {rank} there")
+
+    def read(self) -> Place:
+        """Return where the rank is, or was last."""
+        return place_of(self._numbers())
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+
+    def _numbers(self) -> list[int]:
+        with memoryview(self._memory) as view, view[:BYTES].cast("q") as numbers:
+            return numbers.tolist()
+
+
+def place_of(numbers: list[int]) -> Place:
+    """Return the place that a cell's numbers say; raises `ValueError` for what are no such numbers."""
+    if len(numbers) < NUMBERS or not 0 <= numbers[PHASE] < len(PHASES):
+        raise ValueError("no numbers of a cell")
+    index, step, program, phase, wait, run, entered = numbers[:RANK]
+    return Place(index, step, program, PHASES[phase], wait, run, entered)
+
+
+def _shared_memory() -> tuple[int | None, mmap.mmap | bytearray]:
+    with suppress(AttributeError, OSError):
+        file = os.memfd_create("quintsched", os.MFD_CLOEXEC)
+        os.ftruncate(file, mmap.PAGESIZE)
+        return file, mmap.mmap(file, mmap.PAGESIZE)
+    return None, bytearray(BYTES)

@@ -1,0 +1,281 @@
+"""The hub of a run's watch: hears all ranks, reads their cells, makes the verdict. It is no rank, and outlives them.
+
+    quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
+                                                  hub.ended(rank, code) after each wait; hub.close() at the end
+    torchrun           python -m quintsched.runtime.watch.hub SOCKET NUM_RANKS, which rank 0 starts, and which ends with
+                       the last rank; the key is in its environment, and every rank that is left says the verdict
+
+It listens on the loopback unless ranks are on several machines, and takes nobody who does not know the run's key.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quintsched.plan import Plan
+from quintsched.stalls.states import Fate
+
+from .cell import CellReader, place_of
+from .clock import now_s
+from .connection import ADDRESS, KEY, Connection, Listener
+from .frames import FrameError
+from .judge import SETTLE_S, Judge, Ruling
+from .process import ProcessId, fate_of, fate_of_code, look_at, machine
+from .progress import Patience, Progress
+from .roster import Member
+from .verdict import Plans, Verdict, make_verdict
+
+TICK_S = 0.1
+HURRY_S = 0.01
+"""How long a look at everything is apart from the next; the latter while it is looked for what became of a process."""
+ALONE_AT_FIRST_S, ALONE_S = 120.0, 2.0
+"""How long a hub stays that is a process of its own and hears no rank: at first, and later."""
+FATE_S = 0.25
+"""How long it is looked for that at most."""
+
+
+class Hub:
+    """Watches the ranks of a run, from a thread of its own.
+
+    Args:
+        num_ranks: how many there are.
+        plan: what they run; None: rank 0 says so.
+        patience: how long they may stand still; that which rank 0 brings wins.
+        report: the file to write the verdict to; None: that which rank 0 names.
+        tell: is given the verdict as soon as there is one, in the hub's thread.
+        host: the address to listen on.
+        spoken: whether `tell` says it to the user, so that ranks need not.
+        key: what shows that somebody belongs to the run; None: made up.
+        listening: a socket that listens already.
+        ends_alone: whether it ends with the last rank, and not only when it is closed.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        plan: Plan | None = None,
+        patience: Patience | None = None,
+        report: Path | None = None,
+        tell: Callable[[Verdict], None] = lambda verdict: None,
+        host: str = "127.0.0.1",
+        spoken: bool = True,
+        key: str | None = None,
+        listening: socket.socket | None = None,
+        ends_alone: bool = False,
+    ) -> None:
+        self.key = key or secrets.token_hex(16)
+        self.verdict: Verdict | None = None
+        self._report, self._tell, self._spoken, self._ends_alone = report, tell, spoken, ends_alone
+        self._members = [Member(rank) for rank in range(num_ranks)]
+        self._progress = Progress(patience or Patience())
+        self._judge = Judge(self._members, self._progress)
+        self._plans = Plans(plan)
+        self._machine = machine()
+        self._listener = Listener(self.key, listening or socket.create_server((host, 0)), 2 * num_ranks + 16)
+        self._by_rank: dict[int, Connection] = {}
+        self._ended: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._lonely_s = now_s() + ALONE_AT_FIRST_S
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self.run, name="quintsched watch hub", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it listens: "host:port"."""
+        return self._listener.address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks have to have in their environment to find it."""
+        return {ADDRESS: self.address, KEY: self.key}
+
+    def start(self) -> None:
+        """Start its thread."""
+        self._thread.start()
+
+    def ended(self, rank: int, returncode: int) -> None:
+        """Take in that a rank's process has ended, and how: as `subprocess` has it, minus a signal's number."""
+        with self._lock:
+            self._ended[rank] = returncode
+        self._listener.wake()
+
+    def wait(self, timeout_s: float) -> Verdict | None:
+        """Return the verdict, or None once nothing is left to be judged, or after so many seconds."""
+        self._is_over.wait(timeout_s)
+        return self.verdict
+
+    def close(self) -> None:
+        """End: what happens to ranks from now on is meant to."""
+        self._is_closing = True
+        self._listener.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._listener.close()
+        for member in self._members:
+            if member.reader is not None:
+                member.reader.close()
+
+    def run(self) -> None:
+        """Watch until the hub is closed, or all ranks have ended and hung up."""
+        try:
+            while not self._is_closing:
+                self._hear()
+                self._look()
+                if self._by_rank:
+                    self._lonely_s = now_s() + ALONE_S
+                elif self._ends_alone and (self._is_over.is_set() or now_s() > self._lonely_s):
+                    return
+        finally:
+            self._is_over.set()
+
+    def _hear(self) -> None:
+        seeks = any(member.closed_s is not None and member.fate is None for member in self._members)
+        for connection, messages in self._listener.wait(HURRY_S if seeks else TICK_S):
+            for message in messages:
+                try:
+                    self._take(connection, message)
+                except (FrameError, KeyError, TypeError, ValueError):
+                    self._listener.drop(connection)
+            if connection.is_closed:
+                self._lose(connection)
+
+    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+        now, rank = now_s(), connection.rank
+        if rank is None:
+            self._welcome(connection, message, now)
+            return
+        member = self._members[rank]
+        if "place" in message:
+            member.move(place_of([int(number) for number in message["place"]]), now)
+        if "group" in message:
+            member.groups.append(tuple(map(int, message["group"])))
+        if "plan" in message:
+            self._plans.add(int(message["plan"]), message["text"])
+        if "error" in message and (member.error is None or member.error[0] == "stall"):
+            member.error = message["kind"], str(message["error"])
+            if self.verdict is not None:
+                self._announce(connection)
+        if "bye" in message:
+            self._read(member, now)
+            member.has_ended = True
+
+    def _welcome(self, connection: Connection, message: Mapping[str, Any], now: float) -> None:
+        """Take in who has shown the key, and say whether its cell is read from here."""
+        rank = int(message["rank"])
+        member = self._members[rank] if 0 <= rank < len(self._members) else None
+        if member is None or member.has_come:
+            raise FrameError("no such rank, or one more")
+        connection.rank, self._by_rank[rank] = rank, connection
+        member.has_come, member.host = True, str(message["host"])[:200]
+        member.host_waits = bool(message["host_waits"])
+        member.process = ProcessId(int(message["pid"]), int(message["started"]))
+        member.changed_s = member.heard_s = now
+        member.is_here = bool(self._machine) and message["machine"] == self._machine
+        if member.is_here and message["file"] is not None:
+            with suppress(OSError):
+                member.reader = CellReader(member.process.pid, int(message["file"]), rank)
+        if rank == 0 and message.get("timeout_s") is not None:
+            after = message.get("stall_after")
+            self._progress.patience = Patience(
+                float(message["timeout_s"]), None if after is None else float(after), bool(message["compiles"])
+            )
+            self._report = self._report or Path(str(message["report"]))
+        connection.send({"seen": member.reader is not None})
+        if self.verdict is not None:
+            self._announce(connection)
+
+    def _lose(self, connection: Connection) -> None:
+        if connection.rank is not None and self._by_rank.get(connection.rank) is connection:
+            del self._by_rank[connection.rank]
+            member = self._members[connection.rank]
+            member.closed_s = now_s()
+            if connection.is_cut and not member.is_here:
+                member.end(Fate("unreachable"), now_s())
+
+    def _look(self) -> None:
+        now = now_s()
+        with self._lock:
+            ended = dict(self._ended)
+        for member in self._members:
+            self._read(member, now)
+            if member.rank in ended:
+                member.end(fate_of_code(ended[member.rank]), now)
+            elif member.closed_s is not None and member.fate is None:
+                self._seek_fate(member, now)
+            elif member.is_here and member.has_come and member.lives:
+                state = look_at(member.process)
+                member.is_stopped = state is not None and state.state == "T"
+                if state is None or state.state in "ZX":
+                    member.closed_s = now
+        if self._is_over.is_set():
+            return
+        match self._judge.look(now):
+            case Ruling.ASK:
+                for connection in self._by_rank.values():
+                    connection.send({"ask": 1})
+            case Ruling.JUDGE:
+                self._make_verdict()
+            case Ruling.OVER:
+                self._is_over.set()
+
+    def _read(self, member: Member, now: float) -> None:
+        if member.reader is not None and not member.has_ended:
+            with suppress(ValueError):
+                member.move(member.reader.read(), now)
+
+    def _seek_fate(self, member: Member, now: float) -> None:
+        """Find what became of a process that has hung up; one that is still there after a while goes on unheard."""
+        assert member.closed_s is not None
+        if not member.is_here:
+            member.end(Fate("gone"), now)
+            return
+        fate = fate_of(look_at(member.process))
+        if fate is not None and fate.kind in ("exit", "signal"):
+            member.end(fate, now)
+        elif now > member.closed_s + FATE_S:
+            if fate is not None and fate.kind == "gone":
+                member.end(fate, now)
+            else:
+                member.closed_s = None
+
+    def _make_verdict(self) -> None:
+        still_s = max(self._progress.still_s / 2, SETTLE_S)
+        self.verdict = make_verdict(self._members, self._plans, self._report, now_s(), still_s=still_s)
+        for connection in self._by_rank.values():
+            self._announce(connection)
+        self._tell(self.verdict)
+        for member in self._members:
+            if member.is_stopped and member.lives:
+                with suppress(OSError):
+                    os.kill(member.process.pid, signal.SIGCONT)  # it is to end, which it cannot while it is stopped
+        self._is_over.set()
+
+    def _announce(self, connection: Connection) -> None:
+        assert self.verdict is not None
+        connection.send({"verdict": self.verdict.message[:16_000], "spoken": self._spoken})
+
+
+def main() -> int:
+    """Watch in a process of its own until all ranks have ended; say the verdict where no rank is left to do so."""
+    file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file), spoken=False, ends_alone=True)
+    hub.run()
+    hub.close()
+    if hub.verdict is not None and not hub.verdict.has_survivors:
+        sys.stderr.write(f"error: {hub.verdict.message}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

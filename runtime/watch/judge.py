@@ -1,0 +1,118 @@
+"""When there is a verdict to be made: after the first sign that something is wrong, and the words that come with it.
+
+a process ended, or is cut off                 0.3 s later: late words are in, and the first to end is still the first
+a rank's own code raised                       when its process has ended, so that its traceback comes first
+all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
+a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
+nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection
+from enum import Enum
+
+from quintsched.stalls.states import Phase
+
+from .progress import Progress
+from .roster import Member
+
+SETTLE_S = 0.3
+COMPLAINT_S = 2.0
+OWN_ERROR_S = 2.0
+REFUSAL_S = 4.0
+RESTING: tuple[Phase, ...] = ("idle", "ended")
+"""The phases in which a rank of a loop of somebody's own may end without a word."""
+ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+class Ruling(Enum):
+    """What is to be done."""
+
+    GO_ON = "go on"
+    ASK = "ask ranks of other machines where they are"
+    JUDGE = "make a verdict"
+    OVER = "all ranks have ended, and there is nothing to be said"
+
+
+class Judge:
+    """Looks at all members of a run, from time to time; times are those of the hub's clock, in seconds."""
+
+    def __init__(self, members: Collection[Member], progress: Progress) -> None:
+        self._members = members
+        self._progress = progress
+        self._stalled_s: float | None = None
+        self._first_s: dict[str, float] = {}
+
+    def look(self, now_s: float) -> Ruling:
+        """Return what is to be done now."""
+        living = [member for member in self._members if member.lives]
+        places = {member.rank: member.place for member in self._members if member.lives and member.has_come}
+        moved = self._progress.look(now_s, places)
+        cause_s, complaint_s = self._cause(now_s), self._complaint(now_s)
+        if cause_s is not None and now_s >= cause_s:
+            nobody_came = not any(member.has_come for member in self._members)
+            return Ruling.OVER if nobody_came or self._was_asked_to_end() else Ruling.JUDGE
+        if complaint_s is not None and (now_s >= complaint_s or not living):
+            return Ruling.JUDGE
+        if cause_s is not None or complaint_s is not None:
+            return Ruling.GO_ON
+        if not living or self._all_refuse():
+            return Ruling.OVER
+        return self._look_for_stall(now_s, living, moved=moved)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it is a stall, and no end of a process, that the verdict is about."""
+        return self._stalled_s is not None
+
+    def _look_for_stall(self, now_s: float, living: list[Member], *, moved: bool) -> Ruling:
+        if moved:
+            self._stalled_s = None
+        any_stopped = any(member.is_stopped for member in living) and not all(member.is_stopped for member in living)
+        if not self._progress.is_stalled([member.place for member in living], any_stopped=any_stopped):
+            self._stalled_s = None
+            return Ruling.GO_ON
+        if self._stalled_s is None:
+            self._stalled_s = now_s
+            return Ruling.ASK
+        return Ruling.JUDGE if now_s >= self._stalled_s + SETTLE_S else Ruling.GO_ON
+
+    def _cause(self, now_s: float) -> float | None:
+        """Return when the verdict on processes that ended, or raised, is due; None: there are none."""
+        due = [self._due_of_end(member) for member in self._members if is_bad_end(member)]
+        for member in self._members:
+            if member.error is not None and member.error[0] != "stall":
+                patience = REFUSAL_S if member.error[0] == "refusal" else OWN_ERROR_S
+                due.append(self._first_s.setdefault(f"error {member.rank}", now_s) + patience)
+        if due and self._all_refuse():
+            return None
+        return min(due, default=None)
+
+    def _due_of_end(self, member: Member) -> float:
+        refuses = member.error is not None and member.error[0] == "refusal"
+        return member.fate_s + (REFUSAL_S if refuses else SETTLE_S)
+
+    def _complaint(self, now_s: float) -> float | None:
+        if not any(member.error is not None and member.error[0] == "stall" for member in self._members):
+            return None
+        return self._first_s.setdefault("complaint", now_s) + COMPLAINT_S
+
+    def _all_refuse(self) -> bool:
+        """Whether all ranks that have not ended as they should say, by themselves, why they cannot go on."""
+        errors = [member.error for member in self._members if not member.has_ended]
+        return bool(errors) and all(error is not None and error[0] == "refusal" for error in errors)
+
+    def _was_asked_to_end(self) -> bool:
+        """Whether somebody ended all ranks from outside."""
+        fates = [member.fate for member in self._members]
+        return all(fate is not None and fate.kind == "signal" and fate.code in ASKED_TO_END for fate in fates)
+
+
+def is_bad_end(member: Member) -> bool:
+    """Whether a process has ended, or is cut off, that should not have."""
+    if member.fate is None or member.has_ended:
+        return False
+    is_quiet = member.fate.kind == "gone" or (member.fate.kind == "exit" and member.fate.code == 0)
+    return not (is_quiet and member.place.phase in RESTING)

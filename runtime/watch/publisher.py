@@ -1,0 +1,156 @@
+"""What a rank says of itself while it runs: a store per instruction, a few per phase.
+
+publisher.enter("step", step=12, program=0)    phases: from here on, until the next
+with publisher.phase("save"): …                the same for a while; then what it was before
+numbers[INDEX] = 17                            the interpreter, before each call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+from weakref import ref
+
+from quintsched.stalls.states import Phase
+
+from .cell import ENTERED, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, RUN, STEP, WAIT, Cell
+from .waiting import NOTHING, WORLD_CODE, WaitCell
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+Thing = TypeVar("Thing")
+_END = object()
+NUMBER_OF: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The verdict, as a rank hears it; `was_told`: somebody has said it to the user already."""
+
+    message: str
+    was_told: bool
+
+
+class Listener(Protocol):
+    """Who passes on what cannot be read in a cell: the rank's watcher."""
+
+    def tell_program(self, number: int, plan: Plan) -> None:
+        """Pass on that a plan goes by this number."""
+
+    def tell_group(self, ranks: tuple[int, ...]) -> None:
+        """Pass on that this rank is in a further group of ranks."""
+
+    def tell_error(self, error: BaseException) -> None:
+        """Pass on that this rank's own work failed."""
+
+    def ask(self, said: str) -> Answer | None:
+        """Pass on that a wait for other ranks failed, as `said`; return the verdict, None where there is none."""
+
+    def close(self, *, clean: bool) -> None:
+        """Hang up; `clean` says that this rank has done all it should."""
+
+
+class Publisher:
+    """One rank's side of the watch; without a listener nobody hears of it.
+
+    Attributes:
+        numbers: the cell's, for stores in hot loops.
+    """
+
+    def __init__(self, cell: Cell | None = None, listener: Listener | None = None) -> None:
+        self._cell = cell or Cell(0, shared=False)
+        self.numbers = self._cell.numbers
+        self._listener = listener
+        self._programs: dict[int, tuple[int, ref[Plan]]] = {}
+        self._num_programs = 0
+
+    def follow(self, waits: WaitCell) -> None:
+        """Let what is written down of waits be in this cell from now on."""
+        waits.move(self.numbers, WAIT)
+
+    def enter(self, phase: Phase, *, step: int | None = None) -> None:
+        """Say that a phase begins; `step`: the number of the training step that begins with it, the first is 1."""
+        numbers = self.numbers
+        numbers[INDEX] = NOWHERE
+        numbers[WAIT] = NOTHING
+        numbers[PHASE] = NUMBER_OF[phase]
+        numbers[ENTERED] += 1
+        if step is not None:
+            numbers[STEP] = step
+
+    def begin(self, plan: Plan, step: int) -> None:
+        """Say that a step of a training plan begins, with this number, or an evaluation."""
+        if plan.mode == "train":
+            self.enter("step", step=step)
+        else:
+            self.enter("evaluate")
+
+    def walk(self, plan: Plan) -> None:
+        """Say that the program of a plan begins."""
+        self.numbers[PROGRAM] = self.number_of(plan)
+        self.numbers[RUN] += 1
+
+    @contextmanager
+    def phase(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+        """Say that a phase begins, and, behind the block, that the one before goes on; an error leaves it as it is."""
+        before = PHASES[self.numbers[PHASE]]
+        self.enter(phase, step=step)
+        yield
+        self.enter(before)
+
+    def fetching(self, batches: Iterable[Thing]) -> Iterator[Thing]:
+        """Yield batches; while each is fetched, this rank is about data."""
+        left = iter(batches)
+        while True:
+            with self.phase("data"):
+                batch = next(left, _END)
+            if batch is _END:
+                return
+            yield batch  # type: ignore[misc]
+
+    def number_of(self, plan: Plan) -> int:
+        """Return the number that a plan goes by: how many others this rank ran before it."""
+        number, known = self._programs.get(id(plan), (0, None))
+        if known is None or known() is not plan:
+            number, self._num_programs = self._num_programs, self._num_programs + 1
+            self._programs = {key: value for key, value in self._programs.items() if value[1]() is not None}
+            self._programs[id(plan)] = number, ref(plan)
+            if self._listener is not None:
+                self._listener.tell_program(number, plan)
+        return number
+
+    @contextmanager
+    def waiting_for_all(self) -> Iterator[None]:
+        """Say, while the block runs, that this rank waits for all others: before there are groups to be named."""
+        self.numbers[WAIT] = WORLD_CODE
+        yield
+        self.numbers[WAIT] = NOTHING
+
+    def tell_group(self, ranks: tuple[int, ...]) -> None:
+        """Say that this rank is in a further group: the k-th, counted from 0, is number k where it is waited for."""
+        if self._listener is not None:
+            self._listener.tell_group(ranks)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank's own work failed."""
+        if self._listener is not None:
+            self._listener.tell_error(error)
+
+    def explain(self, said: str) -> Answer | None:
+        """Say that a wait for other ranks failed, and return whose fault it was; None: nobody says.
+
+        Takes a few seconds at most.
+        """
+        return None if self._listener is None else self._listener.ask(said)
+
+    def close(self, *, clean: bool = True) -> None:
+        """Say no more; `clean`: this rank has done all that it should."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            if clean:
+                self.enter("ended")
+            listener.close(clean=clean)
+        self._cell.close()

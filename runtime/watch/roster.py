@@ -1,0 +1,103 @@
+"""What the hub knows of each rank: where it is, since when, what became of its process, what it said.
+
+hello ─▶ Member ─▶ place (read or sent) ─▶ …  bye: it has done all it should     error: what it raised
+                                              closed: its process has ended, or is cut off ─▶ fate
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quintsched.stalls.states import Fate, RankState, Wait
+
+from .cell import NOWHERE, START, CellReader, Place
+from .process import ProcessId
+from .waiting import WORLD_CODE, wait_of
+
+NOBODY = ProcessId(0, 0)
+
+ErrorKind = Literal["own", "refusal", "stall"]
+"""What a rank says of an error: its own code's; one that all ranks may find alike; that a wait for others failed."""
+
+
+@dataclass
+class Member:
+    """One rank. Times are those of the hub's clock, in seconds."""
+
+    rank: int
+    host: str = ""
+    process: ProcessId = NOBODY
+    is_here: bool = False
+    """Whether it runs on the hub's machine, where numbers of processes mean the same."""
+    reader: CellReader | None = None
+    place: Place = START
+    changed_s: float = 0.0
+    heard_s: float = 0.0
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    host_waits: bool = True
+    """Whether its host waits for other ranks itself, and no device in its stead."""
+    has_come: bool = False
+    has_ended: bool = False
+    """Whether it said that it has done all it should."""
+    closed_s: float | None = None
+    fate: Fate | None = None
+    fate_s: float = 0.0
+    error: tuple[ErrorKind, str] | None = None
+    is_stopped: bool = False
+    """Whether its process lives and does not run, as after a SIGSTOP."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it may still move."""
+        return self.fate is None and not self.has_ended
+
+    def move(self, place: Place, now_s: float) -> None:
+        """Take in where it is."""
+        self.heard_s = now_s
+        if place != self.place:
+            self.place, self.changed_s = place, now_s
+
+    def end(self, fate: Fate, now_s: float) -> None:
+        """Take in what became of its process; what is known better replaces what is known worse."""
+        if self.fate is None:
+            self.fate_s = now_s
+        if self.fate is None or self.fate.kind in ("gone", "unreachable"):
+            self.fate = fate
+
+    def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> RankState:
+        """Return what it said last; `modes` are those of the plans by their numbers."""
+        place = self.place
+        return RankState(
+            rank=self.rank,
+            host=self.host,
+            pid=self.process.pid,
+            phase="ended" if self.has_ended else place.phase,
+            step=None if place.step == NOWHERE else place.step,
+            program=modes.get(place.program, "train"),
+            index=None if place.index == NOWHERE else place.index,
+            since_s=now_s - self.changed_s,
+            heard_s=now_s - self.heard_s,
+            fate=self._told_fate(now_s),
+            awaits=self._wait(num_ranks),
+            run=place.run or None,
+        )
+
+    def _told_fate(self, now_s: float) -> Fate | None:
+        """Return its fate, with the error that it told before."""
+        ago_s = now_s - self.fate_s
+        if self.error is not None and self.error[0] != "stall":
+            code = None if self.fate is None else self.fate.code
+            return Fate("error", code, self.error[1], ago_s=ago_s)
+        if self.fate is None:
+            return Fate("stopped", signal.SIGSTOP) if self.is_stopped else None
+        return Fate(self.fate.kind, self.fate.code, self.fate.text, ago_s=ago_s)
+
+    def _wait(self, num_ranks: int) -> Wait | None:
+        if not self.host_waits:
+            return None
+        if self.place.wait == WORLD_CODE:
+            return Wait("collective", ranks=tuple(range(num_ranks)))
+        return wait_of(self.place.wait, self.groups)

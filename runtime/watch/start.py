@@ -1,0 +1,102 @@
+"""How a rank finds the hub: the launcher has named it in the environment, or rank 0 starts one and says where.
+
+quintsched run     QUINTSCHED_WATCH=127.0.0.1:41233  QUINTSCHED_WATCH_KEY=…          the launcher's
+torchrun           rank 0: a socket ─▶ a process that takes it over ─▶ the run's store ─▶ the others
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from .cell import Cell
+from .connection import ADDRESS, KEY
+from .frames import FrameError
+from .publisher import Publisher
+from .watcher import Watcher
+
+BACKLOG = 1024
+
+
+class Store(Protocol):
+    """The store of a run, as torch has it."""
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number, and return it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value down."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value as soon as it is there."""
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What a run's watch is told.
+
+    `timeout_s` is that of its waits; `stall_after` the limit of a step in seconds, None: learnt; `compiles` says
+    whether stages are compiled; `report` is the file that a verdict is written to.
+    """
+
+    timeout_s: float = 300.0
+    stall_after: float | None = None
+    compiles: bool = False
+    report: str = "stall.json"
+
+
+def find_watch(rank: int, num_ranks: int, options: WatchOptions, *, host_waits: bool) -> Publisher | None:
+    """Return this rank's publisher, which the launcher's hub hears; None where no launcher has named one."""
+    if num_ranks == 1 or ADDRESS not in os.environ:
+        return None
+    return _publisher(os.environ[ADDRESS], os.environ.get(KEY, ""), rank, options, host_waits=host_waits)
+
+
+def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, *, host_waits: bool) -> Publisher:
+    """Return this rank's publisher, whose hub rank 0 starts; one that nobody hears where there is no way to it.
+
+    All ranks call this. `store` is theirs, and may outlive a connection: keys count how often they came together.
+    """
+    if num_ranks == 1:
+        return Publisher()
+    key_in_store = f"hub {(store.add('ranks', 1) - 1) // num_ranks}"
+    if rank == 0:
+        address, key = _start_hub(num_ranks)
+        store.set(key_in_store, f"{address} {key}")
+    else:
+        address, _, key = store.get(key_in_store).decode().partition(" ")
+    return _publisher(address, key, rank, options, host_waits=host_waits)
+
+
+def _publisher(address: str, key: str, rank: int, options: WatchOptions, *, host_waits: bool) -> Publisher:
+    cell = Cell(rank, shared=True)
+    try:
+        return Publisher(cell, Watcher(address, key, rank, cell, host_waits=host_waits, **asdict(options)))
+    except (OSError, FrameError):
+        return Publisher(cell)
+
+
+def _start_hub(num_ranks: int) -> tuple[str, str]:
+    """Start a hub in a process of its own, and return its address and key."""
+    key = secrets.token_hex(16)
+    with socket.create_server((_own_host(), 0), backlog=BACKLOG) as listening:
+        host, port = listening.getsockname()[:2]
+        listening.set_inheritable(True)
+        command = [sys.executable, "-m", "quintsched.runtime.watch.hub", str(listening.fileno()), str(num_ranks)]
+        os.posix_spawn(sys.executable, command, os.environ | {KEY: key}, setsid=True)
+    return f"{host}:{port}", key
+
+
+def _own_host() -> str:
+    """Return where ranks reach this one: the loopback if all are on this machine, else the way to the first of them."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if os.environ.get("LOCAL_WORLD_SIZE") == world or master == "localhost" or master.startswith("127."):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,222 @@
+"""A rank's end of the watch: a thread that tells the hub what no cell says, and ends the process after a verdict.
+
+    rank's thread     wait fails ─▶ ask ──────────────┐  ◀── StallError(verdict): unwinds, and ends with 4
+    this thread            hub ◀── error, goodbye ────┘──▶ verdict ─▶ says it, where nobody else does; a moment later
+                                                                      os._exit(4): the rank's thread may hang for ever
+
+Where the hub reads the rank's cell, this thread sleeps until the end; else it sends samples of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
+
+from quintsched.errors import CodeError, QuintschedError, StallError
+
+from . import clock
+from .cell import Cell, Place
+from .connection import CHUNK, keep_alive
+from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
+from .judge import RESTING
+from .process import machine, this_process
+from .publisher import Answer
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+
+CONNECT_S = 10.0
+SAMPLE_S, BEAT_S = 0.25, 1.0
+"""How often a cell that the hub cannot read is looked at, and sent though nothing has changed."""
+ASK_S = 6.0
+"""How long a rank waits for the verdict when its wait for others has failed."""
+GRACE_S, UNWIND_S = 2.0, 10.0
+"""How long a rank may take to end by itself after the verdict: one that does not know of it yet, and one that does."""
+MOST_LETTERS = 4000
+
+
+class Watcher:
+    """Connects a rank with the hub; see `publisher.Listener`.
+
+    Raises `OSError` or `FrameError` where there is no hub at that address that knows the key.
+    """
+
+    def __init__(self, address: str, key: str, rank: int, cell: Cell, **about: Any) -> None:
+        host, _, port = address.rpartition(":")
+        self._rank, self._cell = rank, cell
+        self._socket = socket.create_connection((host, int(port)), timeout=CONNECT_S)
+        keep_alive(self._socket)
+        self._reader = FrameReader()
+        self._reader.is_known = True
+        self._sending = threading.Lock()
+        self._answer: Answer | None = None
+        self._answered, self._closed = threading.Event(), threading.Event()
+        self._asks = self._has_failed = False
+        try:
+            self._is_seen = self._shake_hands(key, about)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.settimeout(None)
+        self._thread = threading.Thread(target=self._run, name="quintsched watcher", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
+        _close_in_children(self._socket)
+
+    def tell_program(self, number: int, plan: Plan) -> None:
+        """Pass on a plan and its number: rank 0 does, for all."""
+        if self._rank == 0:
+            with suppress(FrameError):
+                self._send(plan_frame(number, plan.to_json()))
+
+    def tell_group(self, ranks: tuple[int, ...]) -> None:
+        """Pass on a further group of ranks."""
+        self._say(group=list(ranks))
+
+    def tell_error(self, error: BaseException) -> None:
+        """Pass on why this rank ends: of one that only exits, its exit code says it."""
+        if isinstance(error, Exception) and not isinstance(error, StallError) and not self._has_failed:
+            self._has_failed = True
+            is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
+            self._say(error=_headline(error), kind="refusal" if is_refusal else "own")
+
+    def ask(self, said: str) -> Answer | None:
+        """Pass on that a wait for others failed, and return the verdict, if one comes within `ASK_S`."""
+        self._asks = True
+        self._say(error=said[:MOST_LETTERS], kind="stall")
+        self._answered.wait(ASK_S)
+        return self._answer
+
+    def close(self, *, clean: bool) -> None:
+        """Hang up, and end the thread."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        atexit.unregister(self._leave)
+        if clean:
+            self._say(bye=1)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(GRACE_S)
+        self._socket.close()
+
+    def _shake_hands(self, key: str, about: dict[str, Any]) -> bool:
+        """Show the key, see that of the hub, and return whether it reads the cell itself."""
+        asked, process = challenge(), this_process()
+        given = answer(key, str(self._next()["ask"]), "rank")
+        self._say(
+            answer=given,
+            ask=asked,
+            rank=self._rank,
+            host=socket.gethostname(),
+            machine=machine(),
+            pid=process.pid,
+            started=process.started,
+            file=self._cell.file,
+            **about,
+        )
+        if not is_answer(self._next().get("answer"), key, asked, "hub"):
+            raise FrameError("the hub does not know the key")
+        return bool(self._next().get("seen"))
+
+    def _next(self) -> dict[str, Any]:
+        """Return the next message, as long as hands are shaken."""
+        while True:
+            for _, payload in self._reader.feed(b""):
+                return message_of(payload)
+            data = self._socket.recv(CHUNK)
+            if not data:
+                raise FrameError("the hub hung up")
+            for _, payload in self._reader.feed(data):
+                return message_of(payload)
+
+    def _say(self, **message: Any) -> None:
+        self._send(json_frame(message))
+
+    def _send(self, frame: bytes) -> None:
+        with self._sending, suppress(OSError):
+            self._socket.sendall(frame)
+
+    def _run(self) -> None:
+        sent, sent_s = None, 0.0
+        while not self._closed.is_set():
+            try:
+                ready, _, _ = select.select([self._socket], [], [], None if self._is_seen else SAMPLE_S)
+                data = self._socket.recv(CHUNK) if ready else None
+            except (OSError, ValueError):
+                self._end_alone()
+                return
+            if data == b"":
+                self._answered.set()
+                return
+            for _, payload in self._reader.feed(data or b""):
+                self._hear(message_of(payload))
+            place, now_s = self._cell.read(), clock.now_s()
+            if not self._is_seen and (place != sent or now_s > sent_s + BEAT_S):
+                sent, sent_s = place, now_s
+                self._say_place(place)
+
+    def _say_place(self, place: Place) -> None:
+        self._say(place=self._cell.numbers.tolist())
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "ask" in message:
+            self._say_place(self._cell.read())
+        if "verdict" in message:
+            self._end(str(message["verdict"]), was_told=bool(message["spoken"]))
+
+    def _end_alone(self) -> None:
+        """End this rank because the network between it and the hub is cut: the others end it too, and cannot say so."""
+        if not self._closed.is_set():
+            self._end(f"rank {self._rank} ({socket.gethostname()}) cannot reach the host of rank 0", was_told=False)
+
+    def _end(self, message: str, *, was_told: bool) -> None:
+        """End this process, whatever its main thread does; it may do so itself first, in its own words."""
+        if message and not was_told and not self._asks and not self._has_failed:
+            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.flush()
+            was_told = True
+        self._answer = Answer(message, was_told)
+        self._answered.set()
+        if not self._closed.wait(GRACE_S) and not ((self._asks or self._has_failed) and self._closed.wait(UNWIND_S)):
+            _exit(1 if self._has_failed else StallError.exit_code)
+
+    def _leave(self) -> None:
+        """At the end of the process, say whether that is as it should be; one that lost its peers ends with 4."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.tell_error(error)
+        self.close(clean=error is None and self._cell.read().phase in RESTING)
+        if isinstance(error, StallError):
+            _exit(error.exit_code)
+
+
+def _headline(error: BaseException) -> str:
+    text = str(error) if isinstance(error, QuintschedError) else f"{type(error).__name__}: {error}"
+    return text[:MOST_LETTERS]
+
+
+def _close_in_children(connected: socket.socket) -> None:
+    """Let processes that are forked off not hold the connection open."""
+    known = ref(connected)
+
+    def close() -> None:
+        found = known()
+        if found is not None:
+            found.close()
+
+    os.register_at_fork(after_in_child=close)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,235 @@
+"""What reads files: each reader with good files to begin with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import quintsched as qs
+from quintsched import torch_csv
+from quintsched.collectives import collective_json
+from quintsched.collectives.spelling import spelled
+from quintsched.errors import InputError
+from quintsched.formats import plan_json
+from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, RankFile, make_manifest, parse_manifest, seal
+from quintsched.runtime.checkpoint.shard_file import Layout as ShardHeader
+from quintsched.runtime.interchange.boxes import Placement
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.parallel.tensor.shard import Shard
+from quintsched.runtime.resharding.layout import StateLayout
+from quintsched.simulation.costs import Costs
+from quintsched.stalls.report import StallReport
+from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.verdict import find_culprit
+from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks
+from quintsched.tuning.certificate import certify, load_certificate
+from quintsched.tuning.tune import tune
+from quintsched.verify.soundness import check
+
+from ..planner.tuning.problems import groups, problem
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of bytes, and files that it takes."""
+
+    seeds: Callable[[], Sequence[bytes]]
+    read: Callable[[bytes], object]
+
+
+@cache
+def folder() -> Path:
+    """Return a folder for the files of one process, in memory where there is such."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
+
+
+def by_path(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:
+    """Return a reader of bytes that writes them to a file first."""
+
+    def read_bytes(data: bytes) -> object:
+        path = folder() / name
+        path.write_bytes(data)
+        return read(path)
+
+    return read_bytes
+
+
+@cache
+def plans() -> tuple[qs.Plan, ...]:
+    """Return plans of all kinds, small ones."""
+    return (
+        qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=4, zero=2, tied={"embedding": (0, 1)}),
+        qs.compile("zbv", mesh="pp=2", microbatches=3),
+        qs.compile("dualpipe", mesh="pp=2", microbatches=4, recompute=1),
+        qs.compile("gpipe", mesh="dp=4,pp=2", microbatches=2, communication="ring"),
+        qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 2)}, stages=(1, 2, 1), losses=(1, 2)),
+        qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=3, zero_every=2),
+    )
+
+
+def plan_seeds() -> list[bytes]:
+    return [plan.to_json().encode() for plan in plans()]
+
+
+def read_plan(data: bytes) -> object:
+    """Read a plan, and check what was read."""
+    return check(plan_json.loads(data))
+
+
+def csv_seeds() -> list[bytes]:
+    texts = [torch_csv.dumps(plan, compute_only=alone) for plan in (plans()[1], plans()[5]) for alone in (False, True)]
+    files = sorted((ROOT / "tests" / "data" / "torch_csv").glob("*.csv"), key=lambda path: path.stat().st_size)
+    return [*(text.encode() for text in texts), *(path.read_bytes() for path in files[:6])]
+
+
+def read_csv(data: bytes) -> object:
+    """Read as the command does."""
+    try:
+        return torch_csv.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text: byte {error.start} cannot be read") from error
+
+
+def job_seeds() -> list[bytes]:
+    files = [path.read_bytes() for path in sorted((ROOT / "examples").glob("*.yaml"))]
+    more = b"""
+parallel: {mesh: "dp=2,tp=2", schedule: 1f1b, microbatches: 4, rules: {"*.q": {cut: column, parts: [4, 2, 2]}}, zero: 2}
+train: {epochs: 2, batch_size: 32, optimizer: {name: adamw, lr: 3e-3, betas: [0.9, 0.95]}, clip: 1.0, seed: 3}
+model: &m {name: gpt, options: {hidden: 64, depth: 4}}
+data: {name: text, options: {sequence: 128, max_bytes: null}}
+log: {sinks: [tensorboard, {name: wandb, options: {project: mine}}]}
+"""
+    return [*files, more]
+
+
+def cost_seeds() -> list[bytes]:
+    files = [path.read_bytes() for path in sorted((ROOT / "examples").glob("costs*.json"))]
+    more = {
+        "unit": "ms", "forward": [1.0, 2.0], "backward_input": 18.086, "p2p": {"latency": 0.1, "per_unit": 0.2},
+        "activation": {"stages": [1.0, 2.0], "microbatches": [0.5, 1.5]}, "activation_after_input": None,
+    }  # fmt: skip
+    return [*files, json.dumps(more).encode()]
+
+
+@cache
+def traced() -> qs.Plan:
+    return qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+
+def trace_seeds() -> list[bytes]:
+    plan = traced()
+    for rank in range(2):
+        start = np.arange(len(plan.programs[rank]), dtype=float)[None].repeat(2, 0)
+        RankTrace(digest_of(plan), rank, rank, (2, 3), start, start + 0.5, start * 0).save(folder())
+    return [(folder() / "rank0.json").read_bytes()]
+
+
+def read_trace(data: bytes) -> object:
+    """Read a directory whose first file has these bytes; the other one is good."""
+    if not (folder() / "rank1.json").exists():
+        trace_seeds()
+    (folder() / "rank0.json").write_bytes(data)
+    return load_ranks(folder(), traced())
+
+
+def manifest_seeds() -> list[bytes]:
+    files = [RankFile(name=f"rank-{r:05d}.safetensors", bytes=4096, sha256=f"{r:064x}") for r in range(4)]
+    progress = {"epoch": 1, "history": [{"loss": 0.5, "event": "epoch"}], "totals": {"loss": None}}
+    native = make_manifest("0" * 16, 3, "1" * 64, qs.Mesh(dp=2, pp=2), files, progress, {"train.seed": 0})
+    dcp = DcpManifest(
+        format="quintsched.dcp", version=2, run="0" * 16, step=3, replicas=2, files=files, progress=progress
+    )
+    return [native.to_json(), dcp.to_json()]
+
+
+def read_manifest(data: bytes) -> object:
+    """Read as it is, and as one whose checksum is right."""
+    kind = DcpManifest if b"quintsched.dcp" in data else Manifest
+    found: list[object] = []
+    line, _, rest = data.partition(b",")
+    for content in (data, seal(b"{" + rest) if line.startswith(b'{\n "sha256"') else b""):
+        try:
+            found.append(parse_manifest(kind, content, 3))
+        except InputError as error:
+            found.append(error)
+    for one in found:
+        if isinstance(one, InputError):
+            raise one
+    return found
+
+
+def collective_seeds() -> list[bytes]:
+    programs = [spelled("all_reduce", "ring", 4, 4), spelled("all_reduce", "tree", 5, 4)]
+    return [collective_json.dumps(program).encode() for program in programs]
+
+
+def stall_seeds() -> list[bytes]:
+    awaits = [Wait("receive", 2), Wait("nothing"), Wait("collective", ranks=(0, 1)), None]
+    fates = [None, Fate("signal", 9, "", 0.2), Fate("error", 1, "ValueError: x", 0.1), None]
+    states = [
+        RankState(rank, "a", rank, "step", 1, "train", 2, 3.0, 0.1, fates[rank], awaits[rank], 1) for rank in range(4)
+    ]
+    return [find_culprit(plans()[5], some).to_json().encode() for some in (states, states[:1] + states[3:])]
+
+
+def read_stall(data: bytes) -> object:
+    """Read a report, and say it."""
+    return StallReport.from_json(data).words()
+
+
+def certificate_seeds() -> list[bytes]:
+    found = []
+    for number in [number for number in range(24) if groups(problem(number))][:3]:
+        given = problem(number)
+        fixed = given.choices.model_dump()
+        certify(tune(given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=fixed)).save(
+            folder() / "certificate.json"
+        )
+        found.append((folder() / "certificate.json").read_bytes())
+    return found
+
+
+def layout_seeds() -> list[bytes]:
+    cut = Placement((48, 16), (24, 16), (0, 0), Shard(0, 3, 1, 2), (4, 90))
+    parts = Placement((8, 16), (8, 4), (0, 0), Shard(1, (2, 1, 1), 0, 4))
+    layout = StateLayout(
+        (1, 2), {"model.1.qkv.weight": cut, "model.2.w": parts}, {"optimizer.1.a.b": cut},
+        {"model.2.w": "bfloat16"}, {"1.qkv.weight": "layers.0.qkv.weight"}, [["0.tokens.weight", "3.head.weight"]],
+    )  # fmt: skip
+    return [layout.to_text().encode()]
+
+
+def read_layout(data: bytes) -> object:
+    """Read a layout as metadata hold it: as text."""
+    return StateLayout.from_text(data.decode(errors="replace"))
+
+
+def shard_seeds() -> list[bytes]:
+    state = {"model.0.weight": torch.ones(2, 3), "model.0.bias": torch.ones(3, dtype=torch.bfloat16)}
+    layout = ShardHeader.of(state, {"quintsched.layout": StateLayout().to_text()})
+    return [layout.header()[8:]]
+
+
+READERS: dict[str, Reader] = {
+    "plan": Reader(plan_seeds, read_plan),
+    "csv": Reader(csv_seeds, read_csv),
+    "job": Reader(job_seeds, by_path(load_job, "job.yaml")),
+    "costs": Reader(cost_seeds, by_path(Costs.load, "costs.json")),
+    "trace": Reader(trace_seeds, read_trace),
+    "manifest": Reader(manifest_seeds, read_manifest),
+    "stall": Reader(stall_seeds, read_stall),
+    "certificate": Reader(certificate_seeds, by_path(load_certificate, "certificate.json")),
+    "layout": Reader(layout_seeds, read_layout),
+    "shard": Reader(shard_seeds, lambda data: ShardHeader.parse(data, 30)),
+    "collective": Reader(collective_seeds, collective_json.loads),
+}

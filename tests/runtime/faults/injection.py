@@ -1,0 +1,256 @@
+"""What goes wrong on one rank, at one place: put into a rank's process before it runs a job.
+
+kill, exit0, exit5, raise, stop, sleep         as it comes to an instruction, builds its model, or saves
+skip_send, skip_recv                           a message is passed over; the program goes on
+large, small, dtype, other                     a message is sent that does not fit, or as another microbatch's
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import quintsched as qs
+from quintsched.ir.instructions import (
+    Bwd,
+    BwdInput,
+    BwdWeight,
+    ClipGrad,
+    Compute,
+    Fwd,
+    Instruction,
+    Message,
+    OnBucket,
+    OptStep,
+    Recv,
+    Send,
+    ShareMetrics,
+)
+
+Kind = Literal[
+    "kill",
+    "exit0",
+    "exit5",
+    "raise",
+    "stop",
+    "sleep",
+    "skip_send",
+    "skip_recv",
+    "large",
+    "small",
+    "dtype",
+    "other",
+]
+Phase = Literal["set-up", "warm-up", "steady", "cool-down", "reduction", "optimizer", "save"]
+
+ENDS: tuple[Kind, ...] = ("kill", "exit0", "exit5", "raise")
+STALLS: tuple[Kind, ...] = ("stop", "sleep")
+SKIPS: tuple[Kind, ...] = ("skip_send", "skip_recv")
+WRONGS: tuple[Kind, ...] = ("large", "small", "dtype", "other")
+PHASES: tuple[Phase, ...] = ("set-up", "warm-up", "steady", "cool-down", "reduction", "optimizer", "save")
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What goes wrong: on which rank, in which phase, as which training step comes to which instruction."""
+
+    kind: Kind
+    rank: int
+    phase: Phase
+    step: int = 3
+    index: int | None = None
+
+    def fire(self, folder: Path) -> None:
+        """Fail once, and write down when; returns only where a signal that stopped it was followed by one to go on."""
+        if (folder / "fired").exists():
+            return
+        (folder / "fired").write_text(str(time.time()))
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind in ("exit0", "exit5"):
+            os._exit(int(self.kind[-1]))
+        elif self.kind == "raise":
+            raise ValueError("injected")
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(600)
+
+    def install(self, folder: Path) -> None:
+        """Have this process, a rank of a run, go wrong."""
+        from quintsched.runtime.train.trainer import Trainer
+
+        if int(os.environ["RANK"]) != self.rank:
+            return
+        if self.phase == "set-up":
+            makes = Trainer.__init__
+
+            def make(trainer: Trainer, *arguments: Any, **settings: Any) -> None:
+                self.fire(folder)
+                makes(trainer, *arguments, **settings)
+
+            Trainer.__init__ = make  # type: ignore[method-assign]
+        elif self.phase == "save":
+            saves = Trainer._save
+
+            def save(trainer: Trainer) -> None:
+                if trainer.progress.step >= self.step:
+                    with trainer._publisher.phase("save"):
+                        self.fire(folder)
+                saves(trainer)
+
+            Trainer._save = save  # type: ignore[method-assign]
+        else:
+            self._install_in_program(folder)
+
+    def _install_in_program(self, folder: Path) -> None:
+        from quintsched.runtime.interpreter.interpreter import Interpreter
+
+        binds = Interpreter._bind
+
+        def bind(interpreter: Interpreter) -> list[tuple[int, int, int, Callable[[], None]]]:
+            places = binds(interpreter)
+            if not interpreter.state.flows.trains:
+                return places
+            transport = interpreter.state.messages.transport
+            trap = self._tampering(folder, transport) if self.kind in (*SKIPS, *WRONGS) else self._failing(folder)
+            return [
+                (place, order, index, trap(call) if index == self.index and order < 3 else call)
+                for place, order, index, call in places
+            ]
+
+        Interpreter._bind = bind  # type: ignore[method-assign]
+
+    def _failing(self, folder: Path) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def trap(call: Callable[[], None]) -> Callable[[], None]:
+            calls = 0
+
+            def run() -> None:
+                nonlocal calls
+                calls += 1
+                if calls == self.step:
+                    self.fire(folder)
+                call()
+
+            return run
+
+        return trap
+
+    def _tampering(self, folder: Path, transport: object) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        """Return what has a call send or receive otherwise; the transport's own methods are replaced for good."""
+        from quintsched.runtime.comm import DoneWork
+
+        active = [False]
+        send, receive = transport._send, transport._recv  # type: ignore[attr-defined]
+
+        def tampered_send(tensor: Tensor, peer: int, tag: int) -> object:
+            if not active[0] or self.kind == "skip_recv":
+                return send(tensor, peer, tag)
+            if self.kind == "skip_send":
+                return DoneWork()
+            sent, tag = self._tamper(tensor), tag + (4096 if self.kind == "other" else 0)
+            return send(sent, peer, tag)
+
+        def tampered_receive(buffer: Tensor, peer: int, tag: int) -> object:
+            return DoneWork() if active[0] and self.kind == "skip_recv" else receive(buffer, peer, tag)
+
+        transport._send, transport._recv = tampered_send, tampered_receive  # type: ignore[attr-defined]
+
+        def trap(call: Callable[[], None]) -> Callable[[], None]:
+            calls = 0
+
+            def run() -> None:
+                nonlocal calls
+                calls += 1
+                if calls == self.step:
+                    (folder / "fired").write_text(str(time.time()))
+                    active[0] = True
+                try:
+                    call()
+                finally:
+                    active[0] = False
+
+            return run
+
+        return trap
+
+    def _tamper(self, tensor: Tensor) -> Tensor:
+        if self.kind == "large":
+            return torch.cat([tensor.flatten(), tensor.flatten()])
+        if self.kind == "small":
+            return tensor.flatten()[: tensor.numel() // 2].clone()
+        if self.kind == "dtype":
+            return tensor.view(torch.int32)
+        return tensor
+
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+        return f"{self.kind} on rank {self.rank} in {self.phase}"
+
+
+def place_of(plan: qs.Plan, rank: int, phase: Phase, kind: Kind, nth: int = 0) -> int | None:
+    """Return an instruction of a rank's program in a phase, at which a kind of fault can be; None where none is.
+
+    Of several that are as good, it is the `nth`.
+    """
+    program = plan.programs[plan.mesh.pp_rank(rank)]
+    wanted = _wanted(phase, kind)
+    found = [index for index, one in enumerate(program) if isinstance(one, wanted)]
+    if phase in ("warm-up", "steady", "cool-down"):
+        first = next((i for i, one in enumerate(program) if isinstance(one, Bwd | BwdInput)), len(program))
+        last = max((i for i, one in enumerate(program) if isinstance(one, Fwd)), default=0)
+        inside = {
+            "warm-up": lambda i: i < first,
+            "steady": lambda i: first <= i <= last,
+            "cool-down": lambda i: i > last,
+        }[phase]
+        found = list(filter(inside, found))
+    return found[nth % len(found)] if found else None
+
+
+def _wanted(phase: Phase, kind: Kind) -> tuple[type[Instruction], ...]:
+    if kind == "skip_recv":
+        return (Recv,)
+    if kind in ("skip_send", *WRONGS):
+        return (Send,)
+    if phase == "reduction":
+        return (OnBucket, ShareMetrics, ClipGrad)
+    return (OptStep,) if phase == "optimizer" else (Compute, BwdWeight)
+
+
+def all_injections(plan: qs.Plan, count: int, seed: int = 0) -> list[Injection]:
+    """Return `count` injections spread over kinds, ranks, phases and instructions; the same for the same plan."""
+    kinds: tuple[Kind, ...] = (*ENDS, *STALLS, *SKIPS, *WRONGS)
+    found: dict[Injection, None] = {}
+    for nth in range(seed, seed + 64):
+        for phase in PHASES:
+            for number, kind in enumerate(kinds):
+                rank = (nth + number) % plan.mesh.size
+                if phase in ("set-up", "save"):
+                    if kind in (*ENDS, *STALLS):
+                        found[Injection(kind, rank, phase, step=3)] = None
+                    continue
+                if phase in ("reduction", "optimizer") and kind in (*SKIPS, *WRONGS):
+                    continue
+                index = place_of(plan, rank, phase, kind, nth)
+                if index is not None:
+                    found[Injection(kind, rank, phase, 2 + nth % 3, index)] = None
+    return list(found)[:count]
+
+
+def as_arguments(injection: Injection) -> dict[str, object]:
+    """Return what makes the injection again in another process."""
+    return asdict(injection)
+
+
+def touches_message(plan: qs.Plan, injection: Injection) -> bool:
+    """Whether an injection is at a message."""
+    program = plan.programs[plan.mesh.pp_rank(injection.rank)]
+    return injection.index is not None and isinstance(program[injection.index], Message)

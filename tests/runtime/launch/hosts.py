@@ -1,0 +1,91 @@
+"""Several hosts on one machine, as network namespaces with a switch between them.
+
+host 0 (10.97.0.1) ── veth ──┐
+host 1 (10.97.0.2) ── veth ──┤ bridge, in a namespace of its own
+…                            │
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+class Hosts:
+    """So many hosts; `addresses` are theirs."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"qs{os.getpid()}h{number}" for number in range(count)]
+        self.addresses = [f"10.97.0.{number + 1}" for number in range(count)]
+        self._switch = f"qs{os.getpid()}sw"
+        self._started: list[subprocess.Popen[str]] = []
+
+    def connect(self) -> None:
+        """Make the namespaces; raises `CalledProcessError` where that may not be done."""
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "add", "wire", "type", "veth", "peer", "name", f"to{number}", "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", f"to{number}", "master", "switch", "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
+            _ip("-n", name, "link", "set", "wire", "up")
+
+    def cut(self, number: int, *, healed: bool = False) -> None:
+        """Take the wire of a host out of the switch, or put it back."""
+        _ip("-n", self._switch, "link", "set", f"to{number}", "up" if healed else "down")
+
+    def start(self, number: int, *command: object) -> subprocess.Popen[str]:
+        """Start a command on a host."""
+        words = ["ip", "netns", "exec", self.names[number], *map(str, command)]
+        self._started.append(
+            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        )
+        return self._started[-1]
+
+    def pids(self) -> list[int]:
+        """Return the processes that run on any of the hosts."""
+        found = []
+        for name in self.names:
+            done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            found += [int(word) for word in done.stdout.split()]
+        return found
+
+    def close(self) -> None:
+        """End all that runs there, and take the hosts away."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.communicate()
+        for name in (*self.names, self._switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """Make hosts for a test, which is skipped where this machine does not let us."""
+    if shutil.which("ip") is None or not Path("/proc/self/ns/net").exists():
+        pytest.skip("network namespaces need Linux and the command ip")
+    made = Hosts(count)
+    try:
+        try:
+            made.connect()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces may not be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,183 @@
+"""Runs on several hosts, which are network namespaces of this machine; what another host sees of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quintsched.runtime.comm import run_local
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.trainer import Trainer
+
+from .hosts import Hosts, hosts
+from .test_processes import DATA
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+JOB = """
+model: {{name: "{folder}/model.py:build"}}
+data: {{name: "{folder}/data.py:load"}}
+parallel: {{mesh: "dp=2,pp=2", microbatches: 2}}
+train: {{epochs: {epochs}, batch_size: 16}}
+runtime: {{timeout_s: 60}}
+checkpoint: {{every: 1000000}}
+log: {{every: 1}}
+"""
+
+MODEL = """
+import os, time
+from pathlib import Path
+from torch import nn
+
+FUSE = Path(__file__).with_name("fuse")
+
+class Last(nn.Linear):
+    steps = 0
+    def forward(self, x):
+        self.steps += not x.is_meta
+        if self.steps == 3:
+            FUSE.with_name(f"rank-{os.environ.get('RANK')}").write_text(str(os.getpid()))
+            if os.environ.get("RANK") == "3" and FUSE.exists():
+                FUSE.unlink()
+                os.kill(os.getpid(), 9)
+        return super().forward(x)
+
+def build(data):
+    return [nn.Flatten, lambda: Last(64, 64), lambda: Last(64, 4)]
+"""
+
+
+def job_of(folder: Path, epochs: int = 1) -> Path:
+    for name, text in {"data": DATA, "model": MODEL}.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "job.yaml").write_text(JOB.format(folder=folder, epochs=epochs))
+    return folder / "job.yaml"
+
+
+def launch(net: Hosts, job: Path, *more: object, way: str = "quintsched") -> list[subprocess.Popen[str]]:
+    """Start a run with a launcher on each host."""
+    started, count, port = [], len(net.names), 29517
+    for number in range(count):
+        where = ["--nnodes", count, "--node-rank", number]
+        if way == "quintsched":
+            command = ["quintsched.runtime.launch.local", *where, "--master", f"{net.addresses[0]}:{port}"]
+        else:
+            where += ["--nproc-per-node", 4 // count, "--master-addr", net.addresses[0], "--master-port", port]
+            command = ["torch.distributed.run", *where, "-m", "quintsched.runtime"]
+        started.append(net.start(number, sys.executable, "-m", *command, "--config", job, *more))
+    return started
+
+
+def ends(started: list[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str, str]]:
+    deadline = time.monotonic() + timeout_s
+    found = []
+    for process in started:
+        out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
+        found.append((process.returncode, out, err))
+    return found
+
+
+def wait_for(folder: Path, ranks: int) -> None:
+    deadline = time.monotonic() + 90
+    while len([*folder.glob("rank-*")]) < ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("count", "way"), [(2, "quintsched"), (4, "quintsched"), (2, "torchrun")])
+def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -> None:
+    job, log = job_of(tmp_path), tmp_path / "log.jsonl"
+    with hosts(count) as net:
+        found = ends(launch(net, job, "--set", f"log.path={log}", way=way))
+        assert [code for code, _, _ in found] == [0] * count, [err for _, _, err in found]
+    config = load_job(job)
+    plan = plan_of(config)
+    expected = run_local(4, lambda transport: Trainer(config, plan, transport).fit())[0][-1]
+    told = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
+    assert told["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+
+
+def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
+    job = job_of(tmp_path, epochs=500)
+    (tmp_path / "fuse").touch()
+    with hosts(2) as net:
+        found = ends(launch(net, job))
+        assert [code for code, _, _ in found] == [4, 4]
+        assert "rank 3" in found[1][2]
+        assert net.pids() == []
+
+
+def test_a_run_on_hosts_is_started_again_on_all(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    (tmp_path / "fuse").touch()
+    with hosts(2) as net:
+        found = ends(launch(net, job, "--restarts", 1, "--set", f"checkpoint.dir={tmp_path / 'saved'}"))
+        assert [code for code, _, _ in found] == [0, 0], found
+        assert all("restart 1 of 1" in err for _, _, err in found)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -> None:
+    job = job_of(tmp_path, epochs=5000)
+    with hosts(2) as net:
+        started = launch(net, job)
+        wait_for(tmp_path, 4)
+        started[number].kill()
+        codes = [code for code, _, _ in ends(started, 60)]
+        assert codes[number] == -signal.SIGKILL
+        assert codes[1 - number] == 4
+        deadline = time.monotonic() + 10
+        while net.pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert net.pids() == []
+
+
+def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
+    job = job_of(tmp_path, epochs=5000)
+    with hosts(2) as net:
+        started = launch(net, job, "--set", f"checkpoint.dir={tmp_path / 'saved'}")
+        wait_for(tmp_path, 4)
+        started[1].send_signal(signal.SIGTERM)
+        found = ends(started, 60)
+        assert [code for code, _, _ in found] == [0, 0], found
+        assert "stopped as asked: saved at step" in found[0][1]
+
+
+def test_nothing_of_a_run_of_one_host_is_seen_from_another(tmp_path: Path) -> None:
+    job = job_of(tmp_path, epochs=5000)
+    with hosts(2) as net:
+        run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local", "--config", job)
+        wait_for(tmp_path, 4)
+        scan = net.start(1, sys.executable, "-m", __name__, net.addresses[0])
+        out, err = scan.communicate(timeout=120)
+        assert json.loads(out) == {"open": [], "refused": 65535}, err
+        assert run.poll() is None
+
+
+async def scan(address: str) -> dict[str, object]:
+    """Knock at all ports of a host."""
+    found: dict[str, list[int]] = {"open": [], "refused": []}
+
+    async def knock(port: int) -> None:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 20)
+            found["open"].append(port)
+            writer.close()
+        except ConnectionRefusedError:
+            found["refused"].append(port)
+
+    for first in range(1, 65536, 500):
+        await asyncio.gather(*map(knock, range(first, min(first + 500, 65536))))
+    return {"open": found["open"], "refused": len(found["refused"])}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asyncio.run(scan(sys.argv[1]))))
