@@ -51,6 +51,7 @@ class Found:
         folder: where it lies.
         manifest: what it says of itself.
         skipped: later steps that are not whole, each with the reason.
+        require: raises `MisfitError` where the engine cannot read it, once it is whole on all ranks.
         loader: where this rank's loader was, when all is loaded.
         load: lets an engine have its tensors; all ranks call this. Raises `MisfitError`, before any is changed.
     """
@@ -59,6 +60,7 @@ class Found:
     folder: Path
     manifest: Manifest | DcpManifest
     skipped: tuple[tuple[int, str], ...]
+    require: Callable[[], None]
     loader: Callable[[], bytes | None]
     load: Callable[[], None]
 
@@ -70,12 +72,23 @@ class OpenCheckpoints:
         engine: what is saved and loaded.
         opened: the folder.
         keep: how many of the latest checkpoints stay.
+        settings: what the run was started with, which its manifests keep.
         background: whether saves are written while training goes on.
         patience_s: how long nothing may happen while ranks wait for the parts of others.
     """
 
-    def __init__(self, engine: Engine, opened: OpenRun, keep: int, *, background: bool, patience_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        opened: OpenRun,
+        keep: int,
+        settings: Mapping[str, Any],
+        *,
+        background: bool,
+        patience_s: float,
+    ) -> None:
         self.engine, self.folder, self.run = engine, opened.folder, opened.run
+        self._settings = settings
         self.moved = opened.words
         self._keep, self._patience_s = keep, patience_s
         self._writer = Writer(background=background)
@@ -95,6 +108,7 @@ class OpenCheckpoints:
         for saved in self._steps():
             found, words = self._examined(saved)
             if found is not None:
+                self.engine.everyone.together(found.require)
                 return replace(found, skipped=tuple(skipped))
             skipped.append((saved.step, words))
         if len(skipped) == 1:
@@ -114,6 +128,11 @@ class OpenCheckpoints:
         if not self._writer.is_background:
             self.finish()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save that is under way has failed here; `finish` then raises on all ranks."""
+        return self._writer.has_failed
+
     def finish(self) -> None:
         """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
         if self._writer.is_under_way:
@@ -129,7 +148,8 @@ class OpenCheckpoints:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
         layout, memory = self._buffer.take(state, self.engine.state_metadata())
         attempt = self.folder.next_attempt()
-        joint = JointWrite(attempt, self._rank, self.engine.plan.mesh.size, self._patience_s, self._writer.given_up)
+        final, ranks = self.folder.step_folder(step), self.engine.plan.mesh.size
+        joint = JointWrite(attempt, final, self._rank, ranks, self._patience_s, self._writer.given_up)
         digest, mesh = plan_digest(self.engine), self.engine.plan.mesh
 
         def write(folder: Path) -> RankFile:
@@ -138,8 +158,8 @@ class OpenCheckpoints:
             return write_shard(folder / file_name(self._rank), layout, memory)
 
         def complete(files: Sequence[RankFile]) -> None:
-            joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress).to_json())
-            with writing(attempt):
+            joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress, self._settings).to_json())
+            with writing(final):
                 self.folder.complete(attempt, step, self._keep)
 
         self._writer.start(partial(joint.run, write, complete))
@@ -171,7 +191,7 @@ class OpenCheckpoints:
         """Return a checkpoint after a look at all that this rank reads of it; raises `InputError`, `MisfitError`."""
         manifest = read_manifest(saved.manifest, saved.step)
         reading = Reading(self.engine, saved.folder, manifest)
-        return Found(saved.step, saved.folder, manifest, (), reading.loader, reading.load)
+        return Found(saved.step, saved.folder, manifest, (), reading.require_readable, reading.loader, reading.load)
 
 
 @dataclass(frozen=True)
@@ -185,15 +205,19 @@ class Checkpoints:
     kind: type[OpenCheckpoints] = OpenCheckpoints
 
     @contextmanager
-    def opened(self, engine: Engine, start: Start = "new") -> Iterator[OpenCheckpoints]:
-        """A context in which the folder is this run's alone; all ranks enter it.
+    def opened(
+        self, engine: Engine, start: Start = "new", settings: Mapping[str, Any] | None = None
+    ) -> Iterator[OpenCheckpoints]:
+        """A context in which the folder is this run's alone; all ranks enter it. Manifests keep the settings.
 
         The last save has ended when it is left. Raises, on all ranks alike, `UsageError` where another run lives or was
         saved there; see `opening`.
         """
         rank = engine.transport.rank
         opened = open_run(self.directory, start, engine.everyone, rank, [COSTS])
-        saves = self.kind(engine, opened, self.keep, background=self.background, patience_s=self.patience_s)
+        saves = self.kind(
+            engine, opened, self.keep, settings or {}, background=self.background, patience_s=self.patience_s
+        )
         try:
             try:
                 yield saves

@@ -56,6 +56,7 @@ class OpenDcpCheckpoints(OpenCheckpoints):
             step=step,
             replicas=engine.num_replicas,
             files=files,
+            settings=dict(self._settings),
             progress=dict(progress),
         )
         engine.everyone.together(complete if rank == 0 else _nothing)
@@ -74,7 +75,7 @@ class OpenDcpCheckpoints(OpenCheckpoints):
             state = loaded.get(_loader_of(engine))
             return state if isinstance(state, bytes) and manifest.replicas == engine.num_replicas else None
 
-        return Found(saved.step, saved.folder, manifest, (), loader, load)
+        return Found(saved.step, saved.folder, manifest, (), lambda: None, loader, load)
 
 
 def _loader_of(engine: Engine) -> str:

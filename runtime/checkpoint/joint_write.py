@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -44,14 +45,17 @@ class JointWrite:
 
     Args:
         attempt: the folder of the save.
+        final: where the checkpoint will be, for messages.
         rank, ranks: which of how many.
         patience_s: how long nothing may change in the folder while this rank waits for others.
         given_up: set when nobody waits for the save any more.
     """
 
-    def __init__(self, attempt: Path, rank: int, ranks: int, patience_s: float, given_up: threading.Event) -> None:
-        self._attempt, self._rank, self._ranks = attempt, rank, ranks
-        self._patience_s, self._given_up = patience_s, given_up
+    def __init__(
+        self, attempt: Path, final: Path, rank: int, ranks: int, patience_s: float, given_up: threading.Event
+    ) -> None:
+        self._attempt, self._final, self._rank, self._ranks = attempt, final, rank, ranks
+        self._waiting = partial(_Waiting, final, patience_s, given_up)
 
     def run(self, write: Callable[[Path], RankFile], complete: Callable[[Sequence[RankFile]], None]) -> None:
         """Write this rank's part; the first rank then calls `complete` with all of them, and the others wait for it.
@@ -59,7 +63,7 @@ class JointWrite:
         Raises `UsageError` on all ranks where one of them fails.
         """
         try:
-            with writing(self._attempt):
+            with writing(self._final):
                 self._attempt.mkdir(exist_ok=True)
                 note = Note(file=write(self._attempt))
             if self._rank == 0:
@@ -73,7 +77,7 @@ class JointWrite:
 
     def write_manifest(self, content: bytes) -> None:
         """Write the manifest, and bring all that is in the folder to the disk."""
-        with writing(self._attempt):
+        with writing(self._final):
             for rank in range(1, self._ranks):
                 (self._attempt / _note_name(rank)).unlink()
             write_whole(self._attempt / MANIFEST, content, "the checkpoint", durable=True)
@@ -81,7 +85,7 @@ class JointWrite:
     def _all_parts(self, mine: Note) -> list[RankFile]:
         """Return what all ranks have written, when they have; raises what the first of them to fail says."""
         notes = {0: mine}
-        waiting = _Waiting(self._attempt, self._patience_s, self._given_up)
+        waiting = self._waiting()
         while len(notes) < self._ranks:
             there = _sizes(self._attempt)
             if waiting.has_changed(there):
@@ -98,7 +102,7 @@ class JointWrite:
         return [note.file for _, note in sorted(notes.items()) if note.file is not None]
 
     def _wait_for_end(self) -> None:
-        waiting = _Waiting(self._attempt, self._patience_s, self._given_up)
+        waiting = self._waiting()
         while (seen := _change_of(self._attempt)) is not None:
             waiting.has_changed(seen)
             if os.path.lexists(self._attempt / FAILED):

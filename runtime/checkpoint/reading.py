@@ -25,8 +25,7 @@ LOADER = "loader.state"
 class Reading:
     """Examines the files that a rank reads; then loads what is in them.
 
-    Raises `InputError` for files that are not what the manifest says, `MisfitError` for those of another plan that do
-    not say where their tensors lie.
+    Raises `InputError` for files that are not what the manifest says.
     """
 
     def __init__(self, engine: Engine, folder: Path, manifest: Manifest) -> None:
@@ -34,11 +33,11 @@ class Reading:
         self._paths = [folder / file.name for file in manifest.files]
         self._loader: bytes | None = None
         rank, size = engine.transport.rank, engine.plan.mesh.size
+        self._manifest = manifest
         self._fits = manifest.plan_sha256 == plan_digest(engine)
         if not self._fits:
             for number in range(rank, len(self._paths), size):
                 require_intact(self._paths[number], manifest.files[number])
-            self._require_layouts(manifest)
             return
         if manifest.mesh != str(engine.plan.mesh):
             fault = f"the mesh is {manifest.mesh}, but that of its plan is {engine.plan.mesh}"
@@ -49,12 +48,18 @@ class Reading:
             self._loader = loader.numpy().tobytes()
         self._fits = engine.fits_state(self._state, metadata)
 
-    def _require_layouts(self, manifest: Manifest) -> None:
+    def require_readable(self) -> None:
+        """Raise `MisfitError` for files of another plan that do not say where their tensors lie.
+
+        All ranks have verified their share of the files before one of them calls this.
+        """
+        if self._fits:
+            return
         with SavedState(self._paths) as saved:
             if saved.unplaced:
                 raise MisfitError(
-                    f"{saved.unplaced[0]}: the checkpoint was written by another plan (mesh {manifest.mesh}), and does "
-                    "not say where its tensors lie; resume with the plan and mesh that wrote it"
+                    f"{saved.unplaced[0]}: the checkpoint was written by another plan (mesh {self._manifest.mesh}), "
+                    "and does not say where its tensors lie; resume with the plan and mesh that wrote it"
                 )
 
     def load(self) -> None:

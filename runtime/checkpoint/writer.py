@@ -28,6 +28,11 @@ class Writer:
         """Whether there is a save whose end nobody has waited for."""
         return self._thread is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save that is under way has ended with an error."""
+        return self._error is not None
+
     def start(self, work: Callable[[], None]) -> None:
         """Begin a save; the one before has been waited for."""
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)

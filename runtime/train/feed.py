@@ -17,11 +17,13 @@ from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
 from ..agreement.comparison import Plain, Record, Section, require_same
+from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
 from ..comm.control import ControlGroup
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders
 from ..job.config import DataConfig, TrainConfig
+from ..stage.microbatches import most_rows
 
 
 class Feed(Protocol):
@@ -210,3 +212,16 @@ def _broadcast_sizes(dataset: Dataset | None, plan: Plan, transport: Transport) 
         return None
     num_train, num_validation, num_classes, *shape = values[:count]
     return DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation
+
+
+def parts_of(batch: Any, count: int) -> list[Any]:
+    """Return a batch in so many parts, of as even numbers of samples as can be; one row for all samples stays."""
+    samples = most_rows(batch)
+
+    def part(number: int) -> Any:
+        return map_tensors(
+            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) == samples else tensor,
+            batch,
+        )
+
+    return [part(number) for number in range(count)] if count > 1 else [batch]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from quintsched.plan import Plan
 
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
-from ..blocks.trees import map_tensors
 from ..checkpoint.checkpoints import OpenCheckpoints
 from ..checkpoint.of_job import checkpoints_of, remembered_costs
 from ..comm import Transport
@@ -36,9 +35,8 @@ from ..job.sinks import require_sinks
 from ..models import build_model, tied_weights
 from ..parallel.expert.load import expert_figures
 from ..splitting.split import Split
-from ..stage.microbatches import most_rows
 from ..verification.recording import Recording
-from .feed import open_feed
+from .feed import open_feed, parts_of
 from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window
 from .optimizer import build_optimizer, learning_rate_factor
@@ -109,7 +107,7 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
-            wants_stop=wants_stop,
+            wants_stop=lambda: wants_stop() or (self._saves is not None and self._saves.has_failed),
             max_skipped=job.train.max_skipped,
             spike_dir=spike_dir_of(job),
             seed=job.train.seed,
@@ -189,12 +187,14 @@ class Trainer:
         if self._checkpoints is None:
             yield
             return
-        with self._checkpoints.opened(self.engine, start) as self._saves:
+        with self._checkpoints.opened(self.engine, start, self.settings) as self._saves:
             if self.engine.transport.rank == 0:
                 self.engine.transport.begin_run()
             if self._saves.moved:
                 self._reporter.say(self._saves.moved)
             yield
+            with self._publisher.phase("save"):
+                self._saves.finish()
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return what each of them makes on this rank."""
@@ -252,7 +252,7 @@ class Trainer:
         progress = self.progress
         for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
-            *before, (inputs, targets, extras) = _parts((inputs, targets, extras), self.job.train.accumulate)
+            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
             result = self.engine.step(inputs, targets, **extras).with_earlier(earlier)
             traced.count(self.engine)
@@ -337,19 +337,20 @@ class Trainer:
             progress.stopped = True
             self._reporter.say(f"no gain in validation loss for {patience} epochs: stopped after {progress.epoch}")
 
-    def _save(self) -> None:
+    def _save(self, *, waits: bool = False) -> None:
+        """Save the run as it is; in the background, unless one `waits` for it."""
         if self._saves is None:
             return
         with self._publisher.phase("save"):
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
+            if waits:
+                self._saves.finish()
 
     def _stop(self) -> None:
-        """Save the run as it is in the middle of its epoch, since a rank was asked to stop, and say so."""
+        """Save the run in the middle of its epoch, since a rank was asked to stop, or could not write the last save."""
         self._stop_asked = True
-        self._save()
-        if self._saves is not None:
-            self._saves.finish()
+        self._save(waits=True)
         step, saves = self.progress.step, self._saves is not None
         self._reporter.record({"event": "stop", "step": step, "saved": saves})
         where = (
@@ -384,16 +385,3 @@ class Trainer:
 def _figures(means: Mapping[str, object]) -> str:
     accuracy = f"  accuracy {means['accuracy']:.2%}" if "accuracy" in means else ""
     return f"loss {means['loss']:.4f}{accuracy}"
-
-
-def _parts(batch: Any, count: int) -> list[Any]:
-    """Return a batch in so many parts, of as even numbers of samples as can be; one row for all samples stays."""
-    samples = most_rows(batch)
-
-    def part(number: int) -> Any:
-        return map_tensors(
-            lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() and len(tensor) == samples else tensor,
-            batch,
-        )
-
-    return [part(number) for number in range(count)] if count > 1 else [batch]
