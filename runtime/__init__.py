@@ -2,6 +2,7 @@
 
     Engine, StepResult          a plan and a list of blocks; the user keeps the loop
     LoadedWeights               what a pretrained checkpoint and the model did not have in common
+    StopRequest                 whether a signal has asked this process to stop after the step
     drained                     a loop over loaders of unequal length, which ends on all ranks together
     Trainer, load_job, plan_of  that loop written out, driven by a job file
     run_local, connect          all ranks in one process; gloo and NCCL
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .interpreter.tally import StepResult
     from .job.config import JobConfig
     from .job.jobfile import load_job
+    from .launch.stop_request import StopRequest
     from .launch.to_plan import plan_of
     from .parallel.expert.moe import MoE, apply_expert_parallel
     from .parallel.tensor.apply import (
@@ -55,6 +57,7 @@ _HOMES = {
     "interchange.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.to_plan": ("plan_of",),
+    "launch.stop_request": ("StopRequest",),
     "job.jobfile": ("load_job",),
     "interpreter.tally": ("StepResult",),
     "parallel.tensor.apply": (
@@ -81,6 +84,7 @@ __all__ = [
     "RowParallelLinear",
     "Split",
     "StepResult",
+    "StopRequest",
     "Trainer",
     "Transport",
     "VocabParallelEmbedding",

@@ -64,10 +64,10 @@ def run(
 
 
 def _machines(nnodes: int, node_rank: int, master: str | None) -> list[str]:
-    if nnodes == 1 and node_rank == 0 and master is None:
+    if node_rank >= nnodes or (nnodes > 1 and master is None):
+        raise UsageError("several machines need --nnodes N --node-rank I --master HOST:PORT, I from 0 to N - 1")
+    if nnodes == 1 or master is None:
         return []
-    if master is None or nnodes == 1:
-        raise UsageError("several machines need --nnodes N --node-rank I --master HOST:PORT, the last the same on each")
     return ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--master", master]
 
 

@@ -48,7 +48,8 @@ class Culprit(Strict):
     """A rank that is to blame.
 
     `place` is that of what it did not do, or where it stands; `stands_at` the place where it said last that it is,
-    where it had been for `since_s` seconds. `where` are its coordinates in the mesh.
+    where it had been for `since_s` seconds. `where` are its coordinates in the mesh, `said` what the receiver says of
+    a message that does not fit.
     """
 
     rank: Index
@@ -62,6 +63,7 @@ class Culprit(Strict):
     place: Place
     stands_at: Index | None
     since_s: Seconds
+    said: Text = ""
 
 
 class Link(Strict):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from quintsched.errors import StallError
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.findings import Culprit, Fault, Link, describe_place, where_it_stands
+from quintsched.stalls.findings import MOST_TEXT, Culprit, Fault, Link, describe_place, where_it_stands
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import RankState
 from quintsched.stalls.wait_graph import Edge, WaitGraph
@@ -64,12 +64,13 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
 
 @dataclass(frozen=True)
 class Accusation:
-    """A rank, what it did, and of a message that this is about its place and the number of the step."""
+    """A rank and what it did; of a message that this is about its place, its step, and what its receiver says of it."""
 
     rank: int
     fault: Fault
     index: int | None = None
     step: int | None = None
+    said: str = ""
 
 
 def _first_dead(states: Mapping[int, RankState]) -> set[int]:
@@ -121,7 +122,8 @@ def _ended(graph: WaitGraph, state: RankState) -> Accusation:
     takes = state.awaits is not None and state.awaits.kind == "receive"
     if takes and state.fate is not None and (state.fate.kind == "error" or state.fate.code in _ABORTS):
         for edge in graph.edges(state.rank):
-            return Accusation(edge.on, "wrong message", edge.on_index, state.step)
+            text = state.fate.text or "a signal ended it"
+            return Accusation(edge.on, "wrong message", edge.on_index, state.step, f"rank {state.rank}: {text}")
     return Accusation(state.rank, "ended")
 
 
@@ -202,4 +204,5 @@ def _culprit(plan: PlanData, state: RankState, accusation: Accusation) -> Culpri
         place=describe_place(plan, state, accusation.index) if is_message else where_it_stands(plan, state),
         stands_at=state.index if state.program == plan.mode else None,
         since_s=state.since_s,
+        said=accusation.said[:MOST_TEXT],
     )

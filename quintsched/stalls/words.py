@@ -48,7 +48,8 @@ def _accusation(culprit: Culprit) -> str:
     if culprit.fault == "skipped":
         return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
     if culprit.fault == "wrong message":
-        return f"{name} sent what does not fit{in_step}: its instruction {_instruction(culprit.place)}"
+        said = f" ({_shortened(culprit.said)})" if culprit.said else ""
+        return f"{name} sent what does not fit{in_step}: its instruction {_instruction(culprit.place)}{said}"
     return f"{name} has not gone on for {_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
 
 
@@ -70,7 +71,7 @@ def _now(culprit: Culprit) -> str:
 
 
 def _ending(fate: Fate) -> str:
-    text = " ".join(fate.text.split())[:MOST_LETTERS]
+    text = _shortened(fate.text)
     because = f" ({text})" if text else ""
     match fate.kind:
         case "signal":
@@ -85,6 +86,10 @@ def _ending(fate: Fate) -> str:
             return f"ended, nobody saw how{because},"
         case "unreachable":
             return f"cannot be reached{because}; it was last heard of"
+
+
+def _shortened(text: str) -> str:
+    return " ".join(text.split())[:MOST_LETTERS]
 
 
 def _signal(number: int | None) -> str:

@@ -109,11 +109,7 @@ def trace_shapes(
         watch.hold(weights.values())
         try:
             with torch.no_grad(), attributes_untouched(module):
-                result = (
-                    results[number]
-                    if results
-                    else torch.func.functional_call(bare, weights, (given,), taken, tie_weights=False)
-                )
+                result = results[number] if results else _run(bare, weights, given, taken)
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
         watch.note(number)
@@ -155,6 +151,20 @@ def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Ma
             f"is not given: engine.step(inputs, targets, {missing[0]}=…), or give its parameter a default"
         )
     return taken
+
+
+def _run(module: nn.Module, weights: Mapping[str, Tensor], given: Any, taken: Mapping[str, Any]) -> Any:
+    """Run a block on the meta device; where it makes tensors on the CPU that meet others, these are made there too."""
+    try:
+        return torch.func.functional_call(module, dict(weights), (given,), dict(taken), tie_weights=False)
+    except (RuntimeError, ValueError) as error:
+        if "meta" not in str(error):
+            raise
+        try:
+            with torch.device("meta"):
+                return torch.func.functional_call(module, dict(weights), (given,), dict(taken), tie_weights=False)
+        except Exception:
+            raise error from None
 
 
 def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[str, Any], error: Exception) -> str:

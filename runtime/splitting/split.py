@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.blocks import Block
-from ..comm.device import fork_generators
+from ..comm.device import GENERATORS, fork_generators
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
 from .building import BlockBuilder, built_without_weights, materialised
@@ -120,7 +120,7 @@ def split(
         UsageError: there are no such modules, or no layers, or no inputs.
         MisfitError: the model cannot be split so, or its blocks give other numbers.
     """
-    with fork_generators(torch.device("cpu")):
+    with GENERATORS, fork_generators(torch.device("cpu")):  # ranks of one process split one after the other
         if isinstance(model, nn.Module):
             return _whole(_adapted(model), blocks, example, prove)
         return _built(model, blocks, example, prove)

@@ -328,7 +328,7 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert cli("run", "plan.json", "job.yaml", *options).code == 4
     machines = ("--nnodes", 2, "--node-rank", 1, "--master", "10.0.0.1:29500")
     assert cli("run", "job.yaml", "--restarts", 3, *machines).code == 4
-    for some in (machines[:4], machines[2:], machines[4:]):
+    for some in (machines[:4], machines[2:], ("--nnodes", 2, "--node-rank", 2, *machines[4:])):
         assert "several machines need --nnodes" in cli("run", "job.yaml", *some).err
     room, ends_with = "quintsched.runtime.launch", str(os.getpid())
     launch = [sys.executable, "-m", f"{room}.bound", ends_with, f"{room}.local", "--config", "job.yaml"]

@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError
 from ...blocks.blocks import TARGETS, TOKENS, Parcel, takes_targets
 from ...blocks.shapes import trace_shapes
 from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
-from ...comm import Group, SelfGroup
+from ...comm import Group, ReduceOp, SelfGroup
 from ..context.context import whole_sequences
 from .twins import SEED, at_work
 
@@ -112,14 +112,20 @@ class Arrivals:
 
     @classmethod
     def guess(cls, outlines: Sequence[nn.Module], group: Group, dtype: torch.dtype | None) -> Arrivals | None:
-        """Return what blocks may be given, before any batch is known; None where no guess goes through all of them."""
+        """Return what blocks may be given, before any batch is known; None where no guess goes through all of them.
+
+        Collective: a guess has to do on all ranks of the group.
+        """
         for spec in map(TreeSpec.plain, _likely_inputs(outlines[0], dtype or torch.float32)):
+            failed, parcels = torch.zeros(1, device=group.device), list[Parcel]()
             try:
                 parcels = trace_shapes(outlines, spec, {}, dtype)
             except MisfitError:
-                continue
-            alone = SelfGroup(0, group.device)
-            return cls(FirstUnits(spec, {}, [], [], [{}]), outlines, parcels, alone, 1, dtype)
+                failed += 1
+            group.all_reduce(failed, ReduceOp.MAX).wait()
+            if not failed.item():
+                alone = SelfGroup(0, group.device)
+                return cls(FirstUnits(spec, {}, [], [], [{}]), outlines, parcels, alone, 1, dtype)
         return None
 
     def _trace(self, outlines: Sequence[nn.Module], dtype: torch.dtype | None) -> list[Parcel]:

@@ -86,7 +86,8 @@ class Bench:
             problem = f"{type(error).__name__}: {error}"
         if self._most([float(figures is None)], setting)[0]:
             if arrival.inputs is not None:
-                _logger.warning("%s is not proved, for it does not run whole: %s", kind.name, problem)
+                why = problem or "another rank raised an error"
+                _logger.warning("%s is not proved, for it does not run whole: %s", kind.name, why)
             return None
         return figures
 
@@ -106,13 +107,16 @@ class Bench:
         """Run a kind's twin cut; return what is off, if anything, on any rank."""
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
-        if self._most([float(bool(trouble))], setting)[0]:
+        failed, most, least = self._most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
+        if failed:
             return Finding(off=float("inf"), trouble=trouble or "another rank raised an error")
+        if most != -least:
+            return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
         offs = self._most([difference.off for difference, _ in found], setting)
         worst = max(range(len(offs)), key=offs.__getitem__)
         limit = TOLERANCE
         if TOLERANCE < offs[worst] < 1:
-            limit = max(TOLERANCE, _NOISE * self._noise(kind, arrival, whole))
+            limit = max(TOLERANCE, _NOISE * self._most([self._noise(kind, arrival, whole)], setting)[0])
         wrong = [number for number, off in enumerate(offs) if off > limit]
         if not wrong:
             return None

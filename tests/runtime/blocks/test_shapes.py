@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.blocks.shapes import agree, announce_spec, trace_shapes
@@ -43,3 +43,19 @@ def test_ranks_that_differ_are_told_so_on_every_rank() -> None:
 
     run_local(3, run)
     assert sorted(refused) == [0, 1, 2]
+
+
+class Noisy(nn.Module):
+    """Makes a tensor where torch makes them by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + torch.rand(4, dtype=x.dtype) * torch.arange(4))
+
+
+def test_blocks_that_make_tensors_without_a_device_have_shapes() -> None:
+    parcels = trace_shapes([Noisy, Noisy], TreeSpec.plain(TensorSpec((2, 4), torch.float64)), {}, torch.float64)
+    assert [str(parcel.output) for parcel in parcels] == ["float64 (2, 4)"] * 2

@@ -1,4 +1,11 @@
-"""A model and data that take no time: what is tested is what happens when something goes wrong."""
+"""A model and data that take no time: what is tested is what happens when something goes wrong.
+
+Whoever cannot reach into a rank's process names the fault in its environment: it is put in as this file is read.
+"""
+
+import json
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -6,6 +13,11 @@ from torch import Tensor, nn
 from quintsched.runtime.data import DataSpec, Loaders
 
 WIDTH, CLASSES = 16, 4
+
+if "FAULT" in os.environ:
+    from tests.runtime.faults.injection import Injection
+
+    Injection(**json.loads(os.environ["FAULT"])).install(Path(os.environ["FAULT_FOLDER"]))
 
 
 def build(data: DataSpec, depth: int = 6) -> list[nn.Module]:

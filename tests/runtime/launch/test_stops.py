@@ -1,0 +1,67 @@
+"""Signals to the launcher or a rank of a run of real processes: it finishes its step, saves, and ends with 0."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from .test_processes import DATA, run
+
+pytestmark = pytest.mark.processes
+
+JOB = """
+model: {{name: "{folder}/model.py:build"}}
+data: {{name: "{folder}/data.py:load"}}
+parallel: {{mesh: "pp=2", microbatches: 2}}
+train: {{epochs: 1000, batch_size: 16}}
+runtime: {{timeout_s: 60}}
+checkpoint: {{dir: "{folder}/saved", every: 1000000}}
+"""
+
+MODEL = """
+import os, signal
+from torch import nn
+
+class Last(nn.Linear):
+    passes = 0
+    def forward(self, x):
+        self.passes += not x.is_meta
+        if self.passes == 5 and "RANK" in os.environ:  # the first of two microbatches of step 3
+            os.kill(os.WHOM(), signal.SIGNAL)
+        return super().forward(x)
+
+def build(data):
+    return [nn.Flatten, lambda: nn.Linear(64, 64), lambda: Last(64, 4)]
+"""
+
+WAYS = {
+    "quintsched": ("quintsched.runtime.launch.local",),
+    "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "-m", "quintsched.runtime"),
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "whom", "number"),
+    [
+        ("quintsched", "getpid", "SIGUSR1"),
+        pytest.param("quintsched", "getppid", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("quintsched", "getppid", "SIGINT", marks=pytest.mark.slow),
+        pytest.param("torchrun", "getpid", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("torchrun", "getppid", "SIGTERM", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    (tmp_path / "model.py").write_text(MODEL.replace("WHOM", whom).replace("SIGNAL", number))
+    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
+    code, out, err = run(sys.executable, "-m", *WAYS[launcher], "--config", tmp_path / "job.yaml")
+    found = re.search(r"^stopped as asked: saved at step (\d+)$", out, re.MULTILINE)
+    assert found is not None, err
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{int(found[1]):08d}"]
+    if whom == "getpid":
+        assert found[1] == "3"
+    assert code == (1 if (launcher, whom) == ("torchrun", "getppid") else 0)  # torchrun says so of any signal it gets
+    assert "Traceback" not in err or launcher == "torchrun"
