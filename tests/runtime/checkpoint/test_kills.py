@@ -37,6 +37,7 @@ def train(config: str, start: Start, out: str, victim: int, at: int | None, afte
     """Train as one rank; the victim kills itself at a call that changes files, or after a while."""
     settings, rank = JobConfig.model_validate_json(config), int(os.environ["RANK"])
     plan = plan_of(settings)
+    os.chdir(out)  # where the report of who died goes
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
