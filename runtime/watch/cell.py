@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import MutableSequence
 from contextlib import suppress
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast, get_args
 
 from quintsched.stalls.states import Phase
 
@@ -28,12 +29,12 @@ NOWHERE = -1
 
 
 class Place(NamedTuple):
-    """Where a rank is, as its cell says: instruction, step and program are `NOWHERE` where there are none.
+    """Where a rank is, as its cell says: instruction (`at`), step and program are `NOWHERE` where there are none.
 
     `wait` is a number as `waiting` has it, `run` says how many programs it has begun, `entered` how many phases.
     """
 
-    index: int
+    at: int
     step: int
     program: int
     phase: Phase
@@ -56,14 +57,15 @@ class Cell:
 
     def __init__(self, rank: int, *, shared: bool) -> None:
         self.file, memory = _shared_memory() if shared else (None, bytearray(BYTES))
-        self.numbers = memoryview(memory).cast("q")
+        self._view = memoryview(memory).cast("q")
+        self.numbers = cast("MutableSequence[int]", self._view)
         self.numbers[RANK], self.numbers[PID] = rank, os.getpid()
         self.numbers[INDEX] = self.numbers[STEP] = self.numbers[PROGRAM] = NOWHERE
         self.numbers[WAIT] = NOTHING
 
     def read(self) -> Place:
         """Return where the rank is."""
-        return place_of(self.numbers.tolist())
+        return place_of(self._view.tolist())
 
     def close(self) -> None:
         """Close the file; what is stored from now on is seen by who has mapped it."""
@@ -106,8 +108,8 @@ def place_of(numbers: list[int]) -> Place:
     """Return the place that a cell's numbers say; raises `ValueError` for what are no such numbers."""
     if len(numbers) < NUMBERS or not 0 <= numbers[PHASE] < len(PHASES):
         raise ValueError("no numbers of a cell")
-    index, step, program, phase, wait, run, entered = numbers[:RANK]
-    return Place(index, step, program, PHASES[phase], wait, run, entered)
+    at, step, program, phase, wait, run, entered = numbers[:RANK]
+    return Place(at, step, program, PHASES[phase], wait, run, entered)
 
 
 def _shared_memory() -> tuple[int | None, mmap.mmap | bytearray]:

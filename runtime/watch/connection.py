@@ -130,7 +130,7 @@ class Listener:
                 with suppress(OSError):
                     os.read(self._woken, 4096)
             elif key.fileobj in self._connections:
-                yield from self._serve(self._connections[key.fileobj])  # type: ignore[index]
+                yield from self._serve(self._connections[key.fileobj])
         self._drop_strangers()
 
     def drop(self, connection: Connection) -> None:

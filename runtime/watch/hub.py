@@ -166,6 +166,8 @@ class Hub:
             member.error = message["kind"], str(message["error"])
             if self.verdict is not None:
                 self._announce(connection)
+        if "leaves" in message:
+            member.end(Fate("exit", int(message["leaves"])), now)
         if "bye" in message:
             self._read(member, now)
             member.has_ended = True
@@ -199,9 +201,7 @@ class Hub:
         if connection.rank is not None and self._by_rank.get(connection.rank) is connection:
             del self._by_rank[connection.rank]
             member = self._members[connection.rank]
-            member.closed_s = now_s()
-            if connection.is_cut and not member.is_here:
-                member.end(Fate("unreachable"), now_s())
+            member.closed_s, member.is_cut = now_s(), connection.is_cut
 
     def _look(self) -> None:
         now = now_s()
@@ -238,7 +238,7 @@ class Hub:
         """Find what became of a process that has hung up; one that is still there after a while goes on unheard."""
         assert member.closed_s is not None
         if not member.is_here:
-            member.end(Fate("gone"), now)
+            member.end(Fate("unreachable" if member.is_cut else "gone"), now)
             return
         fate = fate_of(look_at(member.process))
         if fate is not None and fate.kind in ("exit", "signal"):
@@ -246,6 +246,8 @@ class Hub:
         elif now > member.closed_s + FATE_S:
             if fate is not None and fate.kind == "gone":
                 member.end(fate, now)
+            elif member.is_cut:
+                member.end(Fate("unreachable"), now)
             else:
                 member.closed_s = None
 

@@ -1,6 +1,7 @@
 """When there is a verdict to be made: after the first sign that something is wrong, and the words that come with it.
 
 a process ended, or is cut off                 0.3 s later: late words are in, and the first to end is still the first
+a process ended quietly, in set-up             1.5 s later, if somebody waits for it
 a rank's own code raised                       when its process has ended, so that its traceback comes first
 all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
 a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
@@ -17,8 +18,10 @@ from quintsched.stalls.states import Phase
 
 from .progress import Progress
 from .roster import Member
+from .waiting import NOTHING
 
 SETTLE_S = 0.3
+QUIET_S = 1.5
 COMPLAINT_S = 2.0
 OWN_ERROR_S = 2.0
 REFUSAL_S = 4.0
@@ -81,7 +84,9 @@ class Judge:
 
     def _cause(self, now_s: float) -> float | None:
         """Return when the verdict on processes that ended, or raised, is due; None: there are none."""
-        due = [self._due_of_end(member) for member in self._members if is_bad_end(member)]
+        is_awaited = any(member.lives and member.place.wait != NOTHING for member in self._members)
+        ends = (member for member in self._members if is_bad_end(member))
+        due = [self._due_of_end(member) for member in ends if is_awaited or not is_quiet(member)]
         for member in self._members:
             if member.error is not None and member.error[0] != "stall":
                 patience = REFUSAL_S if member.error[0] == "refusal" else OWN_ERROR_S
@@ -91,13 +96,15 @@ class Judge:
         return min(due, default=None)
 
     def _due_of_end(self, member: Member) -> float:
-        refuses = member.error is not None and member.error[0] == "refusal"
-        return member.fate_s + (REFUSAL_S if refuses else SETTLE_S)
+        if member.error is not None and member.error[0] == "refusal":
+            return member.fate_s + REFUSAL_S
+        return member.fate_s + (QUIET_S if is_quiet(member) else SETTLE_S)
 
     def _complaint(self, now_s: float) -> float | None:
         if not any(member.error is not None and member.error[0] == "stall" for member in self._members):
             return None
-        return self._first_s.setdefault("complaint", now_s) + COMPLAINT_S
+        is_explained = any(not member.lives for member in self._members)
+        return self._first_s.setdefault("complaint", now_s) + (SETTLE_S if is_explained else COMPLAINT_S)
 
     def _all_refuse(self) -> bool:
         """Whether all ranks that have not ended as they should say, by themselves, why they cannot go on."""
@@ -114,5 +121,12 @@ def is_bad_end(member: Member) -> bool:
     """Whether a process has ended, or is cut off, that should not have."""
     if member.fate is None or member.has_ended:
         return False
-    is_quiet = member.fate.kind == "gone" or (member.fate.kind == "exit" and member.fate.code == 0)
-    return not (is_quiet and member.place.phase in RESTING)
+    return not (is_quiet(member) and member.place.phase in RESTING)
+
+
+def is_quiet(member: Member) -> bool:
+    """Whether a process ended, before its work or between two pieces of it, as one does that has nothing to do."""
+    fate, phase = member.fate, member.place.phase
+    if fate is None or member.error is not None:
+        return False
+    return (phase in RESTING or phase == "setup") and (fate.kind == "gone" or (fate.kind == "exit" and fate.code == 0))

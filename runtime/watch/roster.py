@@ -43,6 +43,8 @@ class Member:
     has_ended: bool = False
     """Whether it said that it has done all it should."""
     closed_s: float | None = None
+    is_cut: bool = False
+    """Whether the network closed its connection, and not its process."""
     fate: Fate | None = None
     fate_s: float = 0.0
     error: tuple[ErrorKind, str] | None = None
@@ -77,7 +79,7 @@ class Member:
             phase="ended" if self.has_ended else place.phase,
             step=None if place.step == NOWHERE else place.step,
             program=modes.get(place.program, "train"),
-            index=None if place.index == NOWHERE else place.index,
+            index=None if place.at == NOWHERE else place.at,
             since_s=now_s - self.changed_s,
             heard_s=now_s - self.heard_s,
             fate=self._told_fate(now_s),

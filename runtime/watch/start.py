@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine
 from .cell import Cell
 from .connection import ADDRESS, KEY
 from .frames import FrameError
@@ -92,11 +93,8 @@ def _start_hub(num_ranks: int) -> tuple[str, str]:
 
 
 def _own_host() -> str:
-    """Return where ranks reach this one: the loopback if all are on this machine, else the way to the first of them."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if os.environ.get("LOCAL_WORLD_SIZE") == world or master == "localhost" or master.startswith("127."):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
-        return str(probe.getsockname()[0])
+    """Return where ranks reach this one: on the loopback if all are on this machine, else at the store's interface."""
+    master = os.environ.get("MASTER_ADDR", LOOPBACK)
+    if is_one_machine() or master == "localhost" or master.startswith("127."):
+        return LOOPBACK
+    return address_towards(master) or LOOPBACK

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import select
 import socket
 import sys
@@ -22,7 +23,7 @@ from weakref import ref
 from quintsched.errors import CodeError, QuintschedError, StallError
 
 from . import clock
-from .cell import Cell, Place
+from .cell import Cell
 from .connection import CHUNK, keep_alive
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
 from .judge import RESTING
@@ -40,6 +41,8 @@ ASK_S = 6.0
 GRACE_S, UNWIND_S = 2.0, 10.0
 """How long a rank may take to end by itself after the verdict: one that does not know of it yet, and one that does."""
 MOST_LETTERS = 4000
+_OWN_NAME = re.compile(r"\Arank \d+ \([^)]*\),? ")
+"""How an error begins that says itself whose it is."""
 
 
 class Watcher:
@@ -81,7 +84,9 @@ class Watcher:
         self._say(group=list(ranks))
 
     def tell_error(self, error: BaseException) -> None:
-        """Pass on why this rank ends: of one that only exits, its exit code says it."""
+        """Pass on why this rank ends."""
+        if isinstance(error, SystemExit):
+            self._say(leaves=error.code if isinstance(error.code, int) else int(error.code is not None))
         if isinstance(error, Exception) and not isinstance(error, StallError) and not self._has_failed:
             self._has_failed = True
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
@@ -162,14 +167,14 @@ class Watcher:
             place, now_s = self._cell.read(), clock.now_s()
             if not self._is_seen and (place != sent or now_s > sent_s + BEAT_S):
                 sent, sent_s = place, now_s
-                self._say_place(place)
+                self._say_place()
 
-    def _say_place(self, place: Place) -> None:
-        self._say(place=self._cell.numbers.tolist())
+    def _say_place(self) -> None:
+        self._say(place=list(self._cell.numbers))
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "ask" in message:
-            self._say_place(self._cell.read())
+            self._say_place()
         if "verdict" in message:
             self._end(str(message["verdict"]), was_told=bool(message["spoken"]))
 
@@ -201,7 +206,7 @@ class Watcher:
 
 def _headline(error: BaseException) -> str:
     text = str(error) if isinstance(error, QuintschedError) else f"{type(error).__name__}: {error}"
-    return text[:MOST_LETTERS]
+    return _OWN_NAME.sub("", text, count=1)[:MOST_LETTERS]
 
 
 def _close_in_children(connected: socket.socket) -> None:

@@ -1,0 +1,95 @@
+"""What goes over the watch's wires: bounded, for those who know the key, and nothing that breaks is taken."""
+
+import struct
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quintsched.runtime.watch.frames import (
+    HEAD,
+    JSON,
+    MOST_BYTES,
+    MOST_OF_STRANGERS,
+    PLAN,
+    FrameError,
+    FrameReader,
+    answer,
+    challenge,
+    is_answer,
+    json_frame,
+    message_of,
+    plan_frame,
+    plan_of,
+)
+
+
+def reader() -> FrameReader:
+    made = FrameReader()
+    made.is_known = True
+    return made
+
+
+@given(st.lists(st.integers(1, 50)), st.text())
+def test_frames_come_whole_however_they_are_cut(cuts: list[int], text: str) -> None:
+    sent = json_frame({"error": text}) + plan_frame(3, text) + json_frame({})
+    kept, found = reader(), []
+    for cut in [*cuts, len(sent)]:
+        part, sent = sent[:cut], sent[cut:]
+        found += kept.feed(part)
+    assert [kind for kind, _ in found] == [JSON, PLAN, JSON]
+    assert message_of(found[0][1]) == {"error": text}
+    assert plan_of(found[1][1]) == (3, text.encode())
+
+
+@pytest.mark.parametrize(("kind", "length"), [(JSON, MOST_BYTES[JSON] + 1), (PLAN, MOST_BYTES[PLAN] + 1), (b"X", 1)])
+def test_a_length_is_refused_before_it_is_read(kind: bytes, length: int) -> None:
+    with pytest.raises(FrameError):
+        list(reader().feed(HEAD.pack(kind, length)))
+
+
+@pytest.mark.parametrize(("kind", "length"), [(JSON, MOST_OF_STRANGERS + 1), (PLAN, 1)])
+def test_strangers_may_say_little(kind: bytes, length: int) -> None:
+    with pytest.raises(FrameError):
+        list(FrameReader().feed(HEAD.pack(kind, length)))
+
+
+@pytest.mark.parametrize("payload", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 50_000])
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(FrameError):
+        message_of(payload)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\0\0\0", b"\0\0\0\1nothing", struct.pack(">I", 1) + zlib.compress(b"x")[:-1]]
+)
+def test_what_is_no_plan_is_refused(payload: bytes) -> None:
+    with pytest.raises(FrameError):
+        plan_of(payload)
+
+
+def test_a_plan_that_swells_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintsched.runtime.watch.frames.MOST_PLAN", 1000)
+    with pytest.raises(FrameError):
+        plan_of(struct.pack(">I", 1) + zlib.compress(bytes(1001)))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_reader(data: bytes) -> None:
+    kept = reader()
+    try:
+        for kind, payload in kept.feed(data):
+            (message_of if kind == JSON else plan_of)(payload)
+    except FrameError:
+        return
+
+
+def test_only_who_knows_the_key_can_answer() -> None:
+    asked = challenge()
+    assert is_answer(answer("key", asked, "rank"), "key", asked, "rank")
+    assert not is_answer(answer("other", asked, "rank"), "key", asked, "rank")
+    assert not is_answer(answer("key", asked, "hub"), "key", asked, "rank")
+    assert not is_answer(answer("key", challenge(), "rank"), "key", asked, "rank")
+    for odd in (None, 5, "", "ü", asked):
+        assert not is_answer(odd, "key", asked, "rank")

@@ -1,0 +1,148 @@
+"""The hub and a rank's watcher: real sockets, a real process that is killed and stopped; no torch."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.runtime.watch.cell import INDEX, Cell, CellReader
+from quintsched.runtime.watch.connection import KEY
+from quintsched.runtime.watch.frames import HEAD, JSON
+from quintsched.runtime.watch.hub import Hub
+from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.stalls.report import StallReport
+
+RANK = """
+import sys, time
+import quintsched as qs
+from quintsched.runtime.watch.cell import INDEX
+from quintsched.runtime.watch.start import WatchOptions, find_watch
+
+rank = int(sys.argv[1])
+publisher = find_watch(rank, 2, WatchOptions(stall_after=1.0, report=sys.argv[2]), host_waits=True)
+plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+publisher.number_of(plan)
+publisher.enter("step", step=3)
+publisher.walk(plan)
+publisher.numbers[INDEX] = 4 + rank
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    made = Hub(2, report=tmp_path / "stall.json")
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start_rank(hub: Hub, tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RANK, str(rank), str(tmp_path / "stall.json")]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.processes
+def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    ranks = [start_rank(0), start_rank(1)]
+    ranks[1].kill()
+    began = time.monotonic()
+    verdict = hub.wait(5)
+    assert verdict is not None
+    assert time.monotonic() - began < 2
+    assert verdict.culprits == (1,)
+    assert verdict.exit_code == 4
+    assert "was killed by SIGKILL in step 3 at instruction 5 of " in verdict.message
+    report = StallReport.load(tmp_path / "stall.json")
+    (culprit,) = report.culprits
+    assert (culprit.rank, culprit.step, culprit.place.index) == (1, 3, 5)
+    assert culprit.fate is not None
+    assert (culprit.fate.kind, culprit.fate.code) == ("signal", signal.SIGKILL)
+    assert ranks[0].wait(10) == 4  # its main thread sleeps: the watcher ends it
+
+
+@pytest.mark.processes
+def test_a_stopped_rank_is_named_when_the_limit_is_passed(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]]
+) -> None:
+    ranks = [start_rank(0), start_rank(1)]
+    ranks[0].send_signal(signal.SIGSTOP)
+    verdict = hub.wait(8)
+    assert verdict is not None
+    assert verdict.culprits == (0,)
+    assert "stop" in verdict.message
+    assert [process.wait(10) for process in ranks] == [4, 4]  # it is let go on, to end
+
+
+def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
+    host, port = hub.address.split(":")
+    for said in (b"GET / HTTP/1.0\r\n\r\n", HEAD.pack(JSON, 10**9), _frame({"answer": "?", "rank": 0}), _frame({})):
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            asked = stranger.recv(4096)
+            assert hub.key.encode() not in asked
+            stranger.sendall(said)
+            assert stranger.recv(4096) == b""
+    assert hub.verdict is None
+
+
+def test_no_more_strangers_are_let_in_than_there_are_places(hub: Hub) -> None:
+    host, port = hub.address.split(":")
+    with ExitStack() as held:
+        strangers = [held.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(40)]
+        greeted = sum(stranger.recv(4096) != b"" for stranger in strangers)
+    assert greeted == 2 * 2 + 16
+
+
+def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (hub.environment | {KEY: "another"}).items():
+        monkeypatch.setenv(name, value)
+    publisher = find_watch(0, 2, WatchOptions(), host_waits=True)
+    assert publisher is not None
+    publisher.number_of(qs.compile("1f1b", mesh="pp=2", microbatches=2))
+    assert publisher.explain("lost") is None
+    publisher.close()
+
+
+def test_a_cell_is_read_through_its_file() -> None:
+    cell = Cell(3, shared=True)
+    if cell.file is None:
+        pytest.skip("this system has no nameless files")
+    reader = CellReader(os.getpid(), cell.file, 3)
+    cell.numbers[INDEX] = 17
+    assert reader.read() == cell.read()
+    assert reader.read().at == 17
+    with pytest.raises(OSError, match="no cell of rank 2"):
+        CellReader(os.getpid(), cell.file, 2)
+    reader.close()
+    cell.close()
+
+
+def _frame(message: dict[str, object]) -> bytes:
+    payload = json.dumps(message).encode()
+    return HEAD.pack(JSON, len(payload)) + payload

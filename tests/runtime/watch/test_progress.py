@@ -1,0 +1,147 @@
+"""How long a run may stand still: by a clock that the tests move."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from quintsched.runtime.watch.cell import START, Place
+from quintsched.runtime.watch.progress import FLOOR_S, Patience, Progress
+from quintsched.runtime.watch.waiting import NOTHING, UNKNOWN, receive_code
+
+TICK_S = 0.1
+WAITS = receive_code(1)
+
+
+def place(at: int = 0, step: int = 1, phase: str = "step", *, wait: int = NOTHING, entered: int = 1) -> Place:
+    return Place(at, step, 0, phase, wait, step, entered)  # type: ignore[arg-type]
+
+
+@dataclass
+class Run:
+    """A run of two ranks whose places the test sets, watched as the hub watches it."""
+
+    progress: Progress
+    now_s: float = 100.0
+    step: int = 0
+    places: dict[int, Place] = field(default_factory=lambda: {0: START, 1: START})
+    told_after_s: float | None = None
+
+    def stand(self, seconds: float, *, stopped: bool = False) -> bool:
+        """Let nobody move for so long; return whether that is a stall."""
+        self.told_after_s = None
+        for tick in range(1, round(seconds / TICK_S) + 1):
+            self.now_s += TICK_S
+            self.progress.look(self.now_s, self.places)
+            if self.progress.is_stalled(list(self.places.values()), any_stopped=stopped):
+                self.told_after_s = tick * TICK_S
+                return True
+        return False
+
+    def go(self, rank: int, to: Place) -> None:
+        self.now_s += 0.01
+        self.places = {**self.places, rank: to}
+        self.progress.look(self.now_s, self.places)
+
+    def make_step(self, pause_s: float = 0.0, phase: str = "step") -> bool:
+        """Make a step of three instructions, with a pause in its midst; return whether that counts as a stall."""
+        self.step += 1
+        for at in range(3):
+            for rank in (0, 1):
+                self.go(rank, place(at, self.step, phase, wait=WAITS if rank else NOTHING, entered=self.step))
+        return pause_s > 0 and self.stand(pause_s)
+
+
+def warm(patience: Patience | None = None) -> Run:
+    run = Run(Progress(patience or Patience()))
+    for _ in range(5):
+        run.make_step()
+    return run
+
+
+def test_two_thousand_pauses_below_the_limit_end_nothing() -> None:
+    drawn = random.Random(0)
+    run = warm()
+    assert not any(run.make_step(drawn.uniform(0.1, FLOOR_S - 0.2)) for _ in range(2000))
+
+
+def test_a_stall_is_told_within_a_second_of_the_limit() -> None:
+    run = warm()
+    assert run.make_step(60)
+    assert run.told_after_s is not None
+    assert FLOOR_S < run.told_after_s < FLOOR_S + 1
+
+
+def test_what_steps_usually_take_is_no_stall_and_one_pause_is_not_usual() -> None:
+    run = warm()
+    for _ in range(40):
+        run.make_step(8)
+    assert not run.make_step(4 * 8 - 1)
+    run = warm()
+    run.make_step(9)
+    assert run.make_step(FLOOR_S + 1)
+
+
+def test_a_first_step_may_take_as_long_as_a_wait() -> None:
+    run = Run(Progress(Patience(timeout_s=100)))
+    run.make_step(60)
+    assert run.told_after_s is None
+    assert run.stand(60)
+
+
+@pytest.mark.parametrize("phase", ["setup", "data", "save", "load", "idle"])
+def test_what_is_no_step_may_take_as_long_as_a_wait(phase: str) -> None:
+    run = warm(Patience(timeout_s=100))
+    run.go(0, place(phase=phase))
+    assert not run.stand(95)
+    assert run.stand(10)
+
+
+@pytest.mark.parametrize("phase", ["setup", "data", "save", "idle"])
+def test_ranks_that_nobody_waits_for_may_take_any_time(phase: str) -> None:
+    run = warm(Patience(timeout_s=30))
+    for rank in (0, 1):
+        run.go(rank, place(phase=phase))
+    assert not run.stand(300)
+
+
+def test_a_limit_that_is_given_is_the_limit() -> None:
+    run = warm(Patience(stall_after=3))
+    assert not run.make_step(2.8)
+    assert run.make_step(3.5)
+
+
+def test_a_compiled_run_may_compile_anew() -> None:
+    run = warm(Patience(timeout_s=1800, compiles=True))
+    assert not run.make_step(290)
+    assert run.make_step(310)
+
+
+def test_a_rank_that_is_stopped_has_the_time_of_a_step_wherever_it_is() -> None:
+    run = warm(Patience(timeout_s=300))
+    run.go(1, place(phase="save"))
+    assert not run.stand(FLOOR_S - 0.5, stopped=True)
+    assert run.stand(2, stopped=True)
+
+
+def test_no_time_passes_while_the_hub_does_not_run() -> None:
+    run = warm()
+    run.now_s += 3600
+    assert not run.stand(FLOOR_S - 1.5)
+    assert run.stand(2)
+
+
+def test_a_device_that_waits_in_its_hosts_stead_is_watched_in_steps() -> None:
+    run = warm()
+    for rank in (0, 1):
+        run.go(rank, place(wait=UNKNOWN))
+    assert run.stand(FLOOR_S + 1)
+
+
+def test_slow_loading_does_not_lengthen_the_limit_of_steps() -> None:
+    run = warm(Patience(timeout_s=300))
+    for number in range(10):
+        run.go(0, place(phase="data", entered=100 + number))
+        assert not run.stand(60)
+        run.make_step()
+    assert run.make_step(FLOOR_S + 1)
