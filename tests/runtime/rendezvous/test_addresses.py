@@ -62,7 +62,7 @@ def test_a_port_is_open_at_one_address_only() -> None:
         assert here.getsockname()[0] == LOOPBACK
         with pytest.raises(OSError, match="in use"):
             listen(LOOPBACK, here.getsockname()[1])
-    with pytest.raises(OSError, match="[Aa]ssign"):
+    with pytest.raises(OSError, match=r"[Aa]ssign"):
         listen("203.0.113.9")
     with listen_for_others("203.0.113.9", 0) as everywhere:
         assert everywhere.getsockname()[0] == "0.0.0.0"
