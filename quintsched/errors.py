@@ -70,6 +70,19 @@ class StallError(QuintschedError):
     was_told: bool | None = None
 
 
+MOST_QUOTED = 120
+"""How many letters of what was given a message repeats."""
+
+
+def quoted(value: object) -> str:
+    """Return what was given as Python writes it, short enough for a message."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 1]}…"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name nearest to `name`, or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import threading
 import traceback
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import QuintschedError, UsageError, nearest, suggest
+from quintsched.errors import QuintschedError, UsageError, nearest, quoted, suggest
 
 if TYPE_CHECKING:
     from quintsched.schedules import Schedule
@@ -49,13 +50,13 @@ def load_object(name: str) -> Any:
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not is_user_object(name) or not attribute:
-        raise UsageError(f"{name!r} does not name an object of a file; write it as my_file.py:name")
-    if not path.is_file():
+        raise UsageError(f"{quoted(name)} does not name an object of a file; write it as my_file.py:name")
+    if not os.path.isfile(path):
         siblings = (str(sibling) for sibling in sorted(path.parent.glob("*.py")))
-        raise UsageError(f"there is no file {file!r}{nearest(file, siblings)}")
+        raise UsageError(f"there is no file {quoted(file)}{nearest(file, siblings)}")
     module = _import_file(path.resolve())
     if not hasattr(module, attribute):
-        raise UsageError(f"{file} has no {attribute!r}{suggest(attribute, _own_names(module))}")
+        raise UsageError(f"{file} has no {quoted(attribute)}{suggest(attribute, _own_names(module))}")
     return getattr(module, attribute)
 
 

@@ -38,6 +38,10 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", metavar="N", min=0, help="Start a run that failed again, so many times.")
     ] = 0,
+    min_dp: Annotated[
+        int | None,
+        typer.Option("--min-dp", metavar="D", min=1, help="Restarts after ranks were lost have fewer replicas, to D."),
+    ] = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="How many machines run it.")] = 1,
     node_rank: Annotated[
         int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")
@@ -59,6 +63,7 @@ def run(
     arguments += ["--resume"] if resume else ["--fresh"] if fresh else []
     arguments += ["--nproc", str(nproc)] if nproc else []
     arguments += ["--restarts", str(restarts)] if restarts else []
+    arguments += ["--min-dp", str(min_dp)] if min_dp is not None else []
     arguments += _machines(nnodes, node_rank, master)
     raise typer.Exit(call(_launch("local", arguments)))
 

@@ -13,6 +13,7 @@ measured it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -25,7 +26,7 @@ from quintsched.descriptions import other_words
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.huggingface import is_config, read_config
 from quintsched.descriptions.model import Description, Model
-from quintsched.errors import InputError, UsageError, suggest
+from quintsched.errors import InputError, UsageError, quoted, suggest
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, shorten
 from quintsched.files.strictyaml import parse_yaml
@@ -133,14 +134,14 @@ def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callab
 
 def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
     """Return the file that is meant, in a folder the one called `within`; raises `UsageError` for what is no path."""
-    path = Path(what).expanduser()
+    path = Path(os.path.expanduser(what))
     is_path = isinstance(what, Path) or what.startswith(("/", "./", "../", "~")) or path.suffix in SUFFIXES
-    if path.is_dir():
+    if os.path.isdir(path):
         return path / within
-    if is_path or path.is_file():
+    if is_path or os.path.isfile(path):
         return path
     raise UsageError(
-        f"unknown {kind} {what!r}{suggest(str(what).lower(), names)}; or give a file ({', '.join(SUFFIXES)})"
+        f"unknown {kind} {quoted(what)}{suggest(str(what).lower(), names)}; or give a file ({', '.join(SUFFIXES)})"
     )
 
 

@@ -23,7 +23,7 @@ from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.library import find_hardware, find_model
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.strategy import Strategy
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, quoted, suggest
 from quintsched.ir.mesh import whole_number
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -54,7 +54,7 @@ def read_row(values: Mapping[str, Any]) -> Row:
     given = {name: value for name, value in values.items() if value is not None}
     for name in given:
         if name not in KEYS:
-            raise UsageError(f"unknown key {name!r}{suggest(name, KEYS)}")
+            raise UsageError(f"unknown key {quoted(name)}{suggest(name, KEYS)}")
     model, hardware = find_parts(given)
     return Row(model, hardware, read_strategy(model, given))
 
@@ -65,7 +65,7 @@ def find_parts(given: Mapping[str, Any]) -> tuple[Model, Hardware]:
         if given.get(name) is None:
             raise UsageError(f"{name} is missing; name a preset or a file")
         if not isinstance(given[name], str | Path | Mapping | Model | Hardware):
-            raise UsageError(f"{name} is {given[name]!r}; name a preset or a file, or give a description")
+            raise UsageError(f"{name} is {quoted(given[name])}; name a preset or a file, or give a description")
     hardware = find_hardware(given["hardware"])
     if given.get("gpus_per_node") is not None:
         size = _size("gpus_per_node", given["gpus_per_node"])
@@ -88,7 +88,7 @@ def read_strategy(model: Model, given: Mapping[str, Any]) -> Strategy:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][:1]))
-        raise UsageError(f"{place} is {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+        raise UsageError(f"{place} is {quoted(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
 
 
 def _mesh(given: Mapping[str, Any]) -> dict[str, int]:
@@ -115,7 +115,7 @@ def _product(sizes: Mapping[str, int]) -> str:
 def _size(name: str, value: object) -> int:
     size = whole_number(value)
     if size is None or not 1 <= size <= MOST:
-        raise UsageError(f"{name} is {value!r}; give a whole number from 1 to {MOST}")
+        raise UsageError(f"{name} is {quoted(value)}; give a whole number from 1 to {MOST}")
     return size
 
 
@@ -125,7 +125,9 @@ def read_recompute(name: str, value: object) -> object:
         return value
     found = _numbers(value)
     if found is None:
-        raise UsageError(f"{name} is {value!r}; give none, selective, full, a number of layers, or one for each stage")
+        raise UsageError(
+            f"{name} is {quoted(value)}; give none, selective, full, a number of layers, or one for each stage"
+        )
     return found
 
 
@@ -134,7 +136,7 @@ def _read_stages(name: str, value: object) -> object:
     if isinstance(value, str) and isinstance(found, int):
         return (found,)
     if not isinstance(found, tuple):
-        raise UsageError(f"{name} is {value!r}; give the layers of each stage: 3,4,4,3")
+        raise UsageError(f"{name} is {quoted(value)}; give the layers of each stage: 3,4,4,3")
     return found
 
 

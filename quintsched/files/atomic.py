@@ -27,6 +27,9 @@ OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
 BLOCK = 2**24
 """Bytes that are read at a time where a size is not known before."""
 
+LONGEST_PATH = 4096
+"""How many letters of a path a message repeats."""
+
 MOST_LINKS = 40
 """How many symbolic links in a row the system follows."""
 
@@ -64,9 +67,15 @@ def read_whole(path: Path | None, most: int, what: str) -> bytes:
                 raise _too_long(status.st_size, most)
             return _read_up_to(file.read, most)
     except OSError as error:
-        raise UsageError(f"{path or 'standard input'}: cannot read {what}: {error.strerror or error}") from error
+        raise UsageError(f"{_named(path)}: cannot read {what}: {error.strerror or error}") from error
+    except ValueError as error:  # no name of a file
+        raise UsageError(f"{_named(path)}: cannot read {what}: {error}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
+
+
+def _named(path: Path | None) -> str:
+    return "standard input" if path is None else str(path)[:LONGEST_PATH]
 
 
 def same_file(path: Path, other: Path) -> bool:

@@ -31,11 +31,13 @@ class _Loader(yaml.SafeLoader):
             raise yaml.scanner.ScannerError(None, None, f"more than {MOST_TOKENS} tokens", self.get_mark())
         if self.flow_level + len(self.indents) > MOST_DEPTH:
             raise yaml.scanner.ScannerError(None, None, "nested too deeply", self.get_mark())
-        super().fetch_more_tokens()  # type: ignore[no-untyped-call]
+        super().fetch_more_tokens()
 
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
-        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
-        node: yaml.Node = super().compose_node(parent, index)
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
         if is_alias and id(node) not in self._sizes:
             raise yaml.composer.ComposerError(None, None, "an alias lies within what it stands for", node.start_mark)
         if not is_alias:

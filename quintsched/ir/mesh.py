@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from quintsched.errors import MisfitError, UsageError, suggest
+from quintsched.errors import MisfitError, UsageError, quoted, suggest
 
 AXES = ("dp", "pp", "tp", "cp", "ep")
 """Data, pipeline, tensor, context (sequence) and expert parallelism."""
@@ -56,10 +56,10 @@ class Mesh:
         axes: dict[str, int] = {}
         for name, size in sizes.items():
             if name not in AXES:
-                raise UsageError(f"mesh: unknown axis {name!r}{suggest(name, AXES)}")
+                raise UsageError(f"mesh: unknown axis {quoted(name)}{suggest(name, AXES)}")
             number = whole_number(size)
             if number is None or number < 1:
-                raise UsageError(f"mesh: axis {name} has size {size!r}; give a whole number of at least 1")
+                raise UsageError(f"mesh: axis {name} has size {quoted(size)}; give a whole number of at least 1")
             axes[name] = number
         if math.prod(axes.values()) > MAX_RANKS:
             raise UsageError(f"mesh: more ranks than the {MAX_RANKS} that are supported")
@@ -73,14 +73,14 @@ class Mesh:
         if isinstance(text, Mapping) and all(isinstance(name, str) for name in text):
             return cls(**text)
         if not isinstance(text, str):
-            raise UsageError(f"a mesh is text such as 'dp=2,pp=2', or a size for each axis, not {text!r}")
+            raise UsageError(f"a mesh is text such as 'dp=2,pp=2', or a size for each axis, not {quoted(text)}")
         sizes: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = (piece.strip() for piece in part.partition("="))
             if not equals or not size.isdecimal() or len(size) > len(str(MAX_RANKS)):
-                raise UsageError(f"mesh: cannot read {part!r} in {text!r}; write it like dp=2,pp=2,tp=2")
+                raise UsageError(f"mesh: cannot read {quoted(part)} in {quoted(text)}; write it like dp=2,pp=2,tp=2")
             if name in sizes:
-                raise UsageError(f"mesh: axis {name} is given twice in {text!r}")
+                raise UsageError(f"mesh: axis {name} is given twice in {quoted(text)}")
             sizes[name] = int(size)
         return cls(**sizes)
 

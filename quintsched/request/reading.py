@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, quoted
 from quintsched.ir.communication import MOST, Wire, find_means
 from quintsched.ir.mesh import Mesh, whole_number
 
@@ -28,7 +28,7 @@ Read = Callable[[str, Any], Any]
 
 
 def _refuse(name: str, value: object, words: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; {words}")
+    return UsageError(f"{name} is {quoted(value)}; {words}")
 
 
 def read_whole_number(name: str, value: object) -> int:
@@ -110,7 +110,7 @@ def _read_named_stages(name: str, value: object, words: str) -> dict[str, tuple[
         raise _refuse(name, value, words)
     numbers = {key: whole_number(stages) for key, stages in value.items()}
     return {
-        key: read_wholes(f"{name} {key!r}", value[key]) if number is None else (number,)
+        key: read_wholes(f"{name} {quoted(key)}", value[key]) if number is None else (number,)
         for key, number in numbers.items()
     }
 
@@ -172,7 +172,9 @@ def parse_numbers(name: str, text: str, example: str = "1 or 0,1,1,0") -> int | 
     """Read "1" or "0,1,1,0"; raises `UsageError`."""
     parts = text.split(",")
     if not all(part.isdecimal() and len(part) <= 9 for part in parts):
-        raise UsageError(f"{name}: cannot read {text!r}; write whole numbers with commas between them, like {example}")
+        raise UsageError(
+            f"{name}: cannot read {quoted(text)}; write whole numbers with commas between them, like {example}"
+        )
     return tuple(map(int, parts)) if len(parts) > 1 else int(text)
 
 
@@ -197,9 +199,9 @@ def _parse_named_stages(name: str, texts: Sequence[str], which: str, example: st
     for text in texts:
         key, equals, stages = text.rpartition("=")
         if not equals:
-            raise UsageError(f"{name}: cannot read {text!r}; write a name and {which}: {example}")
+            raise UsageError(f"{name}: cannot read {quoted(text)}; write a name and {which}: {example}")
         if key in found:
-            raise UsageError(f"{name}: {key!r} is given twice; name all {which.removeprefix('the ')} at once")
+            raise UsageError(f"{name}: {quoted(key)} is given twice; name all {which.removeprefix('the ')} at once")
         numbers = parse_numbers(name, stages, example)
         found[key] = (numbers,) if isinstance(numbers, int) else numbers
     return found

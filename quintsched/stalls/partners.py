@@ -70,6 +70,17 @@ class Partners:
         places: list[int] = (makers[self._columns.are(Recv)[makers]] - (row - index)).tolist()
         return places
 
+    def received_from(self, pp_rank: int, index: int) -> list[int]:
+        """Return the places of the receives whose messages an instruction, or a later one, takes."""
+        rows = self._columns.rows_of(pp_rank)
+        produces, takers = self._plan.flows.produces, self._plan.flows.first_takers
+        found = [
+            row - rows.start
+            for row, place in produces.of_rows(rows.start, rows.stop)
+            if self._partner[row] != ABSENT and takers[place] >= rows.start + index
+        ]
+        return [at for at in found if isinstance(self._columns.instruction(rows.start + at), Recv)]
+
     def issued_by(self, pp_rank: int, index: int) -> int:
         """Return the first place at which a message that is issued or posted ahead is so for sure."""
         row = self.row(pp_rank, index)

@@ -53,8 +53,8 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
     victims = {rank: replace(state, fate=None) for rank, state in known.items() if rank not in dead}
     graph = WaitGraph(plan, known | victims)
     edges = {rank: graph.edges(rank) for rank in known if rank not in dead}
-    accused = [_ended(graph, known[rank]) for rank in sorted(dead)]
-    if not accused:
+    accused = [accusation for rank in sorted(dead) for accusation in _ended(graph, known[rank])]
+    if not dead:
         accused = _standing(graph, known | victims, edges, still_s)
     accused = list(dict.fromkeys(accused))
     culprits = [_culprit(plan, known[one.rank], one) for one in accused]
@@ -117,18 +117,28 @@ def _went_together(state: RankState, first: RankState) -> bool:
     return state.host == first.host or state.fate.kind == first.fate.kind == "unreachable"
 
 
-def _ended(graph: WaitGraph, state: RankState) -> Accusation:
-    """Return who is to blame for a process that failed: itself, or who sent what it could not take."""
-    takes = state.awaits is not None and state.awaits.kind == "receive"
-    if takes and state.fate is not None and (state.fate.kind == "error" or state.fate.code in _ABORTS):
-        for edge in graph.edges(state.rank):
-            text = state.fate.text or "a signal ended it"
-            return Accusation(edge.on, "wrong message", edge.on_index, state.step, f"rank {state.rank}: {text}")
-    return Accusation(state.rank, "ended")
+def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
+    """Return who is to blame for a process that failed: itself, or who sent what it could not take; [] for nobody."""
+    fate, awaits = state.fate, state.awaits
+    assert fate is not None
+    if fate.kind == "error" and awaits is not None and awaits.kind == "receive":
+        said = f"rank {state.rank}: {fate.text}"
+        return [
+            Accusation(edge.on, "wrong message", edge.on_index, state.step, said) for edge in graph.edges(state.rank)
+        ]
+    arriving = graph.arriving(state.rank) if fate.code in _ABORTS and fate.kind in ("signal", "exit") else []
+    if not arriving:
+        return [Accusation(state.rank, "ended")]
+    senders = {edge.on for edge in arriving}
+    if len(senders) > 1 or awaits is None or awaits.kind == "nothing":
+        return []  # a message that was too long, or its own doing: nobody can tell
+    said = f"rank {state.rank}: it was aborted in its wait for messages"
+    one = arriving[0].on_index if len(arriving) == 1 else None
+    return [Accusation(arriving[0].on, "wrong message", one, state.step, said)]
 
 
 _ABORTS = (6, 134)
-"""SIGABRT, as a signal and as an exit code: so a library ends a process that is sent more than it expects."""
+"""SIGABRT, as a signal and as an exit code: so gloo ends a process that is sent more than there is room for."""
 
 
 def _standing(

@@ -64,6 +64,22 @@ class WaitGraph:
             return self._collective(state, state.awaits.ranks)
         return [] if state.awaits.index is None else self._message(state, state.awaits.index, state.awaits.kind)
 
+    def arriving(self, rank: int) -> list[Edge]:
+        """Return the messages that others may have sent to a rank and that it has not taken yet, as waits for them."""
+        state = self._states[rank]
+        if state.index is None or state.program != self._plan.mode:
+            return []
+        receives = self._partners.received_from(self._plan.mesh.pp_rank(rank), state.index)
+        found = [edge for index in receives for edge in self._message(state, index, "receive")]
+        return [edge for edge in found if edge.skipped or edge.early or not self._is_before(edge)]
+
+    def _is_before(self, edge: Edge) -> bool:
+        """Whether a rank has not come to where it issues a message at the earliest."""
+        on = self._states[edge.on]
+        assert edge.on_index is not None
+        issued = self._partners.issued_by(self._plan.mesh.pp_rank(edge.on), edge.on_index)
+        return self.standing(edge.on, self._states[edge.waiter], issued) == BEFORE and on.fate is None
+
     def stands_alone(self, rank: int) -> bool:
         """Whether a rank says that it waits for nobody; who does not say may wait for anybody."""
         awaits = self._states[rank].awaits

@@ -49,7 +49,9 @@ def _accusation(culprit: Culprit) -> str:
         return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
     if culprit.fault == "wrong message":
         said = f" ({_shortened(culprit.said)})" if culprit.said else ""
-        return f"{name} sent what does not fit{in_step}: its instruction {_instruction(culprit.place)}{said}"
+        is_known = culprit.place.instruction is not None and culprit.place.instruction.startswith("Send")
+        which = f": its instruction {_instruction(culprit.place)}" if is_known else ""
+        return f"{name} sent what does not fit{in_step}{which}{said}"
     return f"{name} has not gone on for {_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
 
 
@@ -126,14 +128,14 @@ def _awaited(place: Place, name: str) -> str:
 
 
 def _unknown(states: Sequence[RankState]) -> str:
-    """Say that nobody can be named, and where all stand."""
+    """Say that nobody can be named, and what is known of all; of those first whose processes failed."""
     lines = ["nobody can be told from the others; the ranks were last heard of here:"]
-    for state in sorted(states, key=lambda state: state.rank)[:MOST_LISTED]:
+    for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
         step = "" if state.step is None else f" in step {state.step}"
-        at = _PHASES.get(state.phase, "") if state.index is None else f"at instruction {state.index}"
-        lines.append(
-            f"rank {state.rank} (host {state.host}){step} {at} since {_seconds(state.since_s)}".replace("  ", " ")
-        )
+        ended = "" if state.fate is None else f" {_ending(state.fate).rstrip(',')}"
+        at = f" {_PHASES.get(state.phase, '')}" if state.index is None else f" at instruction {state.index}"
+        since = f" since {_seconds(state.since_s)}"
+        lines.append(f"rank {state.rank} (host {state.host}){ended}{step}{at.rstrip()}{since}")
     if len(states) > MOST_LISTED:
         lines.append(f"and {len(states) - MOST_LISTED} other ranks")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from quintsched.descriptions.hardware import Hardware
 from quintsched.descriptions.model import Description, Model
 from quintsched.errors import InputError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.tuning.bounds import Bounds, frame_bounds, mesh_bounds
 from quintsched.tuning.choices import Choices
@@ -31,6 +31,8 @@ from quintsched.tuning.evaluator import Evaluator
 from quintsched.tuning.ranking import Candidates
 from quintsched.tuning.space import MESH, Ints
 from quintsched.tuning.tune import Tuning
+
+MAX_BYTES = 2**30
 
 
 class Box(Description):
@@ -85,11 +87,9 @@ class Certificate(Description):
 
 
 def load_certificate(path: str | Path) -> Certificate:
-    """Read one; raises `InputError` that says what is wrong and where."""
+    """Read one; raises `UsageError` where it cannot be opened, `InputError` that says what is wrong and where."""
     try:
-        return Certificate.model_validate(parse_strict(Path(path).read_bytes()))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+        return Certificate.model_validate(parse_strict(read_whole(Path(path), MAX_BYTES, "the certificate")))
     except ValidationError as error:
         raise InputError(f"{path}: {describe_faults(error)}") from None
     except InputError as error:

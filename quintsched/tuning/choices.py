@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from quintsched.descriptions.model import Description, Size
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, quoted, suggest
 
 Recompute = Literal["none", "selective", "full", "per-stage"] | int
 """Of each stage's layers: none, the attention's scores alone, all, K of them; or another number in each stage."""
@@ -57,12 +57,12 @@ class Choices(Description):
         """Return the choices for `given`, axis → value or values; raises `UsageError` for what there is not."""
         unknown = sorted(set(given or {}) - set(cls.model_fields))
         if unknown:
-            raise UsageError(f"tune: no axis is called {unknown[0]!r}{suggest(unknown[0], cls.model_fields)}")
+            raise UsageError(f"tune: no axis is called {quoted(unknown[0])}{suggest(unknown[0], cls.model_fields)}")
         try:
             return cls.model_validate(given or {})
         except ValidationError as error:
             first = error.errors()[0]
-            raise UsageError(f"tune: {first['loc'][0]} = {first['input']!r}: {first['msg'].lower()}") from None
+            raise UsageError(f"tune: {first['loc'][0]} = {quoted(first['input'])}: {first['msg'].lower()}") from None
 
 
 def _listed(name: str, value: Any) -> Any:
@@ -71,7 +71,7 @@ def _listed(name: str, value: Any) -> Any:
     values = tuple(value) if isinstance(value, (list, tuple, set, range)) else (value,)
     if not values:
         raise UsageError(f"tune: {name} has no choice; name one value at least, or leave it out")
-    return tuple(dict.fromkeys(values))
+    return tuple(dict.fromkeys(values)) if all(isinstance(one, Hashable) for one in values) else values
 
 
 def allows(choice: tuple[int, ...] | None, value: int) -> bool:

@@ -24,6 +24,7 @@ from quintsched.errors import MisfitError
 
 from ..watch.publisher import Publisher
 from ..watch.waiting import NOTHING, WaitCell, collective_code
+from .checked.frame import NO_LABEL, Label, Stamp, describe_spec
 from .host_link import HostLink, host_link
 
 
@@ -225,6 +226,8 @@ class Transport(ABC):
         waits: says what the rank waits for; `groups` are the ranks of its groups by their numbers there.
         blocks_host: whether the host stands still in a wait.
         publisher: says where the rank is.
+        stamp: which step, or evaluation, messages belong to that are posted now.
+        checks_everything: whether messages get checksums, and collectives of new groups are compared; on all ranks.
         goes_on: whether an earlier attempt had begun this run, after which its ranks were started again.
     """
 
@@ -240,6 +243,8 @@ class Transport(ABC):
         self._device_type = device.type
         self._channels: set[tuple[int, int]] = set()
         self._world_group: Group | None = None
+        self.stamp = Stamp()
+        self.checks_everything = False
         self.waits = WaitCell()
         self.publisher = publisher or Publisher()
         self.publisher.follow(self.waits)
@@ -305,7 +310,7 @@ class Transport(ABC):
         """
         if not self._is_ready(tensor, (self.rank, peer)):
             self._refuse(tensor, (self.rank, peer))
-        return self._send(_data(tensor), peer, tag)
+        return self._send(_data(tensor), peer, tag, NO_LABEL)
 
     def recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
         """Receive from rank `peer` into a contiguous `buffer`; the same tag is first in, first out.
@@ -315,21 +320,33 @@ class Transport(ABC):
         """
         if not self._is_ready(buffer, (peer, self.rank)):
             self._refuse(buffer, (peer, self.rank))
-        return self._recv(_data(buffer), peer, tag)
+        return self._recv(_data(buffer), peer, tag, NO_LABEL)
 
-    def sender(self, peer: int, tag: int) -> Callable[[Tensor], Work]:
+    def sender(self, peer: int, tag: int, label: Label = NO_LABEL) -> Callable[[Tensor], Work]:
         """Return what sends to a rank under a tag, for who sees to it that tensors are contiguous and on the device.
 
-        Raises `MisfitError` where there is no such channel.
+        `label` says what for; the receiver has to expect the same. Raises `MisfitError` where there is no such channel.
         """
         self._require_channel((self.rank, peer))
-        return lambda tensor: self._send(tensor, peer, tag)
+        return self._sender(peer, tag, label)
 
-    def receiver(self, buffer: Tensor, peer: int, tag: int) -> Callable[[], Work]:
-        """Return what receives from a rank into a buffer; raises `MisfitError` as `recv` does, now."""
+    def receiver(
+        self, buffer: Tensor, peer: int, tag: int, label: Label = NO_LABEL, room: Tensor | None = None
+    ) -> Callable[[], Work]:
+        """Return what receives from a rank into a buffer, which `room` goes on behind; raises as `recv` does, now."""
         if not self._is_ready(buffer, (peer, self.rank)):
             self._refuse(buffer, (peer, self.rank))
-        return lambda: self._recv(buffer, peer, tag)
+        return self._receiver(buffer, peer, tag, label, room)
+
+    def room_for(self, nbytes: int) -> int:
+        """Return how many bytes behind a buffer spare a message a copy; 0 where it is not copied anyway."""
+        return 0
+
+    def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
+        return lambda tensor: self._send(tensor, peer, tag, label)
+
+    def _receiver(self, buffer: Tensor, peer: int, tag: int, label: Label, room: Tensor | None) -> Callable[[], Work]:
+        return lambda: self._recv(buffer, peer, tag, label)
 
     def host_link(self) -> HostLink:
         """Return the link between the memory of this rank's device and its host's."""
@@ -350,10 +367,10 @@ class Transport(ABC):
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None: ...
 
     @abstractmethod
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+    def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work: ...
 
     @abstractmethod
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work: ...
+    def _recv(self, buffer: Tensor, peer: int, tag: int, label: Label) -> Work: ...
 
     def _is_ready(self, tensor: Tensor, channel: tuple[int, int]) -> bool:
         is_open = channel in self._channels
@@ -374,7 +391,7 @@ class Transport(ABC):
 
 def describe(tensor: Tensor) -> str:
     """Say dtype and shape in a few letters, as error messages do: "float32 (2, 3)"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return describe_spec(tensor.dtype, tensor.shape)
 
 
 def _data(tensor: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ from ..rendezvous.attempt import Attempt, meet
 from ..rendezvous.store import open_store, require_addresses, within
 from ..watch.publisher import Publisher
 from ..watch.start import WatchOptions, find_watch, start_watch
-from .base import Group, SelfGroup, Transport, Work, describe
+from .base import Group, SelfGroup, Transport, Work
+from .checked.frame import NO_LABEL, Label, describe_spec
+from .checked.framed import FramedMessages, Key
 from .device import (
     LIBRARIES,
     claim_device,
@@ -158,18 +160,20 @@ class _TorchTransport(Transport):
     @abstractmethod
     def _warm_up(self, group: Group) -> None: ...
 
-    def _issue(self, post: Callable[..., dist.Work], tensor: Tensor, group_rank: int, peer: int, tag: int) -> Work:
+    def _issue(
+        self, post: Callable[..., dist.Work], tensor: Tensor, key: Key, group_rank: int, peer: int, tag: int
+    ) -> Work:
         """Post as torch's isend and irecv do, less looking up that `peer` is `group_rank` in its process group."""
-        name = partial(self._name, post.__name__, tensor, peer, tag)
+        name = partial(self._name, post.__name__, key, peer, tag)
         try:
             work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], group_rank, tag)
         except RuntimeError as error:
             raise_stall(error, name(), self.publisher)
         return TorchWork(work, tensor, name, self.publisher)
 
-    def _name(self, verb: str, tensor: Tensor, peer: int, tag: int) -> str:
+    def _name(self, verb: str, key: Key, peer: int, tag: int) -> str:
         doing = "sending to" if verb == "send" else "receiving from"
-        return f"rank {self.rank} {doing} rank {peer}: {describe(tensor)}, tag {tag}"
+        return f"rank {self.rank} {doing} rank {peer}: {describe_spec(*key)}, tag {tag}"
 
     def abort(self, error: BaseException) -> None:
         """Say why this rank fails, then hang up, which wakes the others."""
@@ -195,11 +199,12 @@ class _TorchTransport(Transport):
             run_bounded(lambda: _destroy_all([None] if self._owns_world else doomed[::-1], destroy), _CLOSE_TIMEOUT_S)
 
 
-class GlooTransport(_TorchTransport):
+class GlooTransport(FramedMessages, _TorchTransport):
     """Tensors on the CPU over TCP; messages are matched by tag, so receives may be posted ahead of time."""
 
     name = "gloo"
     profile = "tagged"
+    has_tags = True
 
     def __init__(
         self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
@@ -217,13 +222,13 @@ class GlooTransport(_TorchTransport):
             of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
             self._messages = of_all or self._new_process_group(world)
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+    def _post_send(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
         assert self._messages is not None
-        return self._issue(self._messages.send, tensor, peer, peer, tag)
+        return self._issue(self._messages.send, memory, key, peer, peer, tag if self.has_tags else 0)
 
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+    def _post_receive(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
         assert self._messages is not None
-        return self._issue(self._messages.recv, buffer, peer, peer, tag)
+        return self._issue(self._messages.recv, memory, key, peer, peer, tag if self.has_tags else 0)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         self._messages = None
@@ -238,12 +243,7 @@ class FifoGlooTransport(GlooTransport):
     """
 
     profile = "channel"
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return super()._send(tensor, peer, 0)
-
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        return super()._recv(buffer, peer, 0)
+    has_tags = False
 
 
 class NcclTransport(_TorchTransport):
@@ -281,14 +281,16 @@ class NcclTransport(_TorchTransport):
                 self._links[source, destination] = link
                 token = torch.zeros(1, device=self.device)
                 move = self._send if self.rank == source else self._recv
-                move(token, destination if self.rank == source else source, 0).wait()
+                move(token, destination if self.rank == source else source, 0, NO_LABEL).wait()
                 synchronize(self.device)
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self._issue(self._links[self.rank, peer].send, tensor, int(peer > self.rank), peer, tag)
+    def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
+        key, link = (tensor.dtype, tensor.shape), self._links[self.rank, peer]
+        return self._issue(link.send, tensor, key, int(peer > self.rank), peer, tag)
 
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        return self._issue(self._links[peer, self.rank].recv, buffer, int(peer > self.rank), peer, tag)
+    def _recv(self, buffer: Tensor, peer: int, tag: int, label: Label) -> Work:
+        key, link = (buffer.dtype, buffer.shape), self._links[peer, self.rank]
+        return self._issue(link.recv, buffer, key, int(peer > self.rank), peer, tag)
 
     def _abandon(self, process_group: dist.ProcessGroup | None) -> None:
         dist.distributed_c10d._abort_process_group(process_group)

@@ -49,14 +49,14 @@ class ReceiveBuffers:
 
     A kind is what tensors of one shape and type are that share buffers; where shapes change from step to step, all
     tensors of a kind change with them. Whatever is in a buffer is a view of its bytes, so that there are as many
-    buffers as for constant shapes.
+    buffers as for constant shapes. `room_for` says how many bytes the transport wants behind so many.
 
     Attributes:
         generation: counts how often a buffer was made or has grown: who remembers a view looks at it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, room_for: Callable[[int], int] = lambda nbytes: 0) -> None:
+        self._device, self._room_for = device, room_for
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, int], dict[TensorSpec, Tensor]] = {}
         self.generation = 0
@@ -66,15 +66,20 @@ class ReceiveBuffers:
         place = kind, number
         views = self._views.setdefault(place, {})
         if spec not in views:
-            memory = self._memory.get(place)
-            if memory is None or memory.nbytes < spec.nbytes:
-                memory = self._memory[place] = torch.empty(spec.nbytes, dtype=torch.uint8, device=self._device)
+            memory, nbytes = self._memory.get(place), spec.nbytes + self._room_for(spec.nbytes)
+            if memory is None or memory.nbytes < nbytes:
+                memory = self._memory[place] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
                 views.clear()
                 self.generation += 1
             if len(views) >= _MOST_VIEWS:
                 views.clear()
             views[spec] = memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
         return views[spec]
+
+    def room(self, kind: int, number: int, spec: TensorSpec) -> Tensor | None:
+        """Return the memory of a buffer with what the transport wants behind it; None where that is nothing."""
+        more = self._room_for(spec.nbytes)
+        return self._memory[kind, number][: spec.nbytes + more] if more else None
 
     def all(self) -> list[Tensor]:
         """Return all buffers that there are, each as it was asked for last."""

@@ -23,6 +23,7 @@ from quintsched.ir.instructions import Message
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
+from ..comm.checked.frame import Label
 from ..stage.cargo import Cargo
 from ..steps.units import UnitShape
 from .data_flow import ProgramFlow, activation_of
@@ -114,13 +115,18 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
     """Return what posts a receive into its buffers, as the unit's shape has them in this step."""
     cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
     tags, buffers, transport = _tags(state, value), state.buffers, state.transport
+    labels = _labels(state, value, posting.index)
     cell.receive = posting.index
     places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
     def bind(shape: UnitShape) -> BoundReceive:
         specs = shape.cargo.specs(value)
         tensors = tuple([buffers.of(*place, spec) for place, spec in zip(places, specs, strict=True)])
-        posts = [transport.receiver(b, posting.peer, tag) for b, tag in zip(tensors, tags, strict=True)]
+        rooms = [buffers.room(*place, spec) for place, spec in zip(places, specs, strict=True)]
+        posts = [
+            transport.receiver(tensor, posting.peer, tag, label, room)
+            for tensor, tag, label, room in zip(tensors, tags, labels, rooms, strict=True)
+        ]
         found = state.bound[index] = BoundReceive(shape, buffers.generation, tensors, posts)
         return found
 
@@ -152,7 +158,7 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
     ):
         message, (value,) = state.flows.program[index], flows[index].consumes
         assert isinstance(message, Message)
-        sends.append((first, index, _bind_send(state, value, message.peer)))
+        sends.append((first, index, _bind_send(state, value, message.peer, index)))
         state.cells.of(value).send = index
         gradients = (taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD)
         if last + 1 < len(flows) and value not in map(activation_of, gradients):
@@ -170,9 +176,10 @@ def _bind_release(state: MessageState, value: Value, index: int) -> Call:
     return run
 
 
-def _bind_send(state: MessageState, value: Value, peer: int) -> Call:
+def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> Call:
     cell, unit, current = state.cells.of(value), unit_of(value), state.current
-    sends = [state.transport.sender(peer, tag) for tag in _tags(state, value)]
+    both = zip(_tags(state, value), _labels(state, value, index), strict=True)
+    sends = [state.transport.sender(peer, tag, label) for tag, label in both]
     state.cells.sending.append(cell)
     if len(sends) > 1:
 
@@ -203,3 +210,19 @@ def _tags(state: MessageState, value: Value) -> list[int]:
         lane += 2 * (1 + value.number % MAX_SKIPS)
     number = (unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane
     return [(number * state.cargo.width + k) % MOST_TAGS for k in range(len(state.cargo.specs(value)))]
+
+
+_KINDS = {
+    Kind.OUTPUT: "activation",
+    Kind.OUTPUT_GRAD: "gradient",
+    Kind.SKIP: "skip",
+    Kind.SKIP_GRAD: "gradient of a skip",
+}
+
+
+def _labels(state: MessageState, value: Value, index: int) -> list[Label]:
+    """Return what the tensors of a value say that they are, at both ends of their way."""
+    microbatch, cut = divmod(unit_of(value), state.flows.plan.schedule.slices)
+    number = value.number % MAX_SKIPS if value.kind in SKIPS else 0
+    places = range(number, number + len(state.cargo.specs(value)))
+    return [Label(_KINDS[value.kind], value.stage, microbatch, cut, place, index) for place in places]

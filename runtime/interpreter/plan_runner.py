@@ -132,7 +132,7 @@ class PlanRunner:
     ) -> None:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder = clock, options, recorder
-        self._buffers = ReceiveBuffers(transport.device)
+        self._buffers = ReceiveBuffers(transport.device, transport.room_for)
         self._settler = StepSettler(model, groups, transport.device, self._find_shapes)
         self._bound = Latest[Interpreter](MOST_BOUND)
         self._overlaps: dict[int, Overlaps] = {}
@@ -243,12 +243,12 @@ class PlanRunner:
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.settle()
             self._latest.state.messages.bound.clear()
-        if state.flows.trains:
-            for stage in self._model.stages.values():
-                stage.require_known_weights(self._state.gradients.sums.known)
+        for stage in self._model.stages.values() if state.flows.trains else ():
+            stage.require_known_weights(self._state.gradients.sums.known)
         self._latest, self._is_broken = interpreter, True
         current, trains = state.current, state.flows.trains
         current.number, current.units, current.last = self.steps.total, step.units, last
+        self._transport.stamp.begin(self.steps.total + 1)
         current.samples_before = self._samples_before if trains else 0
         current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)

@@ -141,6 +141,8 @@ class ParallelConfig(PlanSettings):
         """Return what is to be compiled, with some settings instead of the job's; raises `UsageError`."""
         return CompileRequest.of_data(_UNSAID | self.given | instead)
 
+    elastic: bool = False
+    """Whether the mesh has as many replicas (dp) as the processes that were started make, whatever `mesh` says."""
     plan: str | None = None
     """A plan file; it takes the place of the settings that a plan is compiled from."""
     context: ContextMethod = "ring"

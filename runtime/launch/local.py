@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError, QuintschedError, UsageError
 
 from ..rendezvous.addresses import LOOPBACK, listen, listen_for_others
 from . import worker
-from .machines import Machines
+from .machines import DIED, Machines
 from .processes import Place, Ranks, taking_signals
 from .supervise import supervise, wait_for_machines
 from .watching import note_end, watching
@@ -42,30 +42,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--min-dp", type=int)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--master", default="")
     known, rest = parser.parse_known_args(arguments)
     try:
-        num_ranks, in_process, more = _ranks(worker.parse(rest), known.nproc and known.nproc * known.nnodes)
+        rest += [] if known.min_dp is None else ["--set", "parallel.elastic=true"]
+        worlds, in_process, more = _worlds(worker.parse(rest), known)
         command = ["quintsched.runtime", *rest, *more]
         if known.nnodes > 1:
-            place, listener = _place_of(known, num_ranks)
-            return start_here(place, command, known.restarts, listener)
+            place, listener = _place_of(known, worlds[0])
+            return start_here(place, command, known.restarts, listener, worlds)
     except QuintschedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     if in_process and not known.restarts:
         return worker.main(command[1:])
-    return start_ranks(1 if in_process else num_ranks, command[0], command[1:], known.restarts)
+    return start_ranks([1] if in_process else worlds, command[0], command[1:], known.restarts)
 
 
-def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool, list[str]]:
-    """Return how many ranks to start, whether this process can run them itself, and what they are told besides."""
+def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[list[int], bool, list[str]]:
+    """Return how many ranks to start, and how many once ranks were lost; also whether this process can run them itself,
+    and what they are told besides.
+    """
     from ..job.jobfile import load_job
+    from .elastic import for_processes, smaller_worlds
     from .to_plan import plan_of
 
-    job = load_job(arguments.config, arguments.set)
+    job, wanted = load_job(arguments.config, arguments.set), known.nproc and known.nproc * known.nnodes
+    job = for_processes(job, arguments.plan, wanted) if wanted else job
     more: list[str] = []
     if job.parallel.auto is not None and arguments.plan is None:
         from .auto import world_size
@@ -75,7 +81,10 @@ def _ranks(arguments: argparse.Namespace, wanted: int | None) -> tuple[int, bool
         more = ["--set", f"parallel.auto.world={num_ranks}"]
     else:
         num_ranks = wanted or plan_of(job, arguments.plan).mesh.size
-    return num_ranks, job.runtime.transport == "local" or num_ranks == 1, more
+    worlds = [num_ranks]
+    if known.min_dp is not None:
+        worlds = smaller_worlds(job, plan_of(job), known.min_dp, known.nnodes) or worlds
+    return worlds, job.runtime.transport == "local" or num_ranks == 1, more
 
 
 def _measure_first(job: JobConfig) -> None:
@@ -95,21 +104,27 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-def start_ranks(num_ranks: int, module: str, arguments: Sequence[str], restarts: int = 0) -> int:
-    """Run a module on so many ranks of this machine, a process each; return the exit code of the run.
+def start_ranks(worlds: Sequence[int], module: str, arguments: Sequence[str], restarts: int = 0) -> int:
+    """Run a module on ranks of this machine, a process each; return the exit code of the run.
 
+    There are `worlds[0]` ranks, and `worlds[k]` after k attempts that have lost some; then as many as the last says.
     That is 0, or the code of the rank that failed first; 128 + n where signal n ended the run before it could stop.
     After a failure all ranks are started again, up to `restarts` times, unless it is one that would come again.
     """
     listener = listen(LOOPBACK)
-    return start_here(Place(LOOPBACK, listener.getsockname()[1], num_ranks), [module, *arguments], restarts, listener)
+    place = Place(LOOPBACK, listener.getsockname()[1], worlds[0])
+    return start_here(place, [module, *arguments], restarts, listener, worlds)
 
 
-def start_here(place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None) -> int:
+def start_here(
+    place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Sequence[int]
+) -> int:
     """Start this machine's ranks, and return the run's exit code; who listens at the run's port serves its store."""
     store: Store | None = None
+    losses = 0
     with taking_signals() as wakes:
         for attempt in range(restarts + 1):
+            place = replace(place, num_ranks=worlds[min(losses, len(worlds) - 1)] // place.num_nodes)
             with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
                 store = store or _serve(listener)
                 machines = _machines(place, store, attempt)
@@ -120,6 +135,7 @@ def start_here(place: Place, command: Sequence[str], restarts: int, listener: so
                 ended = wait_for_machines(wakes, machines, ended)
             if ended.is_final or attempt == restarts:
                 break
+            losses += ended.code == DIED
             _say(f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}")
     return ended.code
 

@@ -1,4 +1,4 @@
-"""What the launchers of several machines tell each other, through the run's store: an attempt ends on all of them.
+"""How an attempt ends, and what the launchers of several machines tell each other of it, through the run's store.
 
     machine 0   serves the store    ── failed = 4 ──▶ machine 1 ends its ranks too
     machine 1   a client            ── gone + 1   ──▶ when all machines' ranks are gone, the next attempt may begin
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
-
-from .ended import DIED, Ended
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -22,6 +21,30 @@ if TYPE_CHECKING:
 ASK_S = 0.2
 LAST_LOOKS = 50
 """So often machine 0 looks whether the others know that all is over, before it takes the store away."""
+
+DIED = 4
+"""The exit code of a run that lost a rank: one that a signal ended has no code of its own."""
+
+SURE = (0, 2, 3)
+"""Exit codes that a run would end with again: good, a wrong setting, a misfit."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The exit code of an attempt, and whether it is not to be followed by another."""
+
+    code: int
+    is_final: bool
+
+    def to_text(self) -> str:
+        """Return it in words for another launcher."""
+        return f"{self.code} {'final' if self.is_final else 'again'}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Ended:
+        """Return what another launcher said; anything else is a run that ended with `DIED`, for good."""
+        code, _, rest = text.partition(" ")
+        return cls(int(code), rest != "again") if code.isdecimal() and len(code) < 4 else cls(DIED, is_final=True)
 
 
 class Machines:

@@ -12,8 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from .ended import DIED, SURE, Ended
-from .machines import Machines
+from .machines import DIED, SURE, Ended, Machines
 from .processes import Ranks, Wakes
 
 LOOK_S = 0.5

@@ -74,7 +74,7 @@ def verify(arguments: Sequence[str], steps: int) -> Comparison:
 
     with tempfile.TemporaryDirectory() as folder:
         given = ("--steps", str(steps), "--into", folder, *arguments)
-        code = start_ranks(plan.mesh.size, "quintsched.runtime.launch.verify", given)
+        code = start_ranks([plan.mesh.size], "quintsched.runtime.launch.verify", given)
         if code:
             raise RanksFailed(code)
         mesh = [load(Path(folder), rank) for rank in range(plan.mesh.size)]

@@ -84,13 +84,16 @@ def prepare(arguments: argparse.Namespace, *, alone: bool = False) -> tuple[JobC
     """
     from ..job.jobfile import load_job
     from ..job.sinks import require_sinks
+    from .elastic import for_processes
 
     traced = [] if arguments.trace is None else [f"runtime.trace={json.dumps(arguments.trace)}"]
     job = load_job(arguments.config, [*arguments.set, *traced])
     require_sinks(job.log.sinks)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    job = job if alone else for_processes(job, arguments.plan, processes)
     job, plan, notes = _planned(job, arguments.plan)
     if not alone:
-        _require_world(job, plan, int(os.environ.get("WORLD_SIZE", 1)))
+        _require_world(job, plan, processes)
     return job, plan, notes
 
 

@@ -7,7 +7,7 @@ what they have made of them in the first step is compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isclose
 from typing import Any
@@ -22,6 +22,7 @@ from ..blocks.shapes import agree
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
 from ..state.master_weights import is_low
+from .moving_state import MovingState
 
 State = tuple[int, float, float]
 Changed = dict[str, State]
@@ -40,15 +41,27 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
     changed = Changed()
     watched = {} if model.options.compiled else blocks
     handles = [handle for number, block in watched.items() for handle in _watch(number, block, changed, model)]
+    moving = _moving(watched, model)
+    handles += [handle for state in moving for handle in state.watch()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    for state in moving:
+        state.tell(model.num_replicas)
     words = " ".join(f"{name}: {numbers}" for name, (_, *numbers) in changed.items())
     for group in (groups.replicas, groups.tensor):
         if group.size > 1:
             agree("what forwards make of the weights that they change", words, group)
+
+
+def _moving(blocks: Mapping[str, nn.Module], model: RankModel) -> list[MovingState]:
+    """Return what watches other state than weights: where replicas divide the forwards, on the first of them."""
+    if model.num_replicas == 1 or model.replica:
+        return []
+    buffers = model.options.buffers != "first"
+    return [MovingState(number, block, buffers=buffers) for number, block in blocks.items()]
 
 
 def _why_lost(model: RankModel, parameter: Tensor) -> str:

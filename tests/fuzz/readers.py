@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.collectives import collective_json
 from quintsched.collectives.spelling import spelled
+from quintsched.descriptions.library import find_hardware, find_model, hardware_names, model_names
+from quintsched.descriptions.rows import read_row
 from quintsched.errors import InputError
+from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_json
 from quintsched.runtime.checkpoint.manifest import DcpManifest, Manifest, RankFile, make_manifest, parse_manifest, seal
 from quintsched.runtime.checkpoint.shard_file import Layout as ShardHeader
@@ -220,6 +224,24 @@ def shard_seeds() -> list[bytes]:
     return [layout.header()[8:]]
 
 
+def description_seeds(find: Callable[[str], Any], names: Sequence[str]) -> list[bytes]:
+    return [find(name).model_dump_json(exclude_defaults=True).encode() for name in names[::4]]
+
+
+def read_rows(data: bytes) -> object:
+    """Read a row of a table of strategies."""
+    given = parse_strict(data)
+    return read_row(given) if isinstance(given, dict) else None
+
+
+def row_seeds() -> list[bytes]:
+    row = {
+        "model": "gpt3-175b", "hardware": "a100", "gpus": 64, "dp": 2, "tp": 8, "pp": 4, "microbatch": 1, "batch": 64,
+        "seq": 2048, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "selective", "zero": 1, "dtype": "bf16",
+    }  # fmt: skip
+    return [json.dumps(row).encode(), json.dumps(row | {"recompute": [1, 2, 0, 0], "stages": [24] * 4}).encode()]
+
+
 READERS: dict[str, Reader] = {
     "plan": Reader(plan_seeds, read_plan),
     "csv": Reader(csv_seeds, read_csv),
@@ -231,5 +253,10 @@ READERS: dict[str, Reader] = {
     "certificate": Reader(certificate_seeds, by_path(load_certificate, "certificate.json")),
     "layout": Reader(layout_seeds, read_layout),
     "shard": Reader(shard_seeds, lambda data: ShardHeader.parse(data, 30)),
+    "model": Reader(lambda: description_seeds(find_model, model_names()), by_path(find_model, "model.json")),
+    "hardware": Reader(
+        lambda: description_seeds(find_hardware, hardware_names()), by_path(find_hardware, "hardware.json")
+    ),
+    "row": Reader(row_seeds, read_rows),
     "collective": Reader(collective_seeds, collective_json.loads),
 }

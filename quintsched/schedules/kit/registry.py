@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from quintsched.errors import QuintschedError, UnsoundError, UsageError, suggest
+from quintsched.errors import QuintschedError, UnsoundError, UsageError, quoted, suggest
 from quintsched.ir.instructions import Compute, Overlap
 from quintsched.ir.mesh import whole_number
 from quintsched.ir.placement import linear
@@ -183,7 +183,7 @@ def own_code(where: str) -> Iterator[None]:
 
 def _check_range(name: str, what: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name}: {what} is {value!r}; give a whole number")
+        raise UsageError(f"{name}: {what} is {quoted(value)}; give a whole number")
     if not low <= value <= high:
         allowed = f"exactly {low}" if low == high else f"{low} to {high}"
         raise UsageError(f"{name}: {what} is {value}; this schedule takes {allowed}")
@@ -261,4 +261,4 @@ def find_schedule(name: str) -> Schedule:
         if name == found.name or name in found.aliases:
             return found
     names = [known for found in _REGISTRY.values() for known in (found.name, *found.aliases)]
-    raise UsageError(f"unknown schedule {name!r}{suggest(name, names)}")
+    raise UsageError(f"unknown schedule {quoted(name)}{suggest(name, names)}")

@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError
 from ...job.choices import Rules
 from ...watch.waiting import NOTHING, WaitCell
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
+from ..checked.frame import Label
 from ..host_link import HostLink, TimedLink
 from .rendezvous import Collective, Distribute
 from .wire import WireTimes
@@ -60,16 +61,16 @@ class LocalTransport(Transport):
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
         """Channels appear when they are used."""
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+    def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
         payload = tensor.clone() if self._copies else tensor
         with self._world.lock:
-            message = self._wire.send(self.rank, peer, tag, payload)
+            message = self._wire.send(self.rank, peer, tag, payload, (label, self.stamp.step))
             self._world.wake(peer)
         return DoneWork() if self._wire.is_buffered else _LocalWork(self._world, self.rank, message, None, NOTHING)
 
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
+    def _recv(self, buffer: Tensor, peer: int, tag: int, label: Label) -> Work:
         with self._world.lock:
-            message = self._wire.receive(peer, self.rank, tag, buffer)
+            message = self._wire.receive(peer, self.rank, tag, buffer, (label, self.stamp.step))
             self._world.wake(peer)
         return _LocalWork(self._world, self.rank, message, None, NOTHING)
 

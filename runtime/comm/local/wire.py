@@ -22,9 +22,14 @@ from quintsched.errors import MisfitError
 
 from ...job.choices import Rules
 from ..base import describe
+from ..checked.frame import NO_LABEL, Label
 from ..clock import now_s
 
 Key = tuple[int, int, int | None]
+What = tuple[Label, int]
+"""What a message is for, and in which step."""
+
+NOTHING_SAID: What = (NO_LABEL, 0)
 WireTimes = float | Mapping[tuple[int, int], float]
 """Seconds that a message is under way: on all channels, or on each (source, destination), 0 where none is named."""
 
@@ -37,6 +42,8 @@ class Message:
     number: int
     payload: Tensor | None = None
     buffer: Tensor | None = None
+    sent: What = NOTHING_SAID
+    wanted: What = NOTHING_SAID
     arrival_s: float | None = None
 
     def finish(self) -> None:
@@ -48,9 +55,10 @@ class Message:
         payload, buffer = self.payload, self.buffer
         if payload is None or buffer is None:
             return
-        if payload.shape != buffer.shape or payload.dtype != buffer.dtype:
-            expected = f"rank {self.key[1]} expected {self.describe_to(self.key[1])}"
-            raise MisfitError(f"{expected}, but it is {describe(payload)}")
+        fits = payload.shape == buffer.shape and payload.dtype == buffer.dtype
+        if not fits or self.sent[1] != self.wanted[1] or self.sent[0].same != self.wanted[0].same:
+            expected = f"rank {self.key[1]} expected {self.describe_to(self.key[1])}{_words(self.wanted)}"
+            raise MisfitError(f"{expected}, but it is {describe(payload)}{_words(self.sent)}")
         buffer.copy_(payload)
         self.payload = self.buffer = None
 
@@ -63,6 +71,13 @@ class Message:
             return f"rank {destination} to receive {name}{tagged}, {describe(self.payload)}"
         wanted = "" if self.buffer is None else f", {describe(self.buffer)}"
         return f"{name} from rank {source}{tagged}{wanted}"
+
+
+def _words(what: What) -> str:
+    label, step = what
+    if label is NO_LABEL:
+        return ""
+    return f", {label}, of step {step}" + (f" (instruction {label.instruction})" if label.instruction >= 0 else "")
 
 
 @dataclass(slots=True)
@@ -89,7 +104,7 @@ class Wire:
         """How many messages there are of which one end is missing."""
         return sum(len(box.open) for box in self._boxes.values())
 
-    def send(self, source: int, destination: int, tag: int, payload: Tensor) -> Message:
+    def send(self, source: int, destination: int, tag: int, payload: Tensor, what: What = NOTHING_SAID) -> Message:
         """Post the next send; under the rules "nccl" the memory of `payload` is read when the message moves."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
@@ -97,12 +112,12 @@ class Wire:
         message = box.open.pop(number, None)
         if message is None:
             message = box.open[number] = Message(key, number)
-        message.payload = payload
+        message.payload, message.sent = payload, what
         if self.is_buffered or message.buffer is not None:
             self._start(message)
         return message
 
-    def receive(self, source: int, destination: int, tag: int, buffer: Tensor) -> Message:
+    def receive(self, source: int, destination: int, tag: int, buffer: Tensor, what: What = NOTHING_SAID) -> Message:
         """Post the next receive."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
@@ -110,7 +125,7 @@ class Wire:
         message = box.open.pop(number, None)
         if message is None:
             message = box.open[number] = Message(key, number)
-        message.buffer = buffer
+        message.buffer, message.wanted = buffer, what
         if message.payload is not None and message.arrival_s is None:
             self._start(message)
         return message

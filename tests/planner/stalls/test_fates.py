@@ -67,7 +67,11 @@ def test_victims_alone_are_not_to_blame():
     assert find(None, Fate("exit", 0), None, None, phase="ended", index=None).ranks == ()
     words = find(LOST, LOST, LOST, LOST).words()
     assert words.startswith("nobody can be told from the others")
-    assert "rank 3 (host a) in step 3 at instruction 4 since 5.0 s" in words
+    assert (
+        "rank 3 (host a) raised StallError: rank 1 receiving from rank 0: a peer died (exit code 4) in step 3 at"
+        in words
+    )
+    assert "rank 3 (host a) in step 3 at instruction 4 since 5.0 s" in find(None, None, None, None).words()
 
 
 def test_victims_tell_who_stands():
@@ -95,17 +99,33 @@ def test_an_early_end_is_found_by_those_who_wait():
 
 
 def test_a_message_that_does_not_fit_is_its_senders():
-    for fate in (Fate("error", 3, "MisfitError: 12 bytes, not 16"), Fate("signal", 6), Fate("exit", 134)):
-        report = find_culprit(
-            PLAN, [state(0, index=6), state(1, fate, index=1, awaits=Wait("receive", 0)), state(2), state(3)]
-        )
-        assert report.ranks == (0,)
-        assert report.culprits[0].place.microbatch == 0
-        assert "rank 0 (host a, dp=0, pp=0) sent what does not fit in step 3: its instruction 1 of 20: SendAct(" in (
-            report.words()
-        )
-    own = find_culprit(PLAN, [state(0), state(1, Fate("signal", 6), awaits=Wait("nothing")), state(2), state(3)])
-    assert own.ranks == (1,), "it computed"
+    fate = Fate("error", 3, "MisfitError: 12 bytes, not 16")
+    report = find_culprit(
+        PLAN, [state(0, index=6), state(1, fate, index=1, awaits=Wait("receive", 0)), state(2), state(3)]
+    )
+    assert report.ranks == (0,)
+    assert report.culprits[0].place.microbatch == 0
+    assert "rank 0 (host a, dp=0, pp=0) sent what does not fit in step 3: its instruction 1 of 20: SendAct(" in (
+        report.words()
+    )
+    assert "(rank 1: MisfitError: 12 bytes, not 16)" in report.words()
+
+
+@pytest.mark.parametrize("fate", [Fate("signal", 6), Fate("exit", 134)])
+def test_who_aborts_while_messages_come_may_have_been_sent_too_much(fate):
+    def find_with(sender, awaits):
+        return find_culprit(PLAN, [state(0, index=sender), state(1, fate, index=1, awaits=awaits), state(2), state(3)])
+
+    one = find_with(2, Wait("receive", 0))
+    assert one.ranks == (0,)
+    assert one.culprits[0].place.index == 1
+    several = find_with(6, Wait("receive", 0))
+    assert several.ranks == (0,)
+    assert "sent what does not fit in step 3 (rank 1: it was aborted in its wait for messages)" in several.words()
+    unknown = find_with(6, Wait("nothing"))
+    assert unknown.ranks == (), "it may have done so itself"
+    assert "rank 1 (host a) was killed by SIGABRT" in unknown.words() or fate.kind == "exit"
+    assert find_with(0, Wait("nothing")).ranks == (1,), "nothing was on its way"
 
 
 def test_a_phase_that_others_wait_for():

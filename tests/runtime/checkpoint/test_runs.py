@@ -18,6 +18,7 @@ import quintsched as qs
 from quintsched.runtime.checkpoint import run_lock
 from quintsched.runtime.checkpoint.manifest import read_manifest
 from quintsched.runtime.checkpoint.run_lock import LOCK, lock_folder
+from quintsched.runtime.launch.worker import main
 
 from ..train.test_trainer import data_file, figures, fit, interrupt_after, job
 
@@ -178,3 +179,40 @@ def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(data_file
     assert "step-00000012" not in steps_in(tmp_path)
     assert len(list(tmp_path.glob("set-aside-*/step-00000012"))) == 1
     assert "resumed after step 10" in fit(config, resume=True)[0][2]
+
+
+def test_the_command_line_says_it_in_one_line(
+    data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, folder = tmp_path / "job.yaml", tmp_path / "c"
+    config = job(
+        data_file,
+        train={"epochs": 1, "batch_size": 16},
+        runtime={"transport": "local"},
+        checkpoint={"dir": str(folder), "every": 2, "keep": 1},
+    )
+    path.write_text(config.model_dump_json(exclude_unset=True))
+
+    def command(*flags: str) -> tuple[int, str, str]:
+        code = main(["--config", str(path), *flags])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return code, said.out, said.err
+
+    assert command()[0] == 0
+    code, _, error = command()
+    assert code == 2
+    assert error.startswith(f"error: {folder}: an earlier run was saved there, up to step 3; ")
+    os.mkfifo(folder / "fifo")
+    (folder / "fifo").rename(folder / "step-00000003" / "rank-00001.safetensors")
+    code, _, error = command("--resume")
+    assert code == 1
+    assert error.startswith(
+        f"error: {folder}/step-00000003/rank-00001.safetensors: cannot read the checkpoint: it is a F"
+    )
+    code, out, _ = command("--fresh")
+    assert code == 0
+    assert f"the run that was saved in {folder} is now in {folder}/run-" in out
+    with pytest.raises(SystemExit) as usage:
+        command("--fresh", "--resume")
+    assert usage.value.code == 2

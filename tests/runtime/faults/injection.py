@@ -149,16 +149,16 @@ class Injection:
         active = [False]
         send, receive = transport._send, transport._recv  # type: ignore[attr-defined]
 
-        def tampered_send(tensor: Tensor, peer: int, tag: int) -> object:
+        def tampered_send(tensor: Tensor, peer: int, tag: int, *more: Any) -> object:
             if not active[0] or self.kind == "skip_recv":
-                return send(tensor, peer, tag)
+                return send(tensor, peer, tag, *more)
             if self.kind == "skip_send":
                 return DoneWork()
             sent, tag = self._tamper(tensor), tag + (4096 if self.kind == "other" else 0)
-            return send(sent, peer, tag)
+            return send(sent, peer, tag, *more)
 
-        def tampered_receive(buffer: Tensor, peer: int, tag: int) -> object:
-            return DoneWork() if active[0] and self.kind == "skip_recv" else receive(buffer, peer, tag)
+        def tampered_receive(buffer: Tensor, peer: int, tag: int, *more: Any) -> object:
+            return DoneWork() if active[0] and self.kind == "skip_recv" else receive(buffer, peer, tag, *more)
 
         transport._send, transport._recv = tampered_send, tampered_receive  # type: ignore[attr-defined]
 

@@ -29,7 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 def test_a_fault_is_told_by_every_launcher(tmp_path: Path, launcher: str, kind: str, rank: int, phase: str) -> None:
     plan = plan_of_job("pp=3")
     injection = Injection(kind, rank, phase, 3, place_of(plan, rank, phase, kind))  # type: ignore[arg-type]
-    (tmp_path / "job.yaml").write_text(json.dumps(job_settings(tmp_path, "pp=3")))
+    settings = job_settings(tmp_path, "pp=3")
+    settings["runtime"]["timeout_s"] = 90.0
+    (tmp_path / "job.yaml").write_text(json.dumps(settings))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "FAULT": json.dumps(as_arguments(injection)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from quintsched.runtime.data import load_dataset
 from quintsched.runtime.job.config import DataConfig, JobConfig, ModelConfig
 from quintsched.runtime.job.jobfile import load_job
 from quintsched.runtime.launch.auto import choose, world_size
-from quintsched.runtime.launch.local import _ranks
+from quintsched.runtime.launch.local import _worlds
 from quintsched.runtime.launch.to_row import row_of
 from quintsched.runtime.launch.worker import main, parse
 from quintsched.runtime.models import build_model, model_sizes
@@ -138,7 +139,8 @@ def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     path = tmp_path / "job.yaml"
     path.write_text("parallel: auto\nruntime: {transport: local}\n")
     told = ["--config", str(path), "--set", "parallel.auto.hardware=l4"]
-    assert _ranks(parse(told), 4) == (4, True, ["--set", "parallel.auto.world=4"])
+    known = Namespace(nproc=4, nnodes=1, min_dp=None)
+    assert _worlds(parse(told), known) == ([4], True, ["--set", "parallel.auto.world=4"])
     assert load_job(path, ["parallel.auto.world=4"]).parallel.auto.world == 4
     assert load_job(path, ["parallel=auto", "parallel.auto.world=2"]).parallel.auto.world == 2
 

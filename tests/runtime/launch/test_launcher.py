@@ -111,7 +111,7 @@ def launcher(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:
-    assert start_ranks(3, module, [str(tmp_path), "env"]) == 0
+    assert start_ranks([3], module, [str(tmp_path), "env"]) == 0
     for rank in range(3):
         env = json.loads((tmp_path / f"rank-{rank}-0").read_text())["env"]
         assert int(env.pop("MASTER_PORT")) > 0
@@ -139,7 +139,7 @@ def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(
     module: str, tmp_path: Path, fault: tuple[str, ...], code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    assert start_ranks(3, module, [str(tmp_path), *fault]) == code
+    assert start_ranks([3], module, [str(tmp_path), *fault]) == code
     assert time.monotonic() - began < 10
     assert capfd.readouterr().err == said
     left = [json.loads(file.read_text())["pid"] for file in tmp_path.glob("rank-*")]
@@ -148,7 +148,7 @@ def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGABRT])
 def test_ranks_end_with_their_launcher_also_those_that_are_stopped(module: str, tmp_path: Path, ending: int) -> None:
-    with launcher(3, module, [str(tmp_path), "sleep"]) as process:
+    with launcher([3], module, [str(tmp_path), "sleep"]) as process:
         ranks = pids(tmp_path, 3)
         os.kill(ranks[1], signal.SIGSTOP)
         process.send_signal(ending)
@@ -163,21 +163,21 @@ def test_a_launcher_that_is_gone_before_its_rank_begins(module: str, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_is_asked_of_all_ranks_and_they_end_by_themselves(module: str, tmp_path: Path, number: int) -> None:
-    with launcher(3, module, [str(tmp_path), "stops"]) as process:
+    with launcher([3], module, [str(tmp_path), "stops"]) as process:
         pids(tmp_path, 3)
         process.send_signal(number)
         assert process.wait(20) == 0
 
 
 def test_a_signal_that_comes_before_a_rank_can_take_it_is_not_lost(module: str, tmp_path: Path) -> None:
-    with launcher(2, module, [str(tmp_path), "early"]) as process:
+    with launcher([2], module, [str(tmp_path), "early"]) as process:
         pids(tmp_path, 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 
 def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Path) -> None:
-    with launcher(2, module, [str(tmp_path), "stops"]) as process:
+    with launcher([2], module, [str(tmp_path), "stops"]) as process:
         ranks = pids(tmp_path, 2)
         os.kill(ranks[0], signal.SIGSTOP)
         os.kill(ranks[1], signal.SIGSTOP)
@@ -192,7 +192,7 @@ def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path, number: int, code: int) -> None:
-    with launcher(2, module, [str(tmp_path), "sleep"]) as process:
+    with launcher([2], module, [str(tmp_path), "sleep"]) as process:
         ranks = pids(tmp_path, 2)
         process.send_signal(number)
         assert process.wait(10) == code
@@ -205,7 +205,7 @@ def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path, 
 def test_a_run_that_failed_is_started_again(
     module: str, tmp_path: Path, fails: int, with_code: int, restarts: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = start_ranks(2, module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
+    found = start_ranks([2], module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
     assert found == code
     times = min(fails, restarts) if with_code not in (2, 3) else 0
     said = [

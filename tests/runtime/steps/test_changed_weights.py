@@ -122,3 +122,55 @@ def test_it_is_as_in_one_process_where_there_is_one_copy(mesh: str) -> None:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_clamp_that_changes_nothing_is_not_refused(zero: int) -> None:
     assert train(qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero), Clamped)
+
+
+class Counting(nn.Linear):
+    """Counts its forwards, and makes a table at the first."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls, self.table = 0, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.table = self.table[:1] * 4
+        return super().forward(x)
+
+
+class Averaging(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "mesh", "told"),
+    [
+        (
+            [Counting],
+            "dp=2",
+            "block 1 (Counting) changes 'calls' in every forward, and each of 2 replicas runs its own",
+        ),
+        ([Averaging], "dp=2", "block 1 (Averaging) changes 'average' in every forward"),
+        ([Counting, Averaging], "pp=2", ""),
+        ([lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
+    ],
+)
+def test_what_forwards_count_is_told_of_where_replicas_divide_them(
+    blocks: list[Callable[[], nn.Module]], mesh: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def run(transport: Transport) -> None:
+        parts = [lambda: nn.Linear(WIDTH, WIDTH), *blocks]
+        engine = Engine(plan, parts, nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
+        x = torch.linspace(-1, 1, 32).view(8, WIDTH)
+        engine.step(*share(engine, x, x))
+
+    run_local(plan.mesh.size, run, timeout_s=60)
+    words = [record.getMessage() for record in caplog.records if "in every forward" in record.getMessage()]
+    assert [told in word for word in words] == ([True] if told else [])

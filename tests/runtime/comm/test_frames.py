@@ -1,0 +1,291 @@
+"""Messages that are not what their receiver expects: all are caught before they are used, over real gloo.
+
+Two processes, and for each case a message that is too short, too long, of another type or shape, of another microbatch,
+stage or step, cut on the way, or none of ours at all. After each the wire goes on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, QuintschedError, StallError
+from quintsched.runtime.comm import Transport, connect, run_local
+from quintsched.runtime.comm.checked.frame import FRAME_BYTES, KINDS, Frame, Label, Stamp, head_of, own_part
+from quintsched.runtime.comm.checked.framed import room_for
+from quintsched.runtime.comm.torch_backends import GlooTransport
+from quintsched.runtime.engine import Engine
+
+from ..toys import sgd
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.bool]
+FAULTS = ["shorter", "longer", "type", "shape", "microbatch", "stage", "kind", "place", "step", "cut", "foreign"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A message that is expected, and what is wrong with the one that comes."""
+
+    fault: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    label: Label
+    has_room: bool
+    pick: int
+
+    @classmethod
+    def of(cls, number: int) -> Case:
+        draw = random.Random(number)
+        shape = tuple(draw.randint(1, 40) for _ in range(draw.randint(0, 4)))
+        label = Label(draw.choice(KINDS[1:]), draw.randint(0, 3), draw.randint(0, 9), 0, draw.randint(0, 2), 7)
+        fault = FAULTS[number % len(FAULTS)]
+        return cls(fault, draw.choice(DTYPES), shape, label, draw.random() < 0.5, draw.randint(0, 10**6))
+
+    def expected(self) -> Tensor:
+        return torch.arange(1, 1 + torch.Size(self.shape).numel()).to(self.dtype).reshape(self.shape)
+
+    def sent(self) -> tuple[Tensor, Label]:
+        """Return what is sent instead, and as what."""
+        tensor, label = self.expected(), self.label
+        size = tensor.numel()
+        if self.fault == "shorter":
+            return tensor.flatten()[: self.pick % size], label
+        if self.fault == "longer":
+            return torch.cat([tensor.flatten(), tensor.flatten()[: 1 + self.pick % size]]), label
+        if self.fault == "type":
+            others = [d for d in DTYPES if d is not self.dtype]
+            real = tensor.real if tensor.is_complex() else tensor
+            return real.to(others[self.pick % len(others)]), label
+        if self.fault == "shape":
+            return tensor.reshape(1, *self.shape), label
+        if self.fault in ("microbatch", "stage", "place"):
+            return tensor, replace(label, **{self.fault: getattr(label, self.fault) + 1})
+        if self.fault == "kind":
+            return tensor, replace(label, kind=next(kind for kind in KINDS[1:] if kind != label.kind))
+        return tensor, label
+
+
+def send_wrongly(transport: GlooTransport, case: Case, tag: int) -> None:
+    tensor, label = case.sent()
+    if case.fault == "cut":
+        memory = torch.zeros(tensor.nbytes + FRAME_BYTES, dtype=torch.uint8)
+        frame = own_part(0, None) + head_of(label, tensor.dtype, tensor.shape, 0, 1) + transport.stamp.bytes
+        memory[tensor.nbytes :] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        transport._post_send(memory[: -1 - case.pick % FRAME_BYTES], (tensor.dtype, tensor.shape), 1, tag).wait()
+    elif case.fault == "foreign":
+        transport._post_send(tensor.flatten().view(torch.uint8), (tensor.dtype, tensor.shape), 1, tag).wait()
+    else:
+        if case.fault == "step":
+            transport.stamp.begin(transport.stamp.step + 1)
+        transport.sender(1, tag, label)(tensor).wait()
+
+
+def receive(transport: Transport, case: Case, tag: int) -> str:
+    """Return what is said of a message; empty where it was taken."""
+    if case.fault == "step":  # the sender has begun another walk: from here on both are in the same one again
+        transport.stamp.begin(transport.stamp.step)
+    expected = case.expected()
+    buffer, room = torch.zeros_like(expected), None
+    if case.has_room:
+        room = torch.zeros(expected.nbytes + room_for(expected.nbytes), dtype=torch.uint8)
+        buffer = room[: expected.nbytes].view(case.dtype).view(case.shape)
+    work = transport.receiver(buffer, 0, tag, case.label, room)()
+    try:
+        work.wait()
+    except MisfitError as error:
+        assert case.has_room or not buffer.any(), "what came was used"
+        return str(error)
+    return ""
+
+
+def run_cases(rank: int, port: int, folder: Path, count: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    transport = connect("gloo", timeout_s=60)
+    assert isinstance(transport, GlooTransport)
+    transport.open_channels([(0, 1), (1, 0)])
+    said = []
+    for number in range(count):
+        case = Case.of(number)
+        if rank == 0:
+            send_wrongly(transport, case, number + 1)
+            if case.fault == "step":
+                transport.stamp.begin(transport.stamp.step - 1)
+            good = case.expected()
+            transport.sender(1, number + 1, case.label)(good).wait()
+        else:
+            said.append(receive(transport, case, number + 1))
+            if case.fault == "step":
+                transport.stamp.begin(transport.stamp.step)
+            again = torch.zeros_like(case.expected())
+            transport.receiver(again, 0, number + 1, case.label)().wait()  # the wire goes on
+            assert torch.equal(again, case.expected())
+    if rank == 1:
+        (folder / "said.txt").write_text("\n".join(said))
+    transport.close()
+
+
+def in_processes(target: Callable[..., None], world: int, *args: Any) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=target, args=(rank, port, *args), daemon=True) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    ended = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert ended == [0] * world
+
+
+def names_both(case: Case, words: str) -> bool:
+    """Whether an error names both ends, what was expected, and what came."""
+    label, spec = case.label, f"{str(case.dtype).removeprefix('torch.')} {case.shape}"
+    start = "rank 1 (instruction 7) received from rank 0 what it did not expect; expected: "
+    wanted = f"{start}{label}, {spec}, of step "
+    nothing = r"what came has no frame|that came, but not whole"
+    came = nothing if case.fault in ("cut", "foreign") else r"what came is: .*\(rank 0, instruction 7\)$"
+    return words.startswith(wanted) and re.search(came, words) is not None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [88, pytest.param(1100, marks=pytest.mark.slow)])
+def test_every_mismatch_is_caught_before_use(tmp_path: Path, count: int) -> None:
+    in_processes(run_cases, 2, tmp_path, count)
+    said = (tmp_path / "said.txt").read_text().split("\n")
+    assert len(said) == count
+    missed = [(Case.of(number), words) for number, words in enumerate(said) if not names_both(Case.of(number), words)]
+    assert not missed, missed[:3]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def train(transport: Transport, fault: str, verify: bool = False) -> str:
+    """Train with a first stage that sends something else once; return what this rank says in the end."""
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+    usual = transport._sender
+
+    def sender(peer: int, tag: int, label: Label) -> Callable[[Tensor], Any]:
+        send = usual(peer, tag, label)
+        others = usual(peer, tag, replace(label, microbatch=3))
+
+        def spoil(tensor: Tensor) -> Any:
+            if label.kind != "activation" or label.microbatch != 2 or transport.stamp.step != 3:
+                return send(tensor)
+            return {
+                "type": lambda: send(tensor.view(torch.int32)),
+                "shape": lambda: send(tensor.t().contiguous()),
+                "shorter": lambda: send(tensor[:-1].contiguous()),
+                "longer": lambda: send(torch.cat([tensor, tensor[:1]])),
+                "microbatch": lambda: others(tensor),
+            }[fault]()
+
+        return spoil
+
+    if transport.rank == 0:
+        transport._sender = sender  # type: ignore[method-assign]
+    try:
+        engine = Engine(plan, [nn.Linear(6, 6) for _ in range(2)], nn.functional.mse_loss, sgd, transport=transport)
+        for _ in range(5):
+            engine.step(torch.ones(8, 6), torch.zeros(8, 6))
+    except QuintschedError as error:
+        transport.abort(error)
+        notes = " ".join(getattr(error, "__notes__", []))
+        return f"{type(error).__name__}: {error} {notes}"
+    transport.close()
+    return "went on"
+
+
+def run_training(rank: int, port: int, folder: Path, fault: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    (folder / f"{rank}.txt").write_text(train(connect("gloo", timeout_s=60), fault))
+
+
+SPECS = {
+    "type": r"int32 \(2, 6\)",
+    "shape": r"float32 \(6, 2\)",
+    "shorter": r"float32 \(1, 6\)",
+    "longer": r"float32 \(3, 6\)",
+    "microbatch": r"float32 \(2, 6\)",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "fault", ["shorter", *(pytest.param(f, marks=pytest.mark.slow) for f in SPECS if f != "shorter")]
+)
+def test_both_ends_of_a_run_name_the_message(tmp_path: Path, fault: str) -> None:
+    in_processes(run_training, 2, tmp_path, fault)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert second.startswith("MisfitError: rank 1 (instruction ")
+    microbatch = 3 if fault == "microbatch" else 2
+    expected = r"what it did not expect; expected: activation of stage 0, microbatch 2, float32 \(2, 6\), of step 3"
+    came = rf"what came is: activation of stage 0, microbatch {microbatch}, {SPECS[fault]}, of step 3 \(rank 0, instr"
+    for words in (first, second):
+        assert re.search(rf"{expected}; {came}", words), words
+    assert first.startswith(StallError.__name__)
+
+
+@pytest.mark.parametrize("fault", SPECS)
+def test_in_process_they_are_named_alike(fault: str) -> None:
+    said = []
+    with pytest.raises(MisfitError):
+        run_local(2, lambda transport: said.append(train_here(transport, fault)))
+    assert not said
+
+
+def train_here(transport: Transport, fault: str) -> None:
+    words = train(transport, fault)
+    if words.startswith("MisfitError"):
+        assert "activation of stage 0, microbatch 2, of step 3 (instruction" in words
+        assert re.search(rf"but it is {SPECS[fault]}, activation of stage 0, microbatch [23], of step 3", words)
+        raise MisfitError(words)
+    raise StallError(words)
+
+
+# ---------------------------------------------------------------- frames
+
+
+def test_a_frame_says_what_it_is() -> None:
+    label, stamp = Label("gradient", 2, 5, 1, 0, 17), Stamp()
+    stamp.begin(9)
+    data = own_part(17, 99) + head_of(label, torch.bfloat16, (3, 4), 1, 2) + stamp.bytes
+    assert len(data) == FRAME_BYTES
+    found = Frame.read(data)
+    assert found is not None
+    assert (found.label, found.nbytes, found.source, found.destination, found.checksum) == (label, 24, 1, 2, 99)
+    assert (
+        str(found) == "gradient of stage 2, microbatch 5, slice 1, bfloat16 (3, 4), of step 9 (rank 1, instruction 17)"
+    )
+    assert Frame.read(data[:-1]) is None
+    assert Frame.read(b"x" + data) is None
+
+
+def test_shapes_of_many_dimensions_have_frames() -> None:
+    heads = {head_of(Label(), torch.float32, shape, 0, 1) for shape in [(1,) * 9, (1,) * 8, (2, *(1,) * 8), ()]}
+    assert len(heads) == 4
+
+
+def test_steps_have_stamps_of_their_own() -> None:
+    stamp, seen = Stamp(), set()
+    for step in (1, 1, 2):
+        stamp.begin(step)
+        seen.add(stamp.bytes)
+    assert len(seen) == 3

@@ -1,0 +1,78 @@
+"""dp follows the number of processes; a run that has lost ranks goes on with fewer replicas."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.comm import run_local
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.job.jobfile import load_job
+from quintsched.runtime.launch.elastic import for_processes, smaller_worlds
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.trainer import Trainer
+
+from . import test_restarts
+from .test_processes import DATA, run
+
+
+def job(mesh: str, **parallel: object) -> JobConfig:
+    settings = {"mesh": mesh, "microbatches": 2, "elastic": True} | parallel
+    return JobConfig.model_validate({"parallel": settings, "train": {"batch_size": 48}})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "expected"),
+    [
+        ("dp=4,pp=2", 8, "dp=4,pp=2"),
+        ("dp=4,pp=2", 2, "dp=1,pp=2"),
+        ("pp=2,dp=2,tp=2", 12, "pp=2,dp=3,tp=2"),
+        ("pp=2", 4, "dp=2,pp=2"),
+    ],
+)
+def test_dp_is_what_the_processes_make(mesh: str, processes: int, expected: str) -> None:
+    found = for_processes(job(mesh), None, processes)
+    assert str(plan_of(found).mesh) == expected
+    assert for_processes(job(mesh, elastic=False), None, processes).parallel.mesh == mesh
+
+
+def test_what_cannot_be_elastic_is_refused() -> None:
+    with pytest.raises(MisfitError, match=r"5 processes make no whole replicas of 2 ranks, .* start 4"):
+        for_processes(job("dp=4,pp=2"), None, 5)
+    with pytest.raises(UsageError, match=r"parallel\.elastic compiles a plan"):
+        for_processes(job("dp=2"), "plan.json", 2)
+
+
+def test_smaller_worlds_divide_the_batch_and_the_machines() -> None:
+    whole = job("dp=4,pp=2")
+    assert smaller_worlds(whole, plan_of(whole), 1) == [8, 6, 4, 2]
+    assert smaller_worlds(whole, plan_of(whole), 2) == [8, 6, 4]
+    assert smaller_worlds(whole, plan_of(whole), 1, machines=4) == [8, 4]
+    sixteen = whole.model_copy(update={"train": whole.train.model_copy(update={"batch_size": 16})})
+    assert smaller_worlds(sixteen, plan_of(sixteen), 1) == [8, 4, 2]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    (tmp_path / "model.py").write_text(test_restarts.MODEL)
+    (tmp_path / "job.yaml").write_text(test_restarts.JOB.format(folder=tmp_path))
+    log = tmp_path / "log.jsonl"
+    (tmp_path / "fuse").touch()
+    settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
+    launcher = ("quintsched.runtime.launch.local", "--restarts", "1", "--min-dp", "1")
+    code, out, err = run(sys.executable, "-m", *launcher, "--config", tmp_path / "job.yaml", *settings)
+    assert code == 0, err
+    assert "1f1b on dp=2" in out
+    assert "1f1b on dp=1" in out
+    config = load_job(tmp_path / "job.yaml")
+    plan = plan_of(config)
+    expected = run_local(2, lambda transport: Trainer(config, plan, transport).fit())[0][-1]
+    found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
