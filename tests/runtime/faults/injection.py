@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,14 +115,13 @@ class Injection:
         binds = Interpreter._bind
 
         def bind(interpreter: Interpreter) -> list[tuple[int, int, int, Callable[[], None]]]:
-            places = binds(interpreter)
             if not interpreter.state.flows.trains:
-                return places
+                return binds(interpreter)
             transport = interpreter.state.messages.transport
             trap = self._tampering(folder, transport) if self.kind in (*SKIPS, *WRONGS) else self._failing(folder)
             return [
                 (place, order, index, trap(call) if index == self.index and order < 3 else call)
-                for place, order, index, call in places
+                for place, order, index, call in binds(interpreter)
             ]
 
         Interpreter._bind = bind  # type: ignore[method-assign]
@@ -143,24 +142,30 @@ class Injection:
         return trap
 
     def _tampering(self, folder: Path, transport: object) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        """Return what has a call send or receive otherwise; the transport's own methods are replaced for good."""
+        """Return what has a call send or receive otherwise; what the transport binds from now on looks whether to."""
         from quintsched.runtime.comm import DoneWork
 
         active = [False]
-        send, receive = transport._send, transport._recv  # type: ignore[attr-defined]
+        sender, receiver = transport._sender, transport._receiver  # type: ignore[attr-defined]
 
-        def tampered_send(tensor: Tensor, peer: int, tag: int, *more: Any) -> object:
-            if not active[0] or self.kind == "skip_recv":
-                return send(tensor, peer, tag, *more)
-            if self.kind == "skip_send":
-                return DoneWork()
-            sent, tag = self._tamper(tensor), tag + (4096 if self.kind == "other" else 0)
-            return send(sent, peer, tag, *more)
+        def tampered_sender(peer: int, tag: int, label: Any) -> Callable[[Tensor], object]:
+            send = sender(peer, tag, label)
+            other = sender(peer, tag, replace(label, microbatch=label.microbatch + 1))
 
-        def tampered_receive(buffer: Tensor, peer: int, tag: int, *more: Any) -> object:
-            return DoneWork() if active[0] and self.kind == "skip_recv" else receive(buffer, peer, tag, *more)
+            def run(tensor: Tensor) -> object:
+                if not active[0]:
+                    return send(tensor)
+                if self.kind == "skip_send":
+                    return DoneWork()
+                return (other if self.kind == "other" else send)(self._tamper(tensor))
 
-        transport._send, transport._recv = tampered_send, tampered_receive  # type: ignore[attr-defined]
+            return run
+
+        def tampered_receiver(*arguments: Any) -> Callable[[], object]:
+            post = receiver(*arguments)
+            return lambda: DoneWork() if active[0] and self.kind == "skip_recv" else post()
+
+        transport._sender, transport._receiver = tampered_sender, tampered_receiver  # type: ignore[attr-defined]
 
         def trap(call: Callable[[], None]) -> Callable[[], None]:
             calls = 0

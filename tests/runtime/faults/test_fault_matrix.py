@@ -30,8 +30,7 @@ def quick() -> list[Injection]:
         Injection("large", 2, "steady", 2, place_of(plan, 2, "steady", "large")),
         Injection("other", 1, "cool-down", 2, place_of(plan, 1, "cool-down", "other")),
     ]
-    more = [one for one in all_injections(plan, 60, seed=1)[::4] if one.kind not in ("small", "dtype")]
-    return [*chosen, *more]
+    return [*chosen, *all_injections(plan, 60, seed=1)[::4]]
 
 
 @pytest.mark.processes
