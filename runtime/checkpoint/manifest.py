@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, UsageError
-from quintsched.files.plain import read_plain
+from quintsched.files.plain import read_plain, require_plain_name
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
 
@@ -160,6 +160,8 @@ def parse_manifest(kind: type[AnyManifest], content: bytes, step: int) -> AnyMan
         raise InputError(f"/step: it is the manifest of step {manifest.step}, but lies in the folder of step {step}")
     if isinstance(manifest, Manifest):
         _require_ranks(manifest)
+    else:
+        _require_plain_names(manifest)
     return manifest
 
 
@@ -185,6 +187,15 @@ def _without_seal(content: bytes) -> object:
     if version == VERSION and not sealed:
         raise InputError("the file is damaged: its first line is not a checksum")
     return found | {"version": VERSION, "run": None} if version == 1 and not sealed and "run" not in found else found
+
+
+def _require_plain_names(manifest: DcpManifest) -> None:
+    """Raise `InputError` where a file is not one of the folder."""
+    for number, file in enumerate(manifest.files):
+        try:
+            require_plain_name(file.name)
+        except InputError as error:
+            raise InputError(f"{pointer('files', number, 'name')}: {error}") from None
 
 
 def _require_ranks(manifest: Manifest) -> None:

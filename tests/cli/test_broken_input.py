@@ -328,6 +328,9 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert cli("run", "plan.json", "job.yaml", *options).code == 4
     machines = ("--nnodes", 2, "--node-rank", 1, "--master", "10.0.0.1:29500")
     assert cli("run", "job.yaml", "--restarts", 3, *machines).code == 4
+    assert cli("run", "job.yaml", "--fresh").code == 4
+    both = cli("run", "job.yaml", "--fresh", "--resume")
+    assert (both.code, "give one of them" in both.err) == (2, True)
     for some in (machines[:4], machines[2:], ("--nnodes", 2, "--node-rank", 2, *machines[4:])):
         assert "several machines need --nnodes" in cli("run", "job.yaml", *some).err
     room, ends_with = "quintsched.runtime.launch", str(os.getpid())
@@ -336,6 +339,7 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
         launch,
         [*launch, "plan.json", "--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", "2"],
         [*launch, "--restarts", "3", *map(str, machines)],
+        [*launch, "--fresh"],
     ]
 
 

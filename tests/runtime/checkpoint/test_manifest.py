@@ -19,6 +19,7 @@ from quintsched.errors import InputError, MisfitError, QuintschedError
 from quintsched.runtime.checkpoint.checkpoints import Checkpoints, Found
 from quintsched.runtime.checkpoint.manifest import (
     MANIFEST,
+    DcpManifest,
     Manifest,
     RankFile,
     file_name,
@@ -206,6 +207,16 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(InputError):
             parse_manifest(Manifest, bytes(changed), STEP)
+
+
+@pytest.mark.parametrize("name", ["../step-00000002/.metadata", "/etc/passwd", "..", "", "a/b"])
+def test_a_file_of_the_distributed_format_lies_in_the_folder(name: str) -> None:
+    file = RankFile(name=name, bytes=1, sha256="0" * 64)
+    made = DcpManifest(
+        format="quintsched.dcp", version=2, run=None, step=STEP, replicas=1, files=[file], settings={}, progress={}
+    )
+    with pytest.raises(InputError, match=r"^/files/0/name: '.*' is not the name of a file in the folder"):
+        parse_manifest(DcpManifest, made.to_json(), STEP)
 
 
 def test_a_manifest_of_version_1_is_read(tmp_path: Path) -> None:
