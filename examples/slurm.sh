@@ -19,13 +19,13 @@ shift
 checkpoints=${CHECKPOINTS:-out/checkpoints-$SLURM_JOB_ID}      # the same folder for a job that is queued again
 log=out/done-$SLURM_JOB_ID
 mkdir -p out
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 resume=()
 if [[ -d $checkpoints ]]; then resume=(--resume); fi
 
-export SLURM_HEAD=$head:$((20000 + SLURM_JOB_ID % 40000))
+export MASTER=${nodes[0]}:$((20000 + SLURM_JOB_ID % 40000))
 srun --kill-on-bad-exit=0 bash -c '
-    exec quintsched run "$@" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --master "$SLURM_HEAD"
+    exec quintsched run "$@" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --master "$MASTER"
 ' run "$job" --set checkpoint.dir="$checkpoints" --set checkpoint.every=500 --restarts 3 "${resume[@]}" "$@" | tee "$log"
 
 # Ended well, but only since it was asked to stop: more is to be done.

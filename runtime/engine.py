@@ -98,6 +98,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         grad_scaler: says how losses are scaled, for fp16; the engine scales, unscales and updates by it.
         max_skipped: so many steps in a row may be skipped, as their gradients are not finite; then `step` raises
             `NotFiniteError`, which says where that arose, and has the batch written to `spike_dir`. 0: it never does.
+        verify: whether messages carry checksums, and collectives are compared before they begin, to find a fault.
         trace_steps: which steps, counted from 0, `save_trace` writes down; None: no trace.
         wants_stop: whether this rank is to stop after the step; where one says so, results of all are `stop_asked`.
         transport: None takes NCCL or gloo under torchrun, and this process alone for a mesh of one rank. Then:
@@ -134,6 +135,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         wants_stop: Callable[[], bool] = lambda: False,
         max_skipped: int = 5,
         spike_dir: str | Path | None = None,
+        verify: bool = False,
         seed: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 300.0,
@@ -169,8 +171,9 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         )
         self._scale = LossScale(grad_scaler)
         beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "max_skipped": max_skipped}
-        given = {**vars(options), **beside, **self._scale.state_dict(), "metrics": [*metrics], "blocks": len(blocks)}
-        agree_on_options(plan, given, self.transport.world_group())
+        beside |= {"metrics": [*metrics], "blocks": len(blocks), "verify": verify, **self._scale.state_dict()}
+        agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
+        self.transport.checks_everything = verify
         self._groups = make_groups(plan, self.transport)
         self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
         self._plans.open()
@@ -180,14 +183,9 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)
         builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
+        model, bucket_bytes = self._model, int(bucket_mb * 1e6)
         self._state = TrainingState(
-            plan,
-            self._model.pp_rank,
-            self._model.stages,
-            self._groups,
-            self._model.tied,
-            builds,
-            bucket_bytes=int(bucket_mb * 1e6),
+            plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
         )
         functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
         agree_on_functions(functions, builds.settings, self._groups.world)

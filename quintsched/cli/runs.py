@@ -29,6 +29,10 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run's checkpoints away; start anew.")] = False,
+    changed: Annotated[
+        list[str] | None,
+        typer.Option("--override", metavar="A.B", help="Resume with another value of this setting; repeatable."),
+    ] = None,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -61,6 +65,8 @@ def run(
     arguments = _job_arguments(plan, job, overrides)
     arguments += ["--trace", str(trace)] if trace else []
     arguments += ["--resume"] if resume else ["--fresh"] if fresh else []
+    for name in changed or ():
+        arguments += ["--override", name]
     arguments += ["--nproc", str(nproc)] if nproc else []
     arguments += ["--restarts", str(restarts)] if restarts else []
     arguments += ["--min-dp", str(min_dp)] if min_dp is not None else []

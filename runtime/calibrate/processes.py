@@ -6,6 +6,7 @@ run_processes(work, 4, …)   ──▶  work(transport 0, …)   work(transport
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from quintsched.errors import StallError
 from ..comm import Transport, connect
 from ..comm.clock import now_s
 from ..comm.device import library_of, use_device
+from ..rendezvous.addresses import choose_interfaces
 
 
 def run_processes(
@@ -57,6 +59,8 @@ def _enter(
 ) -> None:
     torch.set_num_threads(1)
     library = library_of(use_device(torch.device(kind), rank))
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(num_processes)
+    choose_interfaces()
     dist.init_process_group(
         library,
         f"file://{folder}/store",

@@ -154,6 +154,8 @@ class _TorchTransport(Transport):
             if process_group is not None:
                 mine = TorchGroup(process_group, ranks, self.device, self.publisher)
                 self._groups.append(mine)
+                if self.checks_everything:
+                    mine.compare_collectives()
         self._warm_up(mine)
         return mine
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..watch.publisher import Publisher
 from ..watch.waiting import NOTHING, WaitCell
 from .base import Group, ReduceOp, SelfGroup, Work, describe
+from .checked.collectives import SameCollectives
 from .device import current_device
 from .failures import raise_stall
 
@@ -39,6 +40,17 @@ class TorchGroup(Group):
         super().__init__(ranks, dist.get_rank(process_group), device)
         self.process_group: dist.ProcessGroup | None = process_group
         self._publisher = publisher
+        self._checks: SameCollectives | None = None
+
+    def compare_collectives(self) -> None:
+        """From now on compare each collective before it begins; all members call this."""
+        self._checks = SameCollectives(self.ranks, self.index, self.device, self._gather_now)
+
+    def _gather_now(self, output: Tensor, tensor: Tensor) -> None:
+        try:
+            dist.all_gather_into_tensor(output, tensor, group=self.process_group)
+        except RuntimeError as error:
+            raise_stall(error, self._name("comparison", tensor), self._publisher)
 
     def release(self) -> None:
         """Let go of the process group: gloo's connections close with the last reference."""
@@ -66,6 +78,8 @@ class TorchGroup(Group):
         self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
     ) -> Work:
         splits = None if received is None else list(received), None if sent is None else list(sent)
+        if self._checks is not None:
+            self._checks.require(f"all_to_all {describe(tensor[:0])}", sent or (), received or ())
         return self._issue(partial(dist.all_to_all_single, output, tensor, *splits), "all_to_all", tensor, output)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -74,6 +88,8 @@ class TorchGroup(Group):
 
     def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
         name = partial(self._name, kind, tensor)
+        if self._checks is not None and kind != "all_to_all":
+            self._checks.require(f"{kind} {describe(tensor)}")
         try:
             work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:

@@ -45,6 +45,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint that is whole")
     start.add_argument("--fresh", action="store_true", help="move an earlier run's checkpoints away, and start anew")
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="A.B",
+        help="a setting that may be another when resumed",
+    )
     return parser.parse_args(argv)
 
 
@@ -69,7 +76,7 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
 
         return partial(leave_together, error, rank)
     try:
-        run(job, plan, start_of(arguments), notes=notes, stop=stop)
+        run(job, plan, start_of(arguments), notes=notes, stop=stop, overrides=arguments.override)
     except KeyboardInterrupt:
         return lambda: 130
     except Exception as error:
@@ -124,7 +131,13 @@ def start_of(arguments: argparse.Namespace) -> Start:
 
 
 def run(
-    job: JobConfig, plan: Plan, start: Start, *, notes: Sequence[str] = (), stop: StopRequest | None = None
+    job: JobConfig,
+    plan: Plan,
+    start: Start,
+    *,
+    notes: Sequence[str] = (),
+    stop: StopRequest | None = None,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import run_local
@@ -136,7 +149,7 @@ def run(
         start = "resume" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else start
         run_local(
             plan.mesh.size,
-            lambda transport: train(job, plan, transport, start, notes, stop),
+            lambda transport: train(job, plan, transport, start, notes, stop, overrides),
             timeout_s,
             rules=rules,
         )
@@ -144,7 +157,7 @@ def run(
     watch = watch_options(job, timeout_s)
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
-        train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop)
+        train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop, overrides)
     except BaseException as error:
         transport.abort(error)
         raise
@@ -168,6 +181,7 @@ def train(
     start: Start,
     notes: Sequence[str] = (),
     stop: StopRequest | None = None,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Train as one rank; rank 0 reports."""
     from ..train.reporter import Reporter
@@ -180,7 +194,7 @@ def train(
     for line in (*notes, plan.title):
         reporter.say(line)
     stop = stop or StopRequest()
-    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked).fit(start)
+    Trainer(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=overrides).fit(start)
 
 
 def _say(line: str) -> None:

@@ -5,6 +5,7 @@ job file, plan, code, wires ──▶ agreement ──▶ settings, which checkp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from quintsched.plan import Plan
@@ -32,6 +33,13 @@ def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[st
         "start all ranks with one job file, one plan and the same code",
     )
     return settings
+
+
+def agree_on_start(start: str, overrides: Sequence[str], transport: Transport) -> None:
+    """Raise `MisfitError`, on all ranks alike, where some resume a run and others do not (collective)."""
+    said = Section.of({"start": start, "--override": " ".join(sorted(overrides))})
+    advice = "start all ranks with the same options"
+    require_same({"start": said}, transport.world_group(), "how the run begins", advice)
 
 
 def spike_dir_of(job: JobConfig) -> Path | None:

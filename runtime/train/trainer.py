@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quintsched.plan import Plan
 
+from ..agreement.resuming import require_kept
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..checkpoint.checkpoints import OpenCheckpoints
@@ -43,7 +44,7 @@ from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
 from .sinks import Sink, Sinks
-from .start import agreed_settings, spike_dir_of
+from .start import agree_on_start, agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
 
 DTYPES: dict[Precision, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
@@ -58,6 +59,7 @@ class Trainer:
         transport: this rank's transport (`connect_for`).
         reporter: where figures go; None: nowhere.
         sinks: functions of (figures, step=…) that take them as well, on rank 0, beside those that the job names.
+        overrides: settings, or sections of them, that may differ from those of the run that is resumed.
         wants_stop: whether this rank was asked to stop: all then finish the step, save if the job does, and return.
 
     Raises what loading the data, building the model and the engine raise.
@@ -72,6 +74,7 @@ class Trainer:
         *,
         sinks: Sequence[Sink] = (),
         wants_stop: Callable[[], bool] = lambda: False,
+        overrides: Sequence[str] = (),
     ) -> None:
         self.job = job
         self.plan = plan
@@ -82,6 +85,8 @@ class Trainer:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
         self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
+        self.settings |= self._feed.settings
+        self._overrides = overrides
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
         loss_fn = loss_of(job.train.loss, blocks)
@@ -109,6 +114,7 @@ class Trainer:
             trace_steps=traced_steps(job.runtime),
             wants_stop=lambda: wants_stop() or (self._saves is not None and self._saves.has_failed),
             max_skipped=job.train.max_skipped,
+            verify=job.runtime.verify,
             spike_dir=spike_dir_of(job),
             seed=job.train.seed,
             transport=transport,
@@ -157,6 +163,7 @@ class Trainer:
         newest checkpoint that is whole (`resume` says the same), or to start "fresh", which moves it away.
         """
         start = "resume" if resume else start
+        agree_on_start(start, self._overrides, self.engine.transport)
         with self._reporter as reporter, self._opened(start):
             with self._publisher.phase("load"):
                 if not (start == "resume" and self._resume()):
@@ -374,6 +381,9 @@ class Trainer:
             return False
         for step, fault in found.skipped:
             self._reporter.say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
+        where, kept = f"the checkpoint {found.folder}", found.manifest.settings
+        for words in self.engine.everyone.together(lambda: require_kept(kept, self.settings, self._overrides, where)):
+            self._reporter.say(words)
         progress = progress_of(found, self.progress.epoch_batches)
         found.load()
         self.engine.everyone.together(lambda: self._feed.restore(found.loader(), progress.epoch, progress.batch))

@@ -34,6 +34,9 @@ FIRST_STEPS = 1
 TICK_S = 1.0
 """The most time that passes from one look to the next."""
 
+FIRST_S = 60.0
+"""How long a first step may stand still where a shorter limit is given."""
+
 WALKS: tuple[Phase, ...] = ("step", "evaluate")
 """The phases in which ranks run programs, and wait for each other."""
 
@@ -144,7 +147,8 @@ class Progress:
     def _limit_of_walk(self, walk: _Walk) -> float:
         patience = self.patience
         if patience.stall_after is not None:
-            return patience.stall_after
+            is_first = walk.num_ended < FIRST_STEPS
+            return max(patience.stall_after, min(FIRST_S, patience.timeout_s)) if is_first else patience.stall_after
         if not walk.gaps_s:
             return patience.timeout_s
         return min(max(patience.floor_s, FACTOR * walk.usual_s), patience.timeout_s)

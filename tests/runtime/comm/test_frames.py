@@ -11,6 +11,7 @@ import os
 import random
 import re
 import socket
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, StallError
 from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.comm.checked.frame import FRAME_BYTES, KINDS, Frame, Label, Stamp, head_of, own_part
-from quintsched.runtime.comm.checked.framed import room_for
+from quintsched.runtime.comm.checked.framed import FramedReceive, room_for
 from quintsched.runtime.comm.torch_backends import GlooTransport
 from quintsched.runtime.engine import Engine
 
@@ -201,7 +202,9 @@ def train(transport: Transport, fault: str, verify: bool = False) -> str:
     if transport.rank == 0:
         transport._sender = sender  # type: ignore[method-assign]
     try:
-        engine = Engine(plan, [nn.Linear(6, 6) for _ in range(2)], nn.functional.mse_loss, sgd, transport=transport)
+        engine = Engine(
+            plan, [nn.Linear(6, 6) for _ in range(2)], nn.functional.mse_loss, sgd, transport=transport, verify=verify
+        )
         for _ in range(5):
             engine.step(torch.ones(8, 6), torch.zeros(8, 6))
     except QuintschedError as error:
@@ -215,7 +218,7 @@ def train(transport: Transport, fault: str, verify: bool = False) -> str:
 def run_training(rank: int, port: int, folder: Path, fault: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    (folder / f"{rank}.txt").write_text(train(connect("gloo", timeout_s=60), fault))
+    (folder / f"{rank}.txt").write_text(train(connect("gloo", timeout_s=60), fault, fault == "shorter"))
 
 
 SPECS = {
@@ -276,6 +279,29 @@ def test_a_frame_says_what_it_is() -> None:
     )
     assert Frame.read(data[:-1]) is None
     assert Frame.read(b"x" + data) is None
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_checksum_tells_a_flipped_bit(verify: bool) -> None:
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    expected, stamp = torch.arange(5.0), Stamp()
+    room = torch.zeros(expected.nbytes + room_for(expected.nbytes), dtype=torch.uint8)
+    buffer = room[: expected.nbytes].view(torch.float32)
+    place = FramedReceive(1, lambda *_: Done(), stamp, buffer, room, 0, 3, Label(), verify=verify)
+    work = place.post()
+    checksum = zlib.crc32(expected.numpy().tobytes()) if verify else None
+    frame = own_part(-1, checksum) + head_of(Label(), torch.float32, (5,), 0, 1) + stamp.bytes
+    sent = bytearray(expected.numpy().tobytes() + frame)
+    sent[6] ^= 1
+    room[: len(sent)] = torch.frombuffer(sent, dtype=torch.uint8)
+    if not verify:
+        work.wait()
+        return
+    with pytest.raises(MisfitError, match="that came, but not whole, or changed on the way"):
+        work.wait()
 
 
 def test_shapes_of_many_dimensions_have_frames() -> None:

@@ -23,9 +23,10 @@ def _ip(*words: str) -> None:
 
 
 class Hosts:
-    """So many hosts; `addresses` are theirs."""
+    """So many hosts; `addresses` are theirs, and what is started there runs in `folder`."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, folder: Path) -> None:
+        self._folder = folder
         self.names = [f"qs{os.getpid()}h{number}" for number in range(count)]
         self.addresses = [f"10.97.0.{number + 1}" for number in range(count)]
         self._switch = f"qs{os.getpid()}sw"
@@ -52,7 +53,15 @@ class Hosts:
         """Start a command on a host."""
         words = ["ip", "netns", "exec", self.names[number], *map(str, command)]
         self._started.append(
-            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+            subprocess.Popen(
+                words,
+                cwd=self._folder,
+                env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         )
         return self._started[-1]
 
@@ -76,11 +85,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
+def hosts(count: int, folder: Path) -> Iterator[Hosts]:
     """Make hosts for a test, which is skipped where this machine does not let us."""
     if shutil.which("ip") is None or not Path("/proc/self/ns/net").exists():
         pytest.skip("network namespaces need Linux and the command ip")
-    made = Hosts(count)
+    made = Hosts(count, folder)
     try:
         try:
             made.connect()

@@ -95,7 +95,7 @@ def wait_for(folder: Path, ranks: int) -> None:
 @pytest.mark.parametrize(("count", "way"), [(2, "quintsched"), (4, "quintsched"), (2, "torchrun")])
 def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -> None:
     job, log = job_of(tmp_path), tmp_path / "log.jsonl"
-    with hosts(count) as net:
+    with hosts(count, tmp_path) as net:
         found = ends(launch(net, job, "--set", f"log.path={log}", way=way))
         assert [code for code, _, _ in found] == [0] * count, [err for _, _, err in found]
     config = load_job(job)
@@ -108,7 +108,7 @@ def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -
 def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
     job = job_of(tmp_path, epochs=500)
     (tmp_path / "fuse").touch()
-    with hosts(2) as net:
+    with hosts(2, tmp_path) as net:
         found = ends(launch(net, job))
         assert [code for code, _, _ in found] == [4, 4]
         assert "rank 3" in found[1][2]
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
 def test_a_run_on_hosts_is_started_again_on_all(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     (tmp_path / "fuse").touch()
-    with hosts(2) as net:
+    with hosts(2, tmp_path) as net:
         found = ends(launch(net, job, "--restarts", 1, "--set", f"checkpoint.dir={tmp_path / 'saved'}"))
         assert [code for code, _, _ in found] == [0, 0], found
         assert all("restart 1 of 1" in err for _, _, err in found)
@@ -127,7 +127,7 @@ def test_a_run_on_hosts_is_started_again_on_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -> None:
     job = job_of(tmp_path, epochs=5000)
-    with hosts(2) as net:
+    with hosts(2, tmp_path) as net:
         started = launch(net, job)
         wait_for(tmp_path, 4)
         started[number].kill()
@@ -142,7 +142,7 @@ def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -
 
 def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
     job = job_of(tmp_path, epochs=5000)
-    with hosts(2) as net:
+    with hosts(2, tmp_path) as net:
         started = launch(net, job, "--set", f"checkpoint.dir={tmp_path / 'saved'}")
         wait_for(tmp_path, 4)
         started[1].send_signal(signal.SIGTERM)
@@ -153,7 +153,7 @@ def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
 
 def test_nothing_of_a_run_of_one_host_is_seen_from_another(tmp_path: Path) -> None:
     job = job_of(tmp_path, epochs=5000)
-    with hosts(2) as net:
+    with hosts(2, tmp_path) as net:
         run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local", "--config", job)
         wait_for(tmp_path, 4)
         scan = net.start(1, sys.executable, "-m", __name__, net.addresses[0])

@@ -25,7 +25,7 @@ model: {options: {hidden: 16, depth: 4, heads: 4}}
 data: {name: "DATA:load"}
 train: {epochs: 2, batch_size: 16, optimizer: {name: adam, lr: 3e-3}, clip: 1.0}
 runtime: {timeout_s: 60}
-log: {every: 1}
+log: {every: 1, path: "LOG"}
 """
 
 DATA = """
@@ -69,7 +69,7 @@ def build(data):
 def job_file(tmp_path: Path) -> Path:
     (tmp_path / "data.py").write_text(DATA)
     path = tmp_path / "job.yaml"
-    path.write_text(JOB.replace("DATA", str(tmp_path / "data.py")))
+    path.write_text(JOB.replace("DATA", str(tmp_path / "data.py")).replace("LOG", str(tmp_path / "job.jsonl")))
     return path
 
 

@@ -1,0 +1,114 @@
+"""A run that is resumed goes on with its settings, or says which are others; `--override` allows one by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.agreement.resuming import require_kept
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.job.config import JobConfig
+from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime.train.trainer import Trainer
+
+from ..train.test_trainer import data_file, job
+
+__all__ = ["data_file"]
+
+SAVED = {
+    "train.optimizer.lr": 0.1,
+    "train.seed": 0,
+    "train.epochs": 2,
+    "code.torch": "2.12",
+    "code.mine.py": "aa",
+    "runtime.precision": "float32",
+    "parallel.mesh": "dp=2",
+    "model.options.depth": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train.optimizer.lr", 0.2),
+        ("train.seed", 1),
+        ("code.mine.py", "bb"),
+        ("runtime.precision", "float64"),
+        ("model.options.depth", 3),
+        ("model.options.tied", True),
+    ],
+)
+def test_other_settings_are_refused_by_name(name: str, value: Any) -> None:
+    now = SAVED | {name: value}
+    with pytest.raises(
+        MisfitError, match=rf"the step was written with other settings: {name} was .* and is "
+    ) as refused:
+        require_kept(SAVED, now, (), "the step")
+    assert f"--override {name}" in str(refused.value)
+    for override in (name, name.rpartition(".")[0], name.partition(".")[0]):
+        (said,) = require_kept(SAVED, now, (override,), "the step")
+        assert said.startswith(f"resumed with another setting: {name} was ")
+
+
+@pytest.mark.parametrize("name", ["train.epochs", "parallel.mesh", "log.every", "model.pretrained", "train.accumulate"])
+def test_what_does_not_change_what_is_learnt_is_free(name: str) -> None:
+    assert require_kept(SAVED, SAVED | {name: "other"}, (), "the step") == []
+
+
+def test_versions_are_said() -> None:
+    (said,) = require_kept(SAVED, SAVED | {"code.torch": "2.13"}, (), "the step")
+    assert 'code.torch was "2.12" and is "2.13"' in said
+
+
+def test_a_setting_that_there_was_not_yet_is_its_default() -> None:
+    assert require_kept(SAVED, SAVED | {"train.new": 3}, (), "the step") == []
+    assert require_kept({}, SAVED, (), "the step") == []
+
+
+def test_an_override_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--override train\.sed: there is no such setting; did you mean 'train\."):
+        require_kept(SAVED, SAVED, ("train.sed",), "the step")
+
+
+def fit(config: JobConfig, *, resume: bool = False, overrides: tuple[str, ...] = ()) -> list[list[str]]:
+    plan = plan_of(config)
+
+    def run(transport: Transport) -> list[str]:
+        said: list[str] = []
+        trainer = Trainer(config, plan, transport, Reporter(None, said.append), overrides=overrides)
+        trainer.fit(resume=resume)
+        return said
+
+    return run_local(plan.mesh.size, run)
+
+
+def test_a_job_that_is_resumed(data_file: Path, tmp_path: Path) -> None:
+    saving = {"dir": str(tmp_path / "saved")}
+    fit(job(data_file, checkpoint=saving, train={"epochs": 1}))
+    longer = job(data_file, checkpoint=saving, train={"epochs": 2})
+    (said, *_) = fit(longer, resume=True)
+    assert any(line.startswith("resumed after step") for line in said)
+    other = job(data_file, checkpoint=saving, train={"epochs": 3, "clip": 2.0, "seed": 7})
+    with pytest.raises(MisfitError, match=r"train\.clip was 1\.0 and is 2\.0; train\.seed was 0 and is 7; resume with"):
+        fit(other, resume=True)
+    with pytest.raises(MisfitError, match=r"other settings: train\.clip was 1\.0 and is 2\.0; resume with"):
+        fit(other, resume=True, overrides=("train.seed",))
+    (said, *_) = fit(other, resume=True, overrides=("train.seed", "train.clip"))
+    assert "resumed with another setting: train.clip was 1.0 and is 2.0" in said
+    data_file.write_text(data_file.read_text().replace("default_rng(0)", "default_rng(1)"))
+
+
+def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path / "saved")})
+
+    def run(transport: Transport) -> None:
+        Trainer(config, plan_of(config), transport).fit(resume=transport.rank == 2)
+
+    with pytest.raises(
+        MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""
+    ):
+        run_local(4, run)

@@ -1,0 +1,71 @@
+"""Collectives that ranks do not issue alike are refused on all of them, where they are compared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+from quintsched.runtime.comm.checked.collectives import SameCollectives
+
+
+def on_threads(size: int, run: Callable[[SameCollectives], None]) -> list[str]:
+    """Run on members that gather through memory; return what each says."""
+    rows: list[Tensor] = [torch.empty(0)] * size
+    barrier = threading.Barrier(size, timeout=20)
+    said = [""] * size
+
+    def member(index: int) -> None:
+        def gather(output: Tensor, mine: Tensor) -> None:
+            rows[index] = mine
+            barrier.wait()
+            output.copy_(torch.cat(rows))
+            barrier.wait()
+
+        try:
+            run(SameCollectives([4 + k for k in range(size)], index, torch.device("cpu"), gather))
+        except MisfitError as error:
+            said[index] = str(error)
+
+    threads = [threading.Thread(target=member, args=(k,), daemon=True) for k in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return said
+
+
+@pytest.mark.parametrize("odd", ["all_gather float32 (4,)", "all_reduce sum float32 (5,)", "all_reduce sum int32 (4,)"])
+def test_another_kind_size_or_type_is_refused(odd: str) -> None:
+    def run(checks: SameCollectives) -> None:
+        checks.require("all_reduce sum float32 (4,)")
+        checks.require(odd if checks._index == 1 else "all_reduce sum float32 (4,)")
+
+    (words,) = set(on_threads(3, run))
+    assert words == (
+        "ranks [4, 5, 6] do not begin the same collective, by number: rank 4 2: all_reduce sum float32 (4,); "
+        f"rank 5 2: {odd}; rank 6 2: all_reduce sum float32 (4,)"
+    )
+
+
+def test_another_number_is_refused() -> None:
+    def run(checks: SameCollectives) -> None:
+        checks._number += checks._index
+        checks.require("all_reduce sum float32 (4,)")
+
+    (words,) = set(on_threads(2, run))
+    assert "rank 4 1: all_reduce sum float32 (4,); rank 5 2: " in words
+
+
+def test_rows_that_nobody_expects_are_refused() -> None:
+    def run(checks: SameCollectives) -> None:
+        expects = [1, 2] if checks._index == 0 else [2, 3]
+        checks.require("all_to_all float32 (0, 4)", sent=[1, 2], received=expects)
+
+    (words,) = set(on_threads(2, run))
+    assert words == "all_to_all 1 of ranks [4, 5]: rank 5 sends 1 rows to rank 4, which expects 2"
+    assert on_threads(2, lambda checks: checks.require("all_to_all float32 (0, 4)", [1, 1], [1, 1])) == ["", ""]
