@@ -36,6 +36,11 @@ LOST_PEER = re.compile(
 )
 """What errors say that are the consequence of another rank's."""
 
+LEFT_OVER = re.compile(
+    r"expected: (?P<message>.+), of step (?P<step>\d+); what came is: (?P=message), of step (?P<came>\d+)"
+)
+"""What a receiver says of a message that it should have taken in an earlier step, and has passed over there."""
+
 _LATER = {"stopped": 0, "signal": 0, "gone": 0, "error": 1, "exit": 2, "unreachable": 3}
 """Of fates that came at about the same time, those of a higher number may be the consequence of the others'."""
 
@@ -122,6 +127,9 @@ def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
     fate, awaits = state.fate, state.awaits
     assert fate is not None
     if fate.kind == "error" and awaits is not None and awaits.kind == "receive":
+        late = LEFT_OVER.search(fate.text)
+        if late is not None and int(late["came"]) < int(late["step"]):
+            return [Accusation(state.rank, "skipped", awaits.index, int(late["came"]))]
         said = f"rank {state.rank}: {fate.text}"
         return [
             Accusation(edge.on, "wrong message", edge.on_index, state.step, said) for edge in graph.edges(state.rank)

@@ -20,7 +20,7 @@ from quintsched.ir.instructions import Instruction
 
 from ..stage.microbatches import Batch
 from ..steps.explain import explained
-from ..watch.cell import INDEX
+from ..watch.cell import INDEX, NOWHERE
 from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .compute.forward import bind_fwd
 from .host_copies import bind_fetch_act, bind_offload_act, with_room
@@ -148,6 +148,7 @@ class Interpreter:
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
         self._walk(calls or self._calls)
+        self._publisher.numbers[INDEX] = NOWHERE
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = None

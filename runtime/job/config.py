@@ -255,7 +255,7 @@ class RuntimeConfig(Settings):
     """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
     stall_after: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Seconds without progress after which a step counts as stalled; "auto": learnt from the steps before, at least
-    ten (300 with `compile`); the first step, set-up, loading and saving may take `timeout_s`."""
+    ten (300 with `compile`). A first step may take a minute at least; set-up, loading and saving, `timeout_s`."""
 
 
 class CheckpointConfig(Settings):

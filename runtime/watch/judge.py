@@ -113,8 +113,9 @@ class Judge:
 
     def _was_asked_to_end(self) -> bool:
         """Whether somebody ended all ranks from outside."""
+        codes = {*ASKED_TO_END, *(128 + number for number in ASKED_TO_END)}
         fates = [member.fate for member in self._members]
-        return all(fate is not None and fate.kind == "signal" and fate.code in ASKED_TO_END for fate in fates)
+        return all(fate is not None and fate.kind in ("signal", "exit") and fate.code in codes for fate in fates)
 
 
 def is_bad_end(member: Member) -> bool:

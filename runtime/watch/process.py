@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
+from weakref import ref
 
 from quintsched.stalls.states import Fate
 
@@ -81,3 +85,59 @@ def _stat(pid: int) -> list[str] | None:
     except OSError:
         return None
     return text[text.rindex(")") + 1 :].split()
+
+
+class HeldTerm:
+    """A SIGTERM that does not end this process at once, where nobody else handles it; made in the main thread.
+
+    Attributes:
+        reader: gets a byte for each signal, also while the main thread hangs in a library; None: nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self.reader: socket.socket | None = None
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reader, self._writer = socket.socketpair()
+        for end in (reader, self._writer):
+            end.setblocking(False)
+        before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # somebody else's, who goes on getting them
+            signal.set_wakeup_fd(before)
+            return
+        signal.signal(signal.SIGTERM, _note)
+        self.reader = reader
+        _release_in_children(self)
+
+    def has_come(self) -> bool:
+        """Whether a SIGTERM has come since the last call that nobody else handles by now."""
+        if self.reader is None:
+            return False
+        with suppress(OSError):
+            return signal.SIGTERM in self.reader.recv(4096) and signal.getsignal(signal.SIGTERM) is _note
+        return False
+
+    def release(self) -> None:
+        """Let a SIGTERM end this process again; does nothing outside the main thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.reader is not None and is_main and signal.getsignal(signal.SIGTERM) is _note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            self.reader = None
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the number is with the reader."""
+
+
+def _release_in_children(held: HeldTerm) -> None:
+    """Let a SIGTERM end processes that are forked off."""
+    known = ref(held)
+
+    def release() -> None:
+        found = known()
+        if found is not None:
+            found.release()
+
+    os.register_at_fork(after_in_child=release)

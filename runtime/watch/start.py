@@ -17,6 +17,7 @@ from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine
 from .cell import Cell
 from .connection import ADDRESS, KEY
 from .frames import FrameError
+from .process import HeldTerm
 from .publisher import Publisher
 from .watcher import Watcher
 
@@ -54,7 +55,7 @@ def find_watch(rank: int, num_ranks: int, options: WatchOptions, *, host_waits: 
     """Return this rank's publisher, which the launcher's hub hears; None where no launcher has named one."""
     if num_ranks == 1 or ADDRESS not in os.environ:
         return None
-    return _publisher(os.environ[ADDRESS], os.environ.get(KEY, ""), rank, options, host_waits=host_waits)
+    return _publisher(os.environ[ADDRESS], os.environ.get(KEY, ""), rank, options, None, host_waits=host_waits)
 
 
 def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, *, host_waits: bool) -> Publisher:
@@ -70,14 +71,18 @@ def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, 
         store.set(key_in_store, f"{address} {key}")
     else:
         address, _, key = store.get(key_in_store).decode().partition(" ")
-    return _publisher(address, key, rank, options, host_waits=host_waits)
+    return _publisher(address, key, rank, options, HeldTerm(), host_waits=host_waits)
 
 
-def _publisher(address: str, key: str, rank: int, options: WatchOptions, *, host_waits: bool) -> Publisher:
+def _publisher(
+    address: str, key: str, rank: int, options: WatchOptions, held: HeldTerm | None, *, host_waits: bool
+) -> Publisher:
     cell = Cell(rank, shared=True)
     try:
-        return Publisher(cell, Watcher(address, key, rank, cell, host_waits=host_waits, **asdict(options)))
+        return Publisher(cell, Watcher(address, key, rank, cell, held, host_waits=host_waits, **asdict(options)))
     except (OSError, FrameError):
+        if held is not None:
+            held.release()
         return Publisher(cell)
 
 

@@ -10,9 +10,11 @@ Where the hub reads the rank's cell, this thread sleeps until the end; else it s
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import select
+import signal
 import socket
 import sys
 import threading
@@ -27,7 +29,7 @@ from .cell import Cell
 from .connection import CHUNK, keep_alive
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
 from .judge import RESTING
-from .process import machine, this_process
+from .process import HeldTerm, machine, this_process
 from .publisher import Answer
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ ASK_S = 6.0
 """How long a rank waits for the verdict when its wait for others has failed."""
 GRACE_S, UNWIND_S = 2.0, 10.0
 """How long a rank may take to end by itself after the verdict: one that does not know of it yet, and one that does."""
+TERM_S = 2.0
+"""How long a rank that was sent a SIGTERM waits for the verdict, which may be why."""
 MOST_LETTERS = 4000
 _OWN_NAME = re.compile(r"\Arank \d+ \([^)]*\),? ")
 """How an error begins that says itself whose it is."""
@@ -51,7 +55,7 @@ class Watcher:
     Raises `OSError` or `FrameError` where there is no hub at that address that knows the key.
     """
 
-    def __init__(self, address: str, key: str, rank: int, cell: Cell, **about: Any) -> None:
+    def __init__(self, address: str, key: str, rank: int, cell: Cell, held: HeldTerm | None, **about: Any) -> None:
         host, _, port = address.rpartition(":")
         self._rank, self._cell = rank, cell
         self._socket = socket.create_connection((host, int(port)), timeout=CONNECT_S)
@@ -68,6 +72,7 @@ class Watcher:
             self._socket.close()
             raise
         self._socket.settimeout(None)
+        self._held, self._term_s = held, math.inf
         self._thread = threading.Thread(target=self._run, name="quintsched watcher", daemon=True)
         self._thread.start()
         atexit.register(self._leave)
@@ -105,6 +110,8 @@ class Watcher:
             return
         self._closed.set()
         atexit.unregister(self._leave)
+        if self._held is not None:
+            self._held.release()
         if clean:
             self._say(bye=1)
         with suppress(OSError):
@@ -154,8 +161,7 @@ class Watcher:
         sent, sent_s = None, 0.0
         while not self._closed.is_set():
             try:
-                ready, _, _ = select.select([self._socket], [], [], None if self._is_seen else SAMPLE_S)
-                data = self._socket.recv(CHUNK) if ready else None
+                data = self._receive()
             except (OSError, ValueError):
                 self._end_alone()
                 return
@@ -168,6 +174,19 @@ class Watcher:
             if not self._is_seen and (place != sent or now_s > sent_s + BEAT_S):
                 sent, sent_s = place, now_s
                 self._say_place()
+            if now_s > self._term_s + TERM_S and not self._answered.is_set():
+                _exit(128 + signal.SIGTERM)
+
+    def _receive(self) -> bytes | None:
+        """Wait for words of the hub, or a signal; return those, nothing where it hung up, None where there are none."""
+        signals = None if self._held is None else self._held.reader
+        sleeps = self._is_seen and self._term_s == math.inf
+        ready, _, _ = select.select(
+            [self._socket, *([signals] if signals else [])], [], [], None if sleeps else SAMPLE_S
+        )
+        if self._held is not None and signals in ready and self._held.has_come():
+            self._term_s = min(self._term_s, clock.now_s())
+        return self._socket.recv(CHUNK) if self._socket in ready else None
 
     def _say_place(self) -> None:
         self._say(place=list(self._cell.numbers))

@@ -111,6 +111,27 @@ def test_a_message_that_does_not_fit_is_its_senders():
     assert "(rank 1: MisfitError: 12 bytes, not 16)" in report.words()
 
 
+def test_a_message_of_an_earlier_step_was_passed_over_by_its_receiver():
+    one = "activation of stage 1, microbatch 0, float32 (4, 16)"
+    text = (
+        f"rank 1 received what it did not expect; expected: {one}, of step 3; what came is: {one}, of step 2 (rank 0)"
+    )
+    states = [
+        state(0, index=6),
+        state(1, Fate("error", 4, text), index=1, awaits=Wait("receive", 0)),
+        state(2),
+        state(3),
+    ]
+    report = find_culprit(PLAN, states)
+    assert report.ranks == (1,)
+    (culprit,) = report.culprits
+    assert (culprit.fault, culprit.step, culprit.place.index) == ("skipped", 2, 0)
+    assert "passed over its instruction 0 of 20: RecvAct(" in report.words()
+    other = text.replace("came is: activation of stage 1, microbatch 0", "came is: activation of stage 1, microbatch 1")
+    states[1] = state(1, Fate("error", 4, other), index=1, awaits=Wait("receive", 0))
+    assert find_culprit(PLAN, states).ranks == (0,)
+
+
 @pytest.mark.parametrize("fate", [Fate("signal", 6), Fate("exit", 134)])
 def test_who_aborts_while_messages_come_may_have_been_sent_too_much(fate):
     def find_with(sender, awaits):

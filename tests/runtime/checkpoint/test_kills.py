@@ -43,7 +43,7 @@ def train(config: str, start: Start, out: str, victim: int, at: int | None, afte
         os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        trainer = Trainer(settings, plan, connect_for(plan, 20, "gloo", None))
+        trainer = Trainer(settings, plan, connect_for(plan, 60, "gloo", None))
         if rank == victim and after_s is not None:
             threading.Timer(after_s, die).start()
         with crashing(at if rank == victim else None, halves=bool((at or 0) % 2), end=die) as crash:
@@ -61,7 +61,7 @@ def train(config: str, start: Start, out: str, victim: int, at: int | None, afte
 def run(config: JobConfig, start: Start, out: Path, victim: int = -1, **how: int | float | None) -> list[int | None]:
     out.mkdir(exist_ok=True)
     given = (config.model_dump_json(exclude_unset=True), start, str(out), victim, how.get("at"), how.get("after_s"))
-    return run_ranks(train, RANKS, *given, timeout_s=60)
+    return run_ranks(train, RANKS, *given, timeout_s=120)
 
 
 def results(out: Path) -> list[dict[str, object]]:

@@ -27,6 +27,8 @@ def quick() -> list[Injection]:
         Injection("sleep", 1, "steady", 2, place_of(plan, 1, "steady", "sleep")),
         Injection("skip_send", 0, "warm-up", 2, place_of(plan, 0, "warm-up", "skip_send")),
         Injection("skip_recv", 1, "warm-up", 2, place_of(plan, 1, "warm-up", "skip_recv")),
+        Injection("skip_recv", 1, "steady", 2, place_of(plan, 1, "steady", "skip_recv")),
+        Injection("skip_recv", 1, "cool-down", 2, place_of(plan, 1, "cool-down", "skip_recv", 1)),
         Injection("large", 2, "steady", 2, place_of(plan, 2, "steady", "large")),
         Injection("other", 1, "cool-down", 2, place_of(plan, 1, "cool-down", "other")),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,6 +160,10 @@ def test_a_killed_rank_ends_the_others_with_4(job_file: Path, tmp_path: Path) ->
     code, _, err = launch(*arguments)
     assert code == 4
     assert "Traceback" not in err
+    assert re.match(
+        r"error: rank 3 \(host [^,]+, dp=1, pp=1\) was killed by SIGKILL in step \d+ at instruction \d+ of", err
+    )
+    assert err.count("was killed") == 1  # the launcher says it, and nobody else
 
 
 @pytest.mark.sampled(2)

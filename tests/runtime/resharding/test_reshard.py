@@ -147,13 +147,13 @@ def called(run: object) -> str:
     return f"{run.mesh}-zero{run.zero}-{run.schedule}-{run.microbatches}" if isinstance(run, Run) else str(run)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=called)
 def test_a_run_goes_on_on_another_mesh(first: Run, second: Run, tmp_path: Path) -> None:
     require_the_same(begin(tmp_path, first), go_on(tmp_path, first.size, second))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("optimizer", [adafactor, muon, Shampoo, torch.optim.Adagrad, torch.optim.ASGD])
 @pytest.mark.parametrize(
     ("first", "second"), [(Run("tp=2"), Run("dp=2", 2)), (Run("dp=2", 3), Run("pp=2,tp=2"))], ids=called
@@ -278,9 +278,9 @@ def test_no_rank_reads_more_than_it_holds(tmp_path: Path, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(SavedPiece, "read", counted)
-    found = go_on(tmp_path, 2, Run("pp=4,tp=2"))
+    found = go_on(tmp_path, 2, Run("pp=2,tp=2"))
     total = sum(tensor.nbytes for name, tensor in found[0][0].items() if "." in name)
-    assert len(found) == 8
+    assert len(found) == 4
     assert sum(read) < 2 * total  # what tp does not cut, two ranks hold
 
 

@@ -206,6 +206,7 @@ def test_a_run_goes_on_on_another_mesh_with_as_many_replicas(tmp_path: Path, for
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["native", "dcp"])
 @pytest.mark.parametrize(("load", "step"), [("sampled", 3), ("sampled", 6), ("whole", 9), ("whole_endless", 9)])
 def test_loaders_of_other_replicas_are_where_the_run_was(tmp_path: Path, load: str, step: int, form: str) -> None:

@@ -111,6 +111,13 @@ def test_a_limit_that_is_given_is_the_limit() -> None:
     assert run.make_step(3.5)
 
 
+def test_a_limit_that_is_given_is_not_that_of_a_first_step() -> None:
+    run = Run(Progress(Patience(stall_after=3)))
+    assert not run.make_step(50)
+    run = Run(Progress(Patience(stall_after=3)))
+    assert run.make_step(70)
+
+
 def test_a_compiled_run_may_compile_anew() -> None:
     run = warm(Patience(timeout_s=1800, compiles=True))
     assert not run.make_step(290)

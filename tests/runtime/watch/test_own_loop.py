@@ -1,0 +1,94 @@
+"""A loop of one's own, started as torchrun does: every rank that is left says the verdict, and ends with 4."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.stalls.report import StallReport
+
+from ..ranks import run_ranks
+
+
+class Faulty(nn.Module):
+    """Does what it is asked to, once."""
+
+    is_due = False
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is given, if ever."""
+        if Faulty.is_due:
+            Faulty.is_due = False
+            Path("began").write_text(str(time.time()))
+            if self.fault == "sleep":
+                time.sleep(1000)
+            os.kill(os.getpid(), getattr(signal, self.fault))
+        return x
+
+
+def loop(folder: Path, fault: str, culprit: int) -> None:
+    """Make steps until the fault comes; what this rank says of it goes into a file, as does a SIGTERM of torchrun's."""
+    os.chdir(folder)
+    rank = int(os.environ["RANK"])
+    sys.stderr = (folder / f"{rank}.txt").open("w")
+    plan = qs.compile("1f1b", mesh="pp=3", microbatches=2)
+    blocks = [lambda: nn.Sequential(nn.Linear(8, 8), Faulty(fault))] * 3
+    engine = Engine(plan, blocks, nn.MSELoss(), lambda given: torch.optim.SGD(given, lr=0.1), stall_after=3)
+    data = torch.randn(4, 8)
+    for step in range(1, 100):
+        Faulty.is_due = step == 5 and rank == culprit
+        if step == 5 and fault == "SIGKILL":  # which torchrun answers with this
+            threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        try:
+            engine.step(data, data)
+        except qs.StallError as error:
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os._exit(error.exit_code)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("fault", "culprit"), [("SIGKILL", 0), ("SIGSTOP", 1), ("sleep", 2)])
+@pytest.mark.sampled(2)
+def test_all_that_are_left_say_the_same_and_end_with_4(tmp_path: Path, fault: str, culprit: int) -> None:
+    codes = run_ranks(loop, 3, tmp_path, fault, culprit)
+    ended = time.time() - float((tmp_path / "began").read_text())
+    assert codes == [-signal.SIGKILL if rank == culprit and fault == "SIGKILL" else 4 for rank in range(3)]
+    report = StallReport.load(tmp_path / "stall.json")
+    assert report.ranks == (culprit,)
+    assert (report.culprits[0].step, report.culprits[0].phase) == (5, "step")
+    first_line = report.words().splitlines()[0]
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3) if rank != culprit]
+    assert all(first_line in text for text in said), said
+    assert ended < 60
+
+
+def sleep_and_end(folder: Path) -> None:
+    """Connect, and end as a process does that is sent a SIGTERM by hand."""
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    engine = Engine(plan, [lambda: nn.Linear(8, 8)] * 2, nn.MSELoss(), lambda given: torch.optim.SGD(given, lr=0.1))
+    (folder / os.environ["RANK"]).touch()
+    while not all((folder / str(rank)).exists() for rank in range(2)):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(100)
+    engine.close()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_sigterm_from_outside_ends_a_rank_all_the_same(tmp_path: Path) -> None:
+    assert run_ranks(sleep_and_end, 2, tmp_path) == [128 + signal.SIGTERM] * 2
