@@ -137,17 +137,18 @@ class Progress:
         return self.still_s > (min(limit, self.stop_limit_s()) if any_stopped else limit)
 
     def _learnt(self) -> list[tuple[tuple[Phase, int], float]]:
-        return [(walk, self._limit_of_walk(known)) for walk, known in self._walks.items() if known.gaps_s]
+        return [(walk, self._limit_of_walk(known, None)) for walk, known in self._walks.items() if known.gaps_s]
 
     def _limit_of(self, place: Place) -> float:
         if place.phase not in WALKS:
             return self.patience.timeout_s
-        return self._limit_of_walk(self._walks.get(_walk_of(place), _Walk()))
+        return self._limit_of_walk(self._walks.get(_walk_of(place), _Walk()), place)
 
-    def _limit_of_walk(self, walk: _Walk) -> float:
+    def _limit_of_walk(self, walk: _Walk, place: Place | None) -> float:
         patience = self.patience
         if patience.stall_after is not None:
-            is_first = walk.num_ended < FIRST_STEPS
+            is_late = place is None or (place.phase == "step" and place.run > FIRST_STEPS)
+            is_first = walk.num_ended < FIRST_STEPS and not is_late  # short steps may end unseen
             return max(patience.stall_after, min(FIRST_S, patience.timeout_s)) if is_first else patience.stall_after
         if not walk.gaps_s:
             return patience.timeout_s
