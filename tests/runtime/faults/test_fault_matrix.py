@@ -9,8 +9,11 @@ from .injection import ENDS, Injection, all_injections, place_of
 from .judged import judge_all
 from .launched import plan_of_job
 
-CRASH_S, STALL_S = 2.0, 5.0
-"""How soon a crash is told, and how long after its limit a stall."""
+CRASH_S = 2.0
+"""How soon a crash is told, in seconds."""
+
+CODES = {"raise": (1,), "skip_recv": (3, 4)}
+"""The exit codes of runs: 4, but for errors of the culprit itself, such as that a message left over does not fit."""
 
 
 def quick() -> list[Injection]:
@@ -41,7 +44,7 @@ def test_a_fault_of_each_kind_is_told_and_named(tmp_path: Path) -> None:
     for one in judged:
         assert one.placed, f"{one.injection}\n{one.said}"
         assert not one.left
-        assert one.code == (1 if one.injection.kind == "raise" else 4)
+        assert one.code in CODES.get(one.injection.kind, (4,)), one.said
         assert one.told_s is not None
 
 
