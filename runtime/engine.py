@@ -170,7 +170,12 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             seed=seed,
         )
         self._scale = LossScale(grad_scaler)
-        beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "max_skipped": max_skipped}
+        beside: dict[str, object] = {
+            "clip": clip,
+            "bucket_mb": bucket_mb,
+            "zero_split": zero_split,
+            "max_skipped": max_skipped,
+        }
         beside |= {"metrics": [*metrics], "blocks": len(blocks), "verify": verify, **self._scale.state_dict()}
         agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
         self.transport.checks_everything = verify
