@@ -23,6 +23,7 @@ JOBS = {
     "baseline": "dp=1",
     "simple_dp": "dp=2",
     "ring": "dp=3",
+    "killed_run": "pp=4",
     "simple_pp": "pp=2",
     "simple_tp": "tp=2",
     "simple_cp": "cp=2",

@@ -54,7 +54,7 @@ def run(
         str | None, typer.Option("--master", metavar="HOST:PORT", help="Machine 0's address, and a free port of it.")
     ] = None,
 ) -> None:
-    """Run a job, with one process per rank of its mesh, here or as one of several machines.
+    """Run a job, a process per rank, on one machine or several.
 
     SIGTERM, SIGUSR1 or Ctrl-C lets it finish the step in progress, save, and end with 0; Ctrl-C again ends it at once.
     """

@@ -103,6 +103,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("what", BREAKS)
 def test_breaking_the_order_shows_the_smallest_shape(fresh, what):

@@ -14,6 +14,7 @@ from quintsched.schedules import all_schedules
 SETTINGS = [{}, {"zero": 3, "zero_every": 2}, {"recompute": 1, "buckets_per_stage": 2}, {"skip": {"h": (0, 1)}}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", [schedule.name for schedule in all_schedules() if schedule.mode == "train"])
 def test_a_plan_says_all_that_it_was_compiled_from(name, settings):

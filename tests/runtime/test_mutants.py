@@ -196,6 +196,7 @@ def accepted(seed: int, count: int, plans: Sequence[qs.Plan] = PLANS) -> list[qs
     return list(found.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS[::31], ids=lambda plan: plan.title)
 def test_what_is_compiled_trains_as_one_process_does(plan: qs.Plan) -> None:
     require_equality(plan)

@@ -42,6 +42,7 @@ QUICK = {0, 1, 2, 12, 15}
 """Those of every day; the others are for the long proof."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if number in QUICK else pytest.mark.slow) for number, case in enumerate(CASES)],

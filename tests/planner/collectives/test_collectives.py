@@ -36,6 +36,7 @@ def steps(plan: CollectivePlan) -> int:
     return round(plan.simulate(0, STEPS).makespan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(2, 65, 16))
 def test_all_reduces_are_sound_for_any_number_of_ranks(first: int) -> None:
     for size in range(first, min(first + 16, 65)):
@@ -96,6 +97,7 @@ def test_no_rank_is_an_inner_node_of_both_trees(size: int) -> None:
         assert num_steps("all_reduce", "tree", size, chunks) <= 2 * chunks + 4 * size.bit_length()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9, 12, 16, 18, 33, 64])
 def test_auto_changes_over_where_the_simulator_does(size: int) -> None:
     wire = Wire(latency_s=30e-6, bandwidth=2e9)

@@ -93,7 +93,7 @@ def test_time_is_by_what_a_stage_holds_and_chunks_are_smaller() -> None:
     assert 0.25 in lasted, "half a rank's activations"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
 @settings(max_examples=15)
 @given(

@@ -40,7 +40,7 @@ def takes(schedule: Schedule, shape: dict[str, int | str]) -> bool:
         return False
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
 @settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())

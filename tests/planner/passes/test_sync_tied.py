@@ -21,7 +21,7 @@ from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import with_program
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "schedule", [found for found in TRAINING if not found.bidirectional], ids=lambda schedule: schedule.name
 )

@@ -53,7 +53,7 @@ def compiled(schedule: qs.Schedule, data: st.DataObject, **more: object) -> Plan
     raise AssertionError(f"{schedule.name} takes none of these shapes")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @settings(max_examples=25)
 @given(data=st.data(), zero=st.integers(1, 3), every=st.integers(1, 4), buckets=st.integers(1, 2))
@@ -169,6 +169,7 @@ PLANS = [
 SHARING = (ReduceScatterBucket, AllGatherBucket, GatherParams, FreeParams)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.title}, every {plan.zero.every}")
 def test_whatever_is_dropped_or_doubled_is_found(plan):
     """By the proof; and by the symbolic run, but for a reduction that the next one makes up for."""

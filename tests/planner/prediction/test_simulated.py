@@ -26,6 +26,7 @@ def strategy(**sizes):
     return Strategy(**{"gpus": gpus, "seq": 2048, **sizes})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "sizes",

@@ -179,7 +179,7 @@ def shapes(name: str, pp: int, numbers: Sequence[int]) -> Iterator[Case]:
             yield Case(name, pp, chunks, slices, microbatches)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("numbers", [FEW, pytest.param(MICROBATCHES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("pp", PP)
 @pytest.mark.parametrize("name", FORMS)
@@ -201,7 +201,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     return Case(name, pp, chunks, slices, draw(st.integers(1, 3)) * pp if rounds else draw(st.integers(1, 24)), *costs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=200)
 @given(data=st.data())

@@ -31,6 +31,7 @@ def idle(P: int, k: int) -> float:
     return max(0, 3 * P - 1 - 3 * k + max(3 * P, P - 1 + 2 * (1 + (k + 1) // 2))) / 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("pp", range(1, 10))
 def test_sound_within_its_memory_at_every_size(name, pp):

@@ -38,6 +38,7 @@ def published_costs(row) -> Costs:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['model']}-{row['m']}")
 @pytest.mark.parametrize(("column", "caps"), [("ZB-1p", 1), ("ZB-2p", 2)])
 def test_no_worse_than_published(row, column, caps):
@@ -62,7 +63,7 @@ def test_near_to_the_best_known_below_pp(row):
     assert simulation.span <= NOT_YET_OPTIMAL.get((row["pp"], row["cap"]), row["best_known_span"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("pp", "limit_s"), [(8, 0.5), (16, 0.5), (32, 2.0)])
 @pytest.mark.parametrize("caps", [1, 2])
 def test_found_in_time(pp, limit_s, caps):
@@ -77,6 +78,7 @@ def test_found_in_time(pp, limit_s, caps):
     assert min(seconds() for _ in range(3)) < limit_s
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pp", range(1, 8))
 def test_sound_at_every_size(pp):
     for microbatches in (1, 2, pp, 2 * pp - 1, 3 * pp + 2):

@@ -164,7 +164,7 @@ def require_same(plan: qs.Plan, lifetimes: Lifetimes, alive: list[set[Value]]) -
     assert found == alive
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shapes", [SHAPES[2:7:2], pytest.param(SHAPES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("schedule", all_schedules(), ids=lambda found: found.name)
 def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(
@@ -177,7 +177,7 @@ def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(
             require_minimal(plan, rule)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("schedule", [s for s in all_schedules() if not s.bidirectional], ids=lambda found: found.name)
 def test_skips_have_slots_of_their_own(schedule: Schedule) -> None:
     for pp, recompute in ((2, 0), (3, 0), (3, 1)):

@@ -31,6 +31,7 @@ def failure(schedule: Schedule | str, **sizes) -> list[str]:
     return str(found.value).splitlines()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [found.name for found in qs.all_schedules()])
 def test_every_schedule_passes(name):
     assert_sound(name, pp=range(1, 5), microbatches=range(1, 9), max_examples=20)
@@ -64,6 +65,7 @@ def test_the_smallest_shape_that_fails_is_shown():
     assert lines[-3:] == [f"rank {rank}  F0 B0 F1 B1 F2" for rank in range(3)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (1, 9), (2, 7), (3, 5), (5, 1), (5, 9)])
 def test_it_is_the_smallest_wherever_it_lies(pp, microbatches):
     """Only shapes with at least so many ranks and microbatches fail: exactly that one is shown."""

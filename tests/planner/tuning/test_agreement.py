@@ -8,6 +8,7 @@ from quintsched.prediction.simulated import agreement
 from quintsched.tuning.tune import tune
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "fixed"),
     [

@@ -22,6 +22,7 @@ def search(seed: int, top: int = 3, front: bool = False) -> Tuning:
 SEEDS = [seed for seed in range(24) if groups(problem(seed))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS[::2])
 def test_certificates_hold_and_survive_being_saved(seed, tmp_path):
     tuning = search(seed)
@@ -31,6 +32,9 @@ def test_certificates_hold_and_survive_being_saved(seed, tmp_path):
 
 def test_a_search_for_the_front_has_a_certificate_too():
     assert check_certificate(certify(search(3, front=True)))
+
+
+pytestmark = pytest.mark.xdist_group("certificate")
 
 
 @pytest.fixture(scope="module")

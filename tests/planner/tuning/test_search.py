@@ -30,7 +30,7 @@ def agrees(seed: int) -> None:
     assert space.count() == sum(group.named.count(False) for group in groups(given))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_are_those_of_brute_force(seed):
     agrees(seed)

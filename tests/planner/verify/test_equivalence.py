@@ -44,6 +44,7 @@ from tests.planner.verify.mutants import (
 PLANS = [*small_plans(), *spelled_plans(), *overlapping_plans(), *uneven_plans(), *offloaded_plans()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.title}, {plan.schedule.slices} slices")
 def test_every_schedule_is_equivalent(plan):
     assert equivalence(plan).holds, equivalence(plan).explain()

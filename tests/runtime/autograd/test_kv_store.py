@@ -11,6 +11,7 @@ import quintsched as qs
 from ..toys import difference, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "slices"), [("pp=1", 2, 2), ("pp=2", 2, 4), ("pp=4", 4, 2), ("dp=2,pp=2,tp=2", 2, 2)]
 )

@@ -13,7 +13,7 @@ from quintsched.runtime.comm import Transport, run_local
 from ..toys import Task, sgd, tiny_vit, train_on
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zbv", "dualpipe"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_recomputing_changes_no_bit(schedule: str, every: int) -> None:

@@ -58,6 +58,7 @@ def as_file(order: dict[int, list[Any]], path: Path) -> str:
     return path.read_text()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 4), (3, 6), (4, 8), (4, 12), (8, 16)])
 @pytest.mark.parametrize("name", LOOPED + V_SHAPED)
 def test_torchs_schedules_of_several_stages_are_sound(name, pp, microbatches, tmp_path):

@@ -68,7 +68,7 @@ def test_four_ranks_of_one_machine_connect(devices: int, backend: str, monkeypat
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     asked: list[str] = []
-    monkeypatch.setattr(connection, "connect", lambda library, timeout_s, rules: asked.append(library))
+    monkeypatch.setattr(connection, "connect", lambda library, timeout_s, **_: asked.append(library))
     connect_for(qs.compile("1f1b", mesh="pp=4", microbatches=4), 1.0)
     assert asked == [backend]
 

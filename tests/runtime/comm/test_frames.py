@@ -232,9 +232,8 @@ SPECS = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "fault", ["shorter", *(pytest.param(f, marks=pytest.mark.slow) for f in SPECS if f != "shorter")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SPECS)
 def test_both_ends_of_a_run_name_the_message(tmp_path: Path, fault: str) -> None:
     in_processes(run_training, 2, tmp_path, fault)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))

@@ -123,7 +123,7 @@ def test_chunks_cover_a_tensor_once() -> None:
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "means"),
     [("dp=3", "ring"), ("dp=4", "tree"), ("dp=2,pp=2", "auto"), ("dp=2,pp=2,tp=2", "ring"), ("dp=3,pp=2", "tree")],

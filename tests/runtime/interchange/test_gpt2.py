@@ -177,7 +177,7 @@ def train(mesh: str, path: Path, options: GPTOptions) -> list[tuple[list[float],
     return run_local(plan.mesh.size, body, rules="nccl")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["pp=2", "tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,tp=4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_mesh_goes_on_from_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:

@@ -118,6 +118,7 @@ def plan_of(mesh: str, zero: int) -> qs.Plan:
     return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_what_was_loaded_and_trained_is_saved_as_the_engine_has_it(tmp_path: Path, mesh: str, zero: int) -> None:
     weights = {name: tensor + 1 for name, tensor in own_state(Split()).items()}

@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "mesh", "zero", "more"), CASES)
 def test_calls_equal_one_large_batch(schedule: str, mesh: str, zero: int, more: dict[str, Any]) -> None:
     pp, dp = (qs.Mesh.parse(mesh).axis_size(axis) for axis in ("pp", "dp"))

@@ -32,7 +32,7 @@ def measure(plan: qs.Plan) -> tuple[list[int], tuple[float, ...]]:
     return [peak for peak, _ in found], found[0][1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_the_peak_is_the_simulated_one(schedule: qs.Schedule, recompute: int) -> None:

@@ -91,6 +91,7 @@ class Watch:
         return watched
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rules", ["mailbox", "nccl"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_what_was_sent_is_let_go_of(schedule: str, rules: Rules) -> None:

@@ -94,7 +94,7 @@ def _expected(plan: qs.Plan, model: Model, options: dict[str, Any]) -> list[floa
     return [float(kept[mesh.coordinates(rank).get("pp", 0)]) for rank in range(mesh.size)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "mesh", "model", "microbatches", "options"), CASES)
 def test_autograd_saves_so_many_bytes(
     schedule: str, mesh: str, model: Model, microbatches: int, options: dict[str, Any]

@@ -112,6 +112,7 @@ def is_runnable(plan: qs.Plan) -> bool:
     return plan.check(profile="channel").sound
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", LOOSE, ids=lambda plan: plan.title)
 def test_what_is_not_refused_runs_with_messages_in_order(plan: qs.Plan) -> None:
     chance, data = random.Random(0), batch(4)

@@ -86,6 +86,7 @@ def train(tmp_path: Path, name: str, parallel: Any) -> list[float]:
     return [record["loss"] for record in records if record["event"] == "step"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

@@ -166,7 +166,7 @@ def test_a_killed_rank_ends_the_others_with_4(job_file: Path, tmp_path: Path) ->
     assert err.count("was killed") == 1  # the launcher says it, and nobody else
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("setting", "code", "message"),
     [

@@ -48,7 +48,7 @@ def lively_gpt(options: GPTOptions, length: int = 8) -> Blocks:
     return [partial(shaken, build) for build in gpt(data, options)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "slices", "recompute"),

@@ -77,6 +77,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 1), ("dp=2", 0), ("dp=2", 3)])
 def test_forms_give_the_same_steps(form: str, mesh: str, zero: int) -> None:

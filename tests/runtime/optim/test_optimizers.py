@@ -72,7 +72,7 @@ def _cases() -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mesh", "zero"), _cases())
 def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
     if name == "lookahead" and ("tp" in mesh or "pp" in mesh or zero):
@@ -82,6 +82,7 @@ def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
     require_equality(name, qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_torchs_own_equal_one_process_in_segments(name: str) -> None:
     require_equality(name, qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=1))

@@ -72,21 +72,21 @@ def require_equality(plan: qs.Plan, context: ContextMethod = "ring", *, tied: bo
     assert worst_difference(found, alone) <= 1e-12
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sizes", list(product((1, 2), repeat=4)), ids=str)
 def test_sixteen_meshes_equal_one_process(sizes: tuple[int, ...]) -> None:
     mesh = qs.Mesh(**dict(zip(("dp", "pp", "tp", "cp"), sizes, strict=True)))
     require_equality(qs.compile("1f1b", mesh=mesh, microbatches=2))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("mesh", ["cp=4", "cp=2,pp=2", "cp=2,dp=2,tp=2"])
 def test_every_method_equals_one_process(context: ContextMethod, mesh: str) -> None:
     require_equality(qs.compile("1f1b", mesh=mesh, microbatches=2), context)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "chunks", "recompute"),
@@ -112,7 +112,7 @@ def test_tied_weights_equal_one_process(schedule: str) -> None:
     require_equality(plan, tied=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("mesh", ["cp=2,pp=2", "tp=2,cp=2"])
 def test_rotary_positions_and_grouped_queries_equal_one_process(context: ContextMethod, mesh: str) -> None:

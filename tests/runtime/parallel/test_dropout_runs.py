@@ -48,7 +48,7 @@ def require_equality(plan: qs.Plan, blocks: Blocks, task: Task) -> None:
     assert worst_difference(found, alone) <= 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [
@@ -96,6 +96,7 @@ class Layouts(nn.Module):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "slices"),
     [("1f1b", "pp=1", 1), ("1f1b", "dp=2,pp=2", 1), ("1f1b", "cp=4", 1), ("seq-1f1b", "pp=2", 4)],

@@ -258,7 +258,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_equal_one_process(mesh: str) -> None:
     sizes = qs.Mesh.parse(mesh)
@@ -266,7 +266,7 @@ def test_meshes_equal_one_process(mesh: str) -> None:
     require_equality(qs.compile("1f1b", mesh=mesh, microbatches=microbatches))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "chunks", "recompute"),
     [
@@ -287,7 +287,7 @@ def test_other_schedules_equal_one_process(schedule: str, mesh: str, chunks: int
     require_equality(plan)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -306,7 +306,7 @@ def test_variants_equal_one_process(mesh: str, options: dict[str, Any]) -> None:
 LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "shared_experts": 2, "positions": "rope", "kv_heads": 2}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "more", "options"),
     [

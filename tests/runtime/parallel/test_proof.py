@@ -226,6 +226,7 @@ PARTS_1 = {"*.qkv": {"cut": "column", "parts": 1}, "*.proj": "row"}
 PARTS_211 = {"*.qkv": {"cut": "column", "parts": [2, 1, 1]}, "*.proj": "row"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("block", "rules"),
     [
@@ -260,6 +261,7 @@ def refusal(mesh: str, blocks: Blocks, **more: Any) -> str:
 PAIRS = {"fc": {"*.fc1": "column", "*.fc2": "row"}, "qkv": {"*.qkv": "column", "*.proj": "row"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("block", "where", "advice"),
     [
@@ -383,6 +385,7 @@ def count_proofs(monkeypatch: pytest.MonkeyPatch, blocks: Blocks, mesh: str, sch
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "kv_heads": 2}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "schedule", "model", "more"),
     [
@@ -510,6 +513,7 @@ CUTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "more", "name"), CUTS)
 def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[str, Any], name: str) -> None:
     more = {"schedule": "1f1b", **more}

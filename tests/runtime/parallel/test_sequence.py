@@ -66,14 +66,14 @@ def difference_on(
     return worst_difference(found, alone)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sizes", [sizes for sizes in product((1, 2), repeat=4) if sizes[2] > 1], ids=str)
 def test_eight_meshes_equal_one_process(sizes: tuple[int, ...]) -> None:
     plan = qs.compile("1f1b", mesh=qs.Mesh(**dict(zip(AXES, sizes, strict=True))), microbatches=2)
     assert difference_on(plan, ids_task(2, 8, LENGTH), lively_gpt()) <= 1e-12
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [
@@ -92,12 +92,14 @@ def test_other_schedules_equal_one_process(schedule: str, mesh: str, options: di
     assert difference_on(plan, ids_task(2, 8, LENGTH), lively_gpt()) <= 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
 def test_the_parts_of_llama_equal_one_process(method: str) -> None:
     plan = qs.compile("zb-h1", mesh="cp=2,pp=2,tp=2", microbatches=2)
     assert difference_on(plan, ids_task(2, 8, LENGTH), lively_gpt(**LLAMA), context=method) <= 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "options"),
     [
@@ -173,6 +175,7 @@ class Beside(Dropping):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("block", "sequence_parallel"), [(Deep, True), (Deep, False), (Beside, False)])
 def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
     task, blocks = ids_task(2, 8, LENGTH), [*lively_gpt()[:-1], block, lively_gpt()[-1]]

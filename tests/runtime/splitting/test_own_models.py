@@ -88,6 +88,7 @@ def nano():
     return NanoGPT().double()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "pp=2"), ("zb-h1", "pp=4"), ("interleaved-1f1b", "pp=2")])
 def test_a_split_model_trains_as_in_one_piece(nano, schedule, mesh):
     plan = qs.compile(schedule, mesh=mesh, microbatches=4)

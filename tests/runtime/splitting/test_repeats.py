@@ -76,6 +76,7 @@ def losses_of_one_process(model, steps):
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 @pytest.mark.parametrize("example", [True, False])
 @pytest.mark.parametrize("kind", [Row, Loop, sequential])

@@ -130,6 +130,7 @@ FOUR: dict[str, Any] = {"losses": (1, 2, 3), "skip": {"early": (0, 3)}}
 TWO: dict[str, Any] = {"losses": (0, 1), "skip": {"early": (0, 1)}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Callable[..., Any], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mean_over_uneven_microbatches_is_that_of_one_process(name: str) -> None:
     loss_fn, targets = CASES[name]

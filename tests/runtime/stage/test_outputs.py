@@ -64,6 +64,7 @@ def test_outputs_of_all_microbatches_are_put_together(name: str) -> None:
     assert all(result.loss.item() == pytest.approx(expected) for result in results)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "pp=2,cp=2,tp=2"])
 def test_logits_are_whole_over_tp_and_cp(mesh: str) -> None:
     ids = torch.randint(0, 10, (4, 8), generator=torch.Generator().manual_seed(0))

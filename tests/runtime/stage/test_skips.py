@@ -64,6 +64,7 @@ class Net(nn.Module):
 BUILDERS = [lambda: Down("first"), lambda: Down("second"), Middle, Middle, UpSecond, UpFirst]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rules", ["mailbox", "nccl"])
 @pytest.mark.parametrize(
     ("schedule", "pp", "recompute"),

@@ -17,6 +17,7 @@ DEPTH = 4
 TIED: Mapping[str, Sequence[str]] = {"embedding": ("0.tokens.weight", f"{DEPTH + 1}.head.weight")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "microbatches"),
     [

@@ -163,6 +163,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "shape"), PLANS, ids=str)
 def test_odd_trees_give_the_numbers_of_one_process(name: str, shape: dict[str, Any]) -> None:
     for seed in range(3):

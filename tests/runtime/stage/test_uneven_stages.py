@@ -55,7 +55,7 @@ def require_equality(plan: qs.Plan, *, tied: bool = False, **more: Any) -> None:
     assert worst_difference(found, expected) <= 1e-12
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("schedule", "pp", "microbatches", "where", "blocks"), EVERY_SCHEDULE)
 def test_every_schedule_equals_one_process(
     schedule: str, pp: int, microbatches: int, where: list[int] | None, blocks: list[int]
@@ -83,7 +83,7 @@ def test_overlaps_on_uneven_stages_equal_one_process(
 LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE = [5, 1, 0], [4, 0, 2], [1, 3, 2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("blocks", [LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "settings", "engine"),

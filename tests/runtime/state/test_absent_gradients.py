@@ -74,6 +74,7 @@ def alone(optimizer: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]

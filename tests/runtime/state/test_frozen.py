@@ -79,6 +79,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("request_of", PLANS, ids=str)
 @pytest.mark.parametrize("gradually", [False, True])
 def test_frozen_weights_stay_and_all_else_is_as_in_one_process(request_of: dict[str, Any], gradually: bool) -> None:

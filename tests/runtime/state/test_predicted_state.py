@@ -126,7 +126,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("schedule", "mesh", "model", "sequence_parallel"), CASES)
 def test_the_runtime_holds_so_many_bytes(

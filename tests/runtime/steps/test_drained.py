@@ -34,6 +34,7 @@ def engine_of(transport: Transport, plan: qs.Plan) -> Engine:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_drained_loaders_end_together(mesh: str, zero: int) -> None:

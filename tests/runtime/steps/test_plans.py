@@ -32,6 +32,7 @@ def edited(plan: qs.Plan) -> qs.Plan:
     return replace(plan, schedule=ScheduleSpec("by-hand", plan.schedule.microbatches))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
 def test_a_plan_is_compiled_again(name: str, zero: int, caplog: pytest.LogCaptureFixture) -> None:

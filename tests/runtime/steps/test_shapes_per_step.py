@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_of_any_shape(name: str, rules: Rules) -> None:
@@ -57,6 +58,7 @@ def test_steps_of_any_shape(name: str, rules: Rules) -> None:
     require_equal(train_on(plan, blocks, ONE, rules), train_alone(blocks, ONE))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_replicas_have_shapes_of_their_own(mesh: str, zero: int) -> None:
@@ -71,6 +73,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_within_a_stage_follow(mesh: str) -> None:
     plan, blocks = qs.compile("zb-h1", mesh=mesh, microbatches=4), small_gpt()

@@ -171,6 +171,7 @@ def require_alike(found: list[dict[str, Tensor]], expected: list[dict[str, Tenso
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["native", "dcp"])
 @pytest.mark.parametrize(
     ("load", "step"), [("mine", 3), ("mine", 6), ("endless", 9), ("torchdata", 3), ("torchdata", 6)]

@@ -169,6 +169,7 @@ def test_early_stopping(data_file: Path) -> None:
         assert len(history) == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("every", "dropout"), [(0, 0.0), (4, 0.0), (4, 0.1)])
 def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Path, every: int, dropout: float) -> None:
     sections: dict[str, dict[str, Any]] = {
@@ -244,6 +245,7 @@ def test_without_a_checkpoint_a_resumed_run_starts_at_the_beginning(data_file: P
     assert said[0] == "no checkpoint to resume from: starting at the beginning"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", ["flipped bit", "cut off", "missing"])
 def test_a_damaged_checkpoint_is_refused_by_name(data_file: Path, tmp_path: Path, fault: str) -> None:
     config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")})

@@ -61,7 +61,10 @@ def loop(folder: Path, fault: str, culprit: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("fault", "culprit"), [("SIGKILL", 0), ("SIGSTOP", 1), ("sleep", 2)])
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [("SIGKILL", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("SIGSTOP", 1), ("sleep", 2)))],
+)
 @pytest.mark.sampled(2)
 def test_all_that_are_left_say_the_same_and_end_with_4(tmp_path: Path, fault: str, culprit: int) -> None:
     codes = run_ranks(loop, 3, tmp_path, fault, culprit)

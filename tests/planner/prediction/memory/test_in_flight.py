@@ -23,6 +23,7 @@ def _shapes(name: str) -> list[tuple[int, int, int]]:
     return [(pp, count, v) for pp in (1, 2, 4, 6) for count in (1, 2, 4, 6, 12, 24) for v in chunks]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINING)
 def test_in_flight_is_what_the_plan_holds(name: str) -> None:
     compiled = 0
@@ -57,6 +58,7 @@ def test_sizes_may_be_arrays() -> None:
     assert found.tolist() == [1, 4, 4]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINING)
 def test_microbatches_of_the_first_stage(name: str) -> None:
     """Where rank 0 holds most, and of those places where it holds most of the first stage."""
