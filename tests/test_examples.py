@@ -67,6 +67,7 @@ def test_the_gpt_learns_to_read(name: str, tmp_path: Path) -> None:
     assert losses[-1] < 5
 
 
+@pytest.mark.slow
 def test_experts_that_overlap_learn_what_one_rank_learns(tmp_path: Path) -> None:
     settings = ("runtime.precision=float64", "data.options.max_bytes=15000")
     overlapped = train("moe_overlap", tmp_path / "overlap.jsonl", *settings)
@@ -92,6 +93,7 @@ def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(
     assert alone[-1] < alone[0]
 
 
+@pytest.mark.slow
 def test_an_offloaded_job_learns_what_one_rank_learns(tmp_path: Path) -> None:
     settings = (
         "runtime.precision=float64",

@@ -9,7 +9,7 @@ import torch
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import Transport, connection, device
+from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connection, device
 from quintsched.runtime.comm.connection import choose_library, connect_for
 
 CPU = torch.device("cpu")
@@ -68,7 +68,12 @@ def test_four_ranks_of_one_machine_connect(devices: int, backend: str, monkeypat
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     asked: list[str] = []
-    monkeypatch.setattr(connection, "connect", lambda library, timeout_s, **_: asked.append(library))
+
+    def connect(library: str, timeout_s: float, **_: object) -> Transport:
+        asked.append(library)
+        return LocalTransport(LocalWorld(4, "cpu"), 3)
+
+    monkeypatch.setattr(connection, "connect", connect)
     connect_for(qs.compile("1f1b", mesh="pp=4", microbatches=4), 1.0)
     assert asked == [backend]
 

@@ -49,7 +49,8 @@ def build(data):
 """
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "quintsched"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "quintsched"])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "data.py").write_text(DATA)
     (tmp_path / "model.py").write_text(MODEL)
