@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quintsched.runtime import Group, Transport
 from quintsched.runtime.comm import DoneWork, ReduceOp, Work
+from quintsched.runtime.comm.checked.frame import Label
 
 DONE = DoneWork()
 
@@ -39,11 +40,11 @@ class MutedTransport(Transport):
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
         self._real.open_channels(channels)
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return DONE if self.is_muted else self._real.send(tensor, peer, tag)
+    def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
+        return DONE if self.is_muted else self._real._send(tensor, peer, tag, label)
 
-    def _recv(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        return DONE if self.is_muted else self._real.recv(buffer, peer, tag)
+    def _recv(self, buffer: Tensor, peer: int, tag: int, label: Label) -> Work:
+        return DONE if self.is_muted else self._real._recv(buffer, peer, tag, label)
 
     def abort(self, error: BaseException) -> None:
         self._real.abort(error)
