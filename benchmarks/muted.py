@@ -54,11 +54,12 @@ class MutedTransport(Transport):
 
 
 class MutedGroup(Group):
-    """A group of a muted transport."""
+    """A group of a muted transport; what was broadcast last is told again."""
 
     def __init__(self, transport: MutedTransport, real: Group) -> None:
         super().__init__(real.ranks, real.index, real.device)
         self._transport, self._real = transport, real
+        self._told: dict[tuple[int, int], Tensor] = {}
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         return muted_all_reduce(tensor) if self._transport.is_muted else self._real.all_reduce(tensor, op)
@@ -75,6 +76,10 @@ class MutedGroup(Group):
         return self._real.all_to_all(output, tensor, received, sent)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        if self._transport.is_muted:
+            tensor.copy_(self._told[source, tensor.numel()])
+            return DONE
+        self._told[source, tensor.numel()] = tensor
         return self._real.broadcast(tensor, source)
 
 
