@@ -31,7 +31,7 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
 from quintsched.runtime.train.losses import cross_entropy_sum
 
-from .parallel.test_moe import moe_blocks
+from .parallel.expert.moe_training import moe_blocks
 from .toys import Task, difference, ids_task, share
 
 DEPTH, CLIP, MICROBATCHES = 2, 0.5, 2

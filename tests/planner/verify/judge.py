@@ -43,56 +43,8 @@ from quintsched.ir.instructions import (
 )
 from quintsched.plan import Plan
 from tests.planner.collectives.mini_mutants import MiniJudge
-from tests.planner.verify.judge_replicas import communication_faults, zero_faults
-from tests.planner.verify.skip_judge import SkipJudge, skip_head_faults
-
-
-def head_faults(plan: Plan) -> list[str]:
-    """Say what of a plan's head names nothing, does not fit, or is another model than the one to be trained."""
-    found, sizes = [], dict(plan.mesh.axes)
-    pp, stages, trains = sizes.get("pp", 1), len(plan.stage_to_pp), plan.mode == "train"
-    units = plan.schedule.microbatches * plan.schedule.slices
-    if min(plan.schedule.microbatches, plan.schedule.slices, plan.buckets_per_stage) < 1:
-        found.append("there is less than one of something")
-    if len(plan.programs) != pp or not all(0 <= home < pp for home in plan.stage_to_pp):
-        found.append("programs and stages do not fit the ranks")
-    if sorted(unit for route in plan.routes for unit in route.microbatches) != list(range(units)):
-        found.append("not every microbatch has one route")
-    pieces = range(stages) if plan.stage_to_part is None else plan.stage_to_part
-    model = list(range(len(set(pieces))))
-    if len(pieces) != stages:
-        return ["the pieces of the model do not fit the stages"]
-    if any(not set(route.stages) <= set(range(stages)) for route in plan.routes):
-        return ["a route goes where no stage is"]
-    if any([pieces[stage] for stage in route.stages] != model for route in plan.routes):
-        found.append("a route does not see the model")
-    if {stage for route in plan.routes for stage in route.stages} != set(range(stages)):
-        found.append("a stage is on no route")
-    if len(set(zip(pieces, plan.stage_to_pp, strict=True))) < stages:
-        found.append("twins are on one rank")
-    if (plan.recompute and len(plan.recompute) != stages) or min(plan.recompute, default=0) < 0:
-        found.append("recompute does not fit the stages")
-    if any(plan.recompute) and not trains:
-        found.append("there is nothing to recompute for")
-    for held in plan.tied.values():
-        if plan.stage_to_part is not None or len(held) < 2 or list(held) != sorted(set(held)):
-            found.append("a weight is tied wrongly")
-        elif not any(set(held) <= set(route.stages) for route in plan.routes):
-            found.append("no microbatch sees all that is tied")
-    if plan.losses:
-        on_route = [stage for stage in plan.routes[0].stages if stage in plan.losses]
-        if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*plan.routes[0].stages[-1:]]:
-            found.append("a loss is not where one can be")
-        if any(plan.blocks_per_stage[stage : stage + 1] == (0,) for stage in plan.losses[:-1] if stage >= 0):
-            found.append("a loss is where nothing is computed")
-    counts = {(piece, blocks) for piece, blocks in zip(pieces, plan.blocks_per_stage, strict=False)}
-    if plan.blocks_per_stage and (len(plan.blocks_per_stage) != stages or min(plan.blocks_per_stage) < 0):
-        found.append("the blocks do not fit the stages")
-    elif plan.blocks_per_stage and (len(counts) > len(model) or (0, 0) in counts):
-        found.append("a piece has other blocks elsewhere, or the first one none")
-    found += skip_head_faults(plan)
-    return found + zero_faults(plan, sizes, trains) + communication_faults(plan, sizes)
-
+from tests.planner.verify.judge_head import head_faults
+from tests.planner.verify.skip_judge import SkipJudge
 
 Token = tuple[object, ...]
 LASTING = {("metrics",), ("norm",)}

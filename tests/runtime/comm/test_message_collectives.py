@@ -15,17 +15,8 @@ from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup, cut_chunks
 
-from ..parallel.test_moe import require_equality
-from ..toys import (
-    Task,
-    adam,
-    ids_task,
-    tiny_gpt,
-    tiny_vit,
-    train_on,
-    train_plainly,
-    worst_difference,
-)
+from ..parallel.expert.moe_training import require_equality
+from ..toys import Task, adam, ids_task, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
 
 STRICT: tuple[Rules, ...] = ("nccl", "rendezvous")
 SIZES = range(2, 9)

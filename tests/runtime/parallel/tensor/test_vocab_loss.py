@@ -15,16 +15,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 
-from ..toys import (
-    Outcome,
-    ids_task,
-    sgd,
-    share,
-    tiny_gpt,
-    train_plainly,
-    train_rank,
-    worst_difference,
-)
+from ...toys import Outcome, ids_task, sgd, share, tiny_gpt, train_plainly, train_rank, worst_difference
 
 
 def cut_figures(logits: Tensor, targets: Tensor, ranks: int) -> list[tuple[float, float, float, Tensor]]:

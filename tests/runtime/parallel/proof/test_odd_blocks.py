@@ -23,24 +23,12 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context.context import Context
 from quintsched.runtime.parallel.tensor.layers import ColumnParallelLinear
 
-from ..launch.test_processes import run as run_command
-from ..test_matrix_processes import ROOT
-from ..toys import sgd
-from .odd_blocks import (
-    BLIND,
-    COUNTING,
-    ODD,
-    PAIRED,
-    TOKENS,
-    WIDTH,
-    ChosenMixture,
-    FusedExperts,
-    Mixture,
-    PerHeadNorms,
-    SoftmaxBetween,
-    Turned,
-    WideNorms,
-)
+from ...launch.test_processes import run as run_command
+from ...test_matrix_processes import ROOT
+from ...toys import sgd
+from .odd_attentions import PerHeadNorms, Turned, WideNorms
+from .odd_blocks import BLIND, COUNTING, ODD, PAIRED
+from .odd_mlps import TOKENS, WIDTH, ChosenMixture, FusedExperts, Mixture, SoftmaxBetween
 
 X, Y = (torch.randn(4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 2))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,49 +13,17 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Block, Blocks
+from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.parallel.context.context import ContextMethod
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 
-from ..matrix import CASES
-from ..models.test_gpt import COUNTING
-from ..test_matrix_processes import require_equal, train
-from ..toys import (
-    CLASSES,
-    ids_task,
-    sgd,
-    share,
-    tiny_gpt,
-    tiny_vit,
-    train_on,
-    train_plainly,
-    worst_difference,
-)
-
-DEPTH, LENGTH = 4, 16
-TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
-
-
-def lively_gpt(length: int = LENGTH, **options: Any) -> Blocks:
-    """A transformer whose attention has something to say: at their first values all scores are nearly alike."""
-
-    def livelier(build: Block) -> Callable[[], nn.Module]:
-        def built() -> nn.Module:
-            module = build()
-            assert isinstance(module, nn.Module)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.add_(torch.randn_like(parameter) / 4)
-            return module
-
-        return built
-
-    data = DataSpec(input_shape=(length,), num_classes=CLASSES)
-    return [livelier(block) for block in gpt(data, GPTOptions(hidden=16, depth=DEPTH, **options))]
+from ...matrix import CASES
+from ...models.test_gpt import COUNTING
+from ...test_matrix_processes import require_equal, train
+from ...toys import ids_task, sgd, share, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
+from ..lively import LENGTH, TIES, lively_gpt
 
 
 def require_equality(plan: qs.Plan, context: ContextMethod = "ring", *, tied: bool = False, **options: Any) -> None:

@@ -1,0 +1,228 @@
+"""Tokens shared out over tp between column/row pairs: shorter messages, less saved, and what cannot be sliced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.ir.values import Kind, Value
+from quintsched.runtime import Carry, Engine
+from quintsched.runtime.blocks.blocks import build_block
+from quintsched.runtime.comm import Group, Transport, run_local
+from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ...toys import ids_task, sgd, share
+from ..lively import lively_gpt
+
+
+def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
+    """Return the most bytes that a stage saves of a unit on any rank, and the shape that the first stage sends."""
+    task = ids_task(1, 8, 64)
+
+    def run(transport: Transport) -> tuple[float, tuple[int, ...]]:
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+        engine = Engine(plan, lively_gpt(64), cross_entropy_sum, sgd, dtype=torch.float32, transport=transport, **more)
+        _, counted = engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))
+        costs = engine.saved_costs(counted)
+        state = engine._runner.interpreters["train"].state
+        (spec,) = state.messages.cargo.specs(Value(Kind.OUTPUT, 0, 0))
+        return costs.activation[1], spec.shape
+
+    return run_local(qs.Mesh.parse(mesh).size, run)[0]
+
+
+def test_messages_are_shares_and_less_is_saved() -> None:
+    alone, whole = saved_bytes("pp=3,tp=2")
+    shared, part = saved_bytes("pp=3,tp=2", sequence_parallel=True)
+    assert whole == (4, 64, 16)
+    assert part == (4, 32, 16)
+    # Per block: what the two norms and the two columns are given, and the norms' two figures per token; all else
+    # was shared out before. No masks and no scores are kept (Korthikanti et al., table 2, has 10 + 24/t and 34/t).
+    tokens, hidden, blocks = 4 * 64, 16, 2
+    assert alone - shared == blocks * (4 * tokens * hidden + 4 * tokens) * 4 / 2
+
+
+class Counted(nn.Module):
+    """Queries, keys and values apart, and what is done with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.o_proj(self.q_proj(x) * self.k_proj(x) * self.v_proj(x))
+        return out
+
+
+def collectives_of(group: Group, model: nn.Module, x: Tensor) -> list[str]:
+    """Return the collectives of a forward and a backward, in order."""
+    seen: list[str] = []
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+
+    def noting(kind: str) -> Any:
+        plain = getattr(group, kind)
+
+        def noted(*args: Any) -> Any:
+            seen.append(kind)
+            return plain(*args)
+
+        return noted
+
+    for kind in kinds:
+        setattr(group, kind, noting(kind))
+    model(x).square().sum().backward()  # the first one has gradients of replicated parameters compared
+    seen.clear()
+    x.grad = None
+    model(x).square().sum().backward()
+    for kind in kinds:
+        delattr(group, kind)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("model", "sequence_parallel", "expected"),
+    [
+        (Counted, False, ["all_reduce", "all_reduce"]),
+        (Counted, True, ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]),
+        (lambda: Fused(), False, ["all_reduce", "all_reduce"]),
+        (lambda: Fused(), True, ["all_gather", "reduce_scatter", "all_gather", "all_gather", "reduce_scatter"]),
+    ],
+)
+def test_columns_of_the_same_tokens_communicate_once(model: Any, sequence_parallel: bool, expected: list[str]) -> None:
+    whole, tokens = build_block(model, 0), torch.randn(2, 4, 4, dtype=torch.float64)
+
+    def run(transport: Transport) -> tuple[list[str], Tensor]:
+        group = transport.make_group([(0, 1)])
+        cut = apply_tensor_parallel(build_block(model, 0), group, sequence_parallel=sequence_parallel)
+        mine = tokens.chunk(2, 1)[group.index] if sequence_parallel else tokens
+        x = mine.clone().requires_grad_()
+        seen = collectives_of(group, cut, x)
+        assert x.grad is not None
+        return seen, x.grad
+
+    x = tokens.clone().requires_grad_()
+    whole(x).square().sum().backward()
+    assert x.grad is not None
+    found = run_local(2, run)
+    assert [seen for seen, _ in found] == [expected, expected]
+    gradient = torch.cat([part for _, part in found], 1) if sequence_parallel else found[0][1]
+    assert (gradient - x.grad).abs().max() <= 1e-12
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 8, dtype=torch.float64)
+        self.fc2 = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.fc1(x).tanh())
+        return out
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.mlp = Fused().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.attention(x, x, x)[0])
+        return out
+
+
+class OwnAttention(nn.Module):
+    """An attention whose layers nobody has heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.all_three, self.back = 2, nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.all_three(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.back(nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+        return out
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = OwnAttention(), Fused().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.attention(x))
+        return out
+
+
+class Sending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Fused().float()
+
+    def forward(self, x: Tensor) -> Carry:
+        return Carry(self.mlp(x), skip=x)
+
+
+class Joining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Fused().float()
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x) + skip
+        return out
+
+
+class Lone(nn.Module):
+    """A pair, and a product beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Fused().float()
+        self.beside = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x) + self.beside(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rules", "message"),
+    [
+        ([Opaque], {}, r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank"),
+        (
+            [Own],
+            {},
+            r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank's tokens",
+        ),
+        ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not slice"),
+        ([Lone], {"0.beside": "column"}, r"slices the tokens around '0.beside', but its partner is not cut"),
+    ],
+)
+def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], message: str) -> None:
+    x = torch.randn(2, 4, 4, dtype=torch.float64)
+
+    def run(transport: Transport, mesh: str = "tp=2", **more: Any) -> Tensor:
+        plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
+        more = {"rules": rules, "sequence_parallel": True, **more}
+
+        def loss(output: Tensor, _: Tensor) -> Tensor:
+            return output.square().sum()
+
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport, **more)
+        engine.step(x, torch.zeros(2))
+        return engine.step(x, torch.zeros(2)).loss
+
+    with pytest.raises(MisfitError, match=message):
+        run_local(2, lambda transport: run(transport, prove="none"))
+    (expected,) = run_local(1, lambda transport: run(transport, "pp=1", sequence_parallel=False))
+    for loss in run_local(2, run):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
