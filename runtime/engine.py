@@ -170,8 +170,9 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             seed=seed,
         )
         self._scale = LossScale(grad_scaler)
-        beside = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split, "max_skipped": max_skipped}
-        beside |= {"metrics": [*metrics], "blocks": len(blocks), "verify": verify, **self._scale.state_dict()}
+        beside: dict[str, object] = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split}
+        beside |= {"max_skipped": max_skipped, "metrics": [*metrics], "blocks": len(blocks), "verify": verify}
+        beside |= self._scale.state_dict()
         agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
         self.transport.checks_everything = verify
         self._connect_ranks(ring=context == "ring")
