@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
@@ -170,33 +170,18 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             seed=seed,
         )
         self._scale = LossScale(grad_scaler)
-        beside: dict[str, object] = {
-            "clip": clip,
-            "bucket_mb": bucket_mb,
-            "zero_split": zero_split,
-            "max_skipped": max_skipped,
-        }
-        beside |= {"metrics": [*metrics], "blocks": len(blocks), "verify": verify, **self._scale.state_dict()}
+        beside: dict[str, object] = {"clip": clip, "bucket_mb": bucket_mb, "zero_split": zero_split}
+        beside |= {"max_skipped": max_skipped, "metrics": [*metrics], "blocks": len(blocks), "verify": verify}
+        beside |= self._scale.state_dict()
         agree_on_options(plan, {**vars(options), **beside}, self.transport.world_group())
         self.transport.checks_everything = verify
-        self._groups = make_groups(plan, self.transport)
-        self._plans = StepPlans(plan, self.transport, self._groups.world, ring=context == "ring")
-        self._plans.open()
-        self._is_closed = False
-        self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
-        self.everyone = ControlGroup(self._groups.world)
+        self._connect_ranks(ring=context == "ring")
         self._model = RankModel(plan, blocks, self._groups, self.transport, options)
         require_stages(plan, self._model.stages)
         builds = OptimizerBuilds(builder, self._model, self._groups.tensor, zero_split)
-        model, bucket_bytes = self._model, int(bucket_mb * 1e6)
-        self._state = TrainingState(
-            plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
-        )
+        self._hold_state(builds, bucket_mb)
         functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
         agree_on_functions(functions, builds.settings, self._groups.world)
-        self._access, self._averages = WeightAccess(self._state, self._model.stages), Averages()
-        self.clock = Clock(self.transport.device)
-        self._recorder = Recorder.of(plan, self.transport, trace_steps)
         self._loss_fn, self._clip = loss_fn, clip
         bind = self._model.tensor.bind
         run_options = RunOptions(
@@ -207,13 +192,36 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             max_sends=MAX_SENDS if may_wait else None,
             wants_stop=wants_stop,
         )
+        self._recorder = Recorder.of(plan, self.transport, trace_steps)
+        self._bind(blocks, run_options)
+        held, world = self._exchange.held, self._groups.world
+        self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, max_skipped, spike_dir)
+
+    def _connect_ranks(self, *, ring: bool) -> None:
+        """Open what ranks talk over: groups, and the channels of all plans that the engine runs."""
+        self._groups = make_groups(self.plan, self.transport)
+        self._plans = StepPlans(self.plan, self.transport, self._groups.world, ring=ring)
+        self._plans.open()
+        self._is_closed = False
+        self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
+        self.everyone = ControlGroup(self._groups.world)
+
+    def _hold_state(self, builds: OptimizerBuilds, bucket_mb: float) -> None:
+        """Make what the rank holds besides its model: gradients, optimizers, averages of weights."""
+        model, bucket_bytes = self._model, int(bucket_mb * 1e6)
+        self._state = TrainingState(
+            self.plan, model.pp_rank, model.stages, self._groups, model.tied, builds, bucket_bytes=bucket_bytes
+        )
+        self._access, self._averages = WeightAccess(self._state, model.stages), Averages()
+
+    def _bind(self, blocks: Blocks, options: RunOptions) -> None:
+        """Make what runs steps, and what hands weights over by the names that the model has for them."""
+        self.clock = Clock(self.transport.device)
         self._runner = PlanRunner(
-            self._model, self._state, self._groups, self.transport, self.clock, run_options, self._recorder
+            self._model, self._state, self._groups, self.transport, self.clock, options, self._recorder
         )
         names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
         self._exchange = Exchange(self._model, self._state, self._groups, names, self._runner.steps)
-        held, world = self._exchange.held, self._groups.world
-        self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, max_skipped, spike_dir)
 
     def step(
         self, inputs: Any, targets: Any, *, microbatches: int | None = None, last: bool = True, **extras: Any
@@ -385,13 +393,6 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         """
         busy, all_seconds = self.everyone.add(self.clock.read_s(), seconds)
         return busy / all_seconds
-
-    def expert_tokens(self) -> dict[str, Tensor]:
-        """Return how often each expert was chosen in training since the last call, on every rank (collective).
-
-        Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
-        """
-        return self._model.expert_load.read()
 
     def close(self) -> None:
         """Hang up; no step can follow."""

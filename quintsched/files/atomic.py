@@ -5,7 +5,8 @@
     a FIFO, a device               data ─▶ straight into it: it is no file, and is never replaced by one
     /dev/stdout, /dev/fd/3         data ─▶ into what is open already
 
-`write_whole` is what every writer of files uses, `read_whole` what reads those whose size has a limit.
+`write_whole` is what every writer of files uses, `read_whole` what reads those whose size has a limit. What is made of
+several files says by `writing` what could not be written, and brings renamings to the disk by `sync_directory`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quintsched.errors import InputError, UsageError
@@ -41,7 +42,7 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
     Raises `UsageError` where that cannot be done; what was there is then as it was.
     """
     content = data.encode("utf-8") if isinstance(data, str) else data
-    try:
+    with writing(path, what):
         opened = _open_already(path)
         if opened is not None:
             _write_into(opened, content)
@@ -49,8 +50,24 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
             _write_through(path, content)
         else:
             _replace(Path(os.path.realpath(path)), content, status, durable)
+
+
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """A context in which an `OSError` is a `UsageError` that says what could not be written."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"{path}: cannot write {what}: {error.strerror or error}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Bring what was made and renamed in a directory to the disk; raises `OSError`."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def read_whole(path: Path | None, most: int, what: str) -> bytes:
@@ -155,7 +172,7 @@ def _replace(path: Path, data: bytes, before: os.stat_result | None, durable: bo
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
 def _inherit(file: int, before: os.stat_result) -> None:
@@ -169,12 +186,3 @@ def _write_all(file: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
-
-
-def _sync_directory(path: Path) -> None:
-    """Bring a renaming to the disk."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

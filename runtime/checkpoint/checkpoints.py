@@ -22,16 +22,17 @@ from typing import Any
 import torch
 
 from quintsched.errors import InputError
+from quintsched.files.atomic import writing
 from quintsched.files.plain import require_folder
 
 from ..engine import Engine
 from ..job.choices import Start
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
-from .manifest import DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
+from .manifest import WHAT, DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
 from .opening import OpenRun, open_run
 from .reading import LOADER, Reading, plan_digest
-from .run_folder import SavedStep, writing
+from .run_folder import SavedStep
 from .shard_file import write_shard
 from .writer import Writer
 
@@ -39,7 +40,6 @@ COSTS = "block_costs.json"
 """The file of what blocks cost, which a run that is resumed needs; see `of_job`."""
 
 MOST_WORDS = 1000
-WHAT = "the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class OpenCheckpoints:
 
         def complete(files: Sequence[RankFile]) -> None:
             joint.write_manifest(make_manifest(self.run, step, digest, mesh, files, progress, self._settings).to_json())
-            with writing(final):
+            with writing(final, WHAT):
                 self.folder.complete(attempt, step, self._keep)
 
         self._writer.start(partial(joint.run, write, complete))

@@ -8,20 +8,19 @@ They are written before training goes on: what the ranks say to each other for t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quintsched.errors import InputError, UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import write_whole, writing
 
 from ..engine import Engine
 from ..interchange.dcp_format import TABLE
 from ..interchange.dcp_format import file_name as dcp_file_name
-from .checkpoints import WHAT, Found, OpenCheckpoints
-from .manifest import MANIFEST, VERSION, DcpManifest, RankFile, read_dcp_manifest
-from .run_folder import SavedStep, writing
+from .checkpoints import Found, OpenCheckpoints
+from .manifest import MANIFEST, VERSION, WHAT, DcpManifest, RankFile, read_dcp_manifest
+from .run_folder import SavedStep
 from .shard_file import hash_file, require_intact
 
 LOADERS = "loader.replica"
@@ -36,17 +35,17 @@ class OpenDcpCheckpoints(OpenCheckpoints):
         attempt = self.folder.next_attempt()
 
         def clear() -> None:
-            with writing(attempt):
+            with writing(attempt, WHAT):
                 self.folder.clear(attempt)
 
         def complete() -> None:
-            with writing(attempt):
+            with writing(attempt, WHAT):
                 write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
                 self.folder.complete(attempt, step, self._keep)
 
         engine.everyone.together(clear if rank == 0 else _nothing)
         engine.save_dcp(attempt, beside={} if loader is None else {_loader_of(engine): loader})
-        mine = engine.everyone.together(lambda: [_settled(attempt / name) for name in _names_of(rank)])
+        mine = engine.everyone.together(lambda: [_written(attempt / name) for name in _names_of(rank)])
         said = engine.everyone.share_bytes(b"\n".join(file.model_dump_json().encode() for file in mine))
         files = [RankFile.model_validate_json(line) for lines in said for line in lines.split(b"\n")]
         manifest = DcpManifest(
@@ -87,14 +86,8 @@ def _names_of(rank: int) -> list[str]:
     return [dcp_file_name(rank), *([TABLE] if rank == 0 else [])]
 
 
-def _settled(path: Path) -> RankFile:
-    """Return what the manifest says of a file, when that is on the disk."""
-    with writing(path):
-        opened = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+def _written(path: Path) -> RankFile:
+    """Return what the manifest says of a file that was written."""
     try:
         return hash_file(path)
     except InputError as error:

@@ -19,13 +19,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quintsched.errors import InputError, QuintschedError, UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import write_whole, writing
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
 
 from ..comm.clock import now_s
-from .manifest import MANIFEST, RankFile, file_name
-from .run_folder import writing
+from .manifest import MANIFEST, WHAT, RankFile, file_name
 
 FAILED = "failed"
 MOST_NOTE = 2**16
@@ -63,7 +62,7 @@ class JointWrite:
         Raises `UsageError` on all ranks where one of them fails.
         """
         try:
-            with writing(self._final):
+            with writing(self._final, WHAT):
                 self._attempt.mkdir(exist_ok=True)
                 note = Note(file=write(self._attempt))
             if self._rank == 0:
@@ -77,10 +76,10 @@ class JointWrite:
 
     def write_manifest(self, content: bytes) -> None:
         """Write the manifest, and bring all that is in the folder to the disk."""
-        with writing(self._final):
+        with writing(self._final, WHAT):
             for rank in range(1, self._ranks):
                 (self._attempt / _note_name(rank)).unlink()
-            write_whole(self._attempt / MANIFEST, content, "the checkpoint", durable=True)
+            write_whole(self._attempt / MANIFEST, content, WHAT, durable=True)
 
     def _all_parts(self, mine: Note) -> list[RankFile]:
         """Return what all ranks have written, when they have; raises what the first of them to fail says."""
@@ -118,12 +117,12 @@ class JointWrite:
             return
 
     def _say(self, name: str, note: Note) -> None:
-        write_whole(self._attempt / name, note.model_dump_json().encode(), "the checkpoint")
+        write_whole(self._attempt / name, note.model_dump_json().encode(), WHAT)
 
     def _read(self, name: str) -> Note:
         path = self._attempt / name
         try:
-            return Note.model_validate(parse_strict(read_plain(path, "the checkpoint", MOST_NOTE)))
+            return Note.model_validate(parse_strict(read_plain(path, WHAT, MOST_NOTE)))
         except (InputError, ValidationError) as error:
             return Note(error=f"{path}: {error}")
 
@@ -158,7 +157,7 @@ class _Waiting:
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the sizes of what is in a folder, in bytes, by name."""
-    with writing(folder):
+    with writing(folder, WHAT):
         return {name: size for name in os.listdir(folder) if (size := _size(folder / name)) is not None}
 
 
@@ -171,7 +170,7 @@ def _size(path: Path) -> int | None:
 
 def _change_of(folder: Path) -> tuple[int, int | None] | None:
     """Return what changes while the first rank writes, and waits for others; None where the folder is gone."""
-    with writing(folder):
+    with writing(folder, WHAT):
         try:
             return os.lstat(folder).st_mtime_ns, _size(folder / file_name(0))
         except FileNotFoundError:

@@ -30,6 +30,9 @@ from quintsched.ir.mesh import Mesh
 MANIFEST = "manifest.json"
 """The name of the file."""
 
+WHAT = "the checkpoint"
+"""What messages call it."""
+
 MOST_BYTES = 2**25
 """The longest manifest that is read: a hundred thousand ranks have a shorter one."""
 
@@ -145,7 +148,7 @@ def read_dcp_manifest(path: Path, step: int) -> DcpManifest:
 
 def run_of(path: Path, step: int) -> str | None:
     """Return of which run the manifest at `path` is, of whatever format; None: it does not say. Raises `InputError`."""
-    found = _without_seal(read_plain(path, "the checkpoint", MOST_BYTES))
+    found = _without_seal(read_plain(path, WHAT, MOST_BYTES))
     is_dcp = isinstance(found, dict) and found.get("format") == "quintsched.dcp"
     return read_dcp_manifest(path, step).run if is_dcp else read_manifest(path, step).run
 
@@ -166,7 +169,7 @@ def parse_manifest(kind: type[AnyManifest], content: bytes, step: int) -> AnyMan
 
 
 def _read(kind: type[AnyManifest], path: Path, step: int) -> AnyManifest:
-    content = read_plain(path, "the checkpoint", MOST_BYTES)
+    content = read_plain(path, WHAT, MOST_BYTES)
     try:
         return parse_manifest(kind, content, step)
     except InputError as error:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import write_whole, writing
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
 
 from ..job.config import CheckpointConfig
-from .checkpoints import COSTS, WHAT, Checkpoints, OpenCheckpoints
+from .checkpoints import COSTS, Checkpoints, OpenCheckpoints
 from .dcp_checkpoints import OpenDcpCheckpoints
-from .run_folder import writing
+from .manifest import WHAT
 
 MOST_COSTS = 2**20
 """The longest file of costs that is read, in bytes."""
@@ -42,7 +42,7 @@ def remembered_costs(directory: Path, blocks: int, measure: Callable[[], list[fl
             raise InputError(f"{path}: it has {len(found)} costs, but there are {blocks} blocks; remove it")
         return found
     numbers = measure()
-    with writing(path):
+    with writing(path, WHAT):
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(numbers), WHAT, durable=True)
     return numbers

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintsched.errors import InputError, UsageError
+from quintsched.files.atomic import writing
 
 from ..comm.control import ControlGroup
 from ..job.choices import Start
-from .manifest import run_of
-from .run_folder import RunFolder, SavedStep, writing
+from .manifest import WHAT, run_of
+from .run_folder import RunFolder, SavedStep
 from .run_lock import RunLock, lock_folder, sees_lock
 
 LOCK_PATIENCE_S = 5.0
@@ -66,7 +67,7 @@ def open_run(directory: Path, start: Start, everyone: ControlGroup, rank: int, b
 
 
 def _lock(directory: Path, launch: str) -> RunLock:
-    with writing(directory):
+    with writing(directory, WHAT):
         directory.mkdir(parents=True, exist_ok=True)
         return lock_folder(directory, launch, LOCK_PATIENCE_S)
 
@@ -86,7 +87,7 @@ def _begin(folder: RunFolder, start: Start, launch: str, beside: Sequence[str]) 
         return launch, ""
     runs = {saved.folder: run for saved in steps if (run := _run_of(saved)) is not None}
     if start == "fresh":
-        with writing(folder.directory):
+        with writing(folder.directory, WHAT):
             homes = folder.move_to_old_runs(runs, beside)
         return launch, f"the run that was saved in {folder.directory} is now in {', '.join(map(str, homes))}"
     if start == "new":

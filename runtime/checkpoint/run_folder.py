@@ -19,27 +19,18 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError
+from quintsched.files.atomic import sync_directory
 from quintsched.files.plain import reading
 
 from .manifest import MANIFEST
 
 _STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 _LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """A context in which an `OSError` is a `UsageError`: the checkpoint cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot write the checkpoint: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +87,7 @@ class RunFolder:
                 self._drop(replaced)
             final.rename(replaced)
         attempt.rename(final)
-        sync(self.directory)
+        sync_directory(self.directory)
         self._set_later_aside(step)
         self._drop_old(keep)
 
@@ -113,7 +104,7 @@ class RunFolder:
                 homes.append(home)
             saved.folder.rename(_free(home / saved.folder.name))
         for folder in (*homes, self.directory):
-            sync(folder)
+            sync_directory(folder)
         return homes
 
     def _set_later_aside(self, step: int) -> None:
@@ -161,15 +152,6 @@ def saved_steps(directory: Path) -> list[SavedStep]:
         if match and entry.name.removesuffix(".replaced") == f"step-{int(match[1]):08d}" and not _is_empty(entry):
             found.append(SavedStep(int(match[1]), match[2] is None, entry))
     return sorted(found, reverse=True)
-
-
-def sync(directory: Path) -> None:
-    """Bring what was made and renamed in a directory to the disk."""
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -25,9 +25,8 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.plain import fill, open_plain
 from quintsched.files.strictjson import parse_strict, pointer, shorten
 
-from .manifest import RankFile
+from .manifest import WHAT, RankFile
 
-WHAT = "the checkpoint"
 BLOCK = 2**24
 """Bytes that are read, written and hashed at a time."""
 

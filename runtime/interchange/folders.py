@@ -8,25 +8,15 @@ Where it fails before the first renaming, DIR is as it was. Ranks share the file
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from quintsched.errors import UsageError
+from quintsched.files.atomic import sync_directory, writing
 
 from ..comm.control import ControlGroup
-
-
-@contextmanager
-def reported(path: Path, what: str) -> Iterator[None]:
-    """A context in which an `OSError` is a `UsageError` that says what could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path}: cannot write {what}: {error.strerror or error}") from error
 
 
 def replace_folder(
@@ -52,7 +42,7 @@ def replace_folder(
     fresh, old = path.with_name(f"{path.name}.saving"), path.with_name(f"{path.name}.replaced")
 
     def begin() -> None:
-        with reported(path, what):
+        with writing(path, what):
             if path.exists() and not path.is_dir():
                 raise UsageError(f"{path}: cannot write {what}: it is not a folder")
             if fresh.exists():
@@ -60,8 +50,8 @@ def replace_folder(
             fresh.mkdir(parents=True)
 
     def finish() -> None:
-        with reported(path, what):
-            _sync(fresh)
+        with writing(path, what):
+            sync_directory(fresh)
             if path.exists():
                 if old.exists():
                     shutil.rmtree(old)
@@ -69,7 +59,7 @@ def replace_folder(
             fresh.rename(path)
             if old.exists():
                 _move_over(old, path, replaced)
-            _sync(path.parent)
+            sync_directory(path.parent)
 
     def drop() -> None:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -93,11 +83,3 @@ def _move_over(old: Path, new: Path, replaced: re.Pattern[str]) -> None:
         if not replaced.fullmatch(entry.name) and not (new / entry.name).exists():
             entry.rename(new / entry.name)
     shutil.rmtree(old)
-
-
-def _sync(directory: Path) -> None:
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

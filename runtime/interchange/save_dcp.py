@@ -13,6 +13,7 @@ with those in the files, so that a checkpoint of one mesh, or of FSDP, fits any 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
+from quintsched.files.atomic import writing
 
 from ..comm.control import ControlGroup
 from .boxes import Box, Placement
 from .dcp_format import Entry, append, file_name, write_table
-from .folders import replace_folder, reported
+from .folders import replace_folder
 from .held import HeldTensor
 
 MODEL, STATE, GROUPS, STEP = "model.", "optimizer.state.", "optimizer.param_groups.", "engine.step"
@@ -112,7 +114,7 @@ def _require_whole_states(weights: Sequence[SavedWeight]) -> None:
 def _write_file(
     path: Path, weights: Sequence[SavedWeight], step: int, beside: Mapping[str, object], rank: int
 ) -> list[Entry]:
-    with reported(path, "the checkpoint"), path.open("wb") as file:
+    with writing(path, "the checkpoint"), path.open("wb") as file:
         entries: list[Entry] = []
         for weight in weights:
             if weight.held.speaks:
@@ -123,6 +125,8 @@ def _write_file(
         if rank == 0:
             entries += _pieces(file, (STEP,), [Box((), torch.tensor(step))], ())
         entries += [_value(file, (name,), value) for name, value in beside.items()]
+        file.flush()
+        os.fsync(file.fileno())
     return [replace(entry, file=path.name) for entry in entries]
 
 

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import write_whole, writing
 
 from ..comm import Group, ReduceOp
 from ..comm.control import ControlGroup, share_bytes
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
 from .boxes import Box
-from .folders import replace_folder, reported
+from .folders import replace_folder
 from .gpt2 import gpt2_config
 from .held import HeldTensor
 from .model_names import ModelNames
@@ -262,7 +262,7 @@ class TensorFile:
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
-            with reported(self._path or Path(), "the weights"):
+            with writing(self._path or Path(), "the weights"):
                 work()
         except UsageError as error:
             self._error = self._error or error

@@ -90,8 +90,8 @@ def message_rule(state: MessageState) -> MessageRule:
 
 def outgrows(cargo: Cargo, bound: Cargo) -> bool:
     """Whether messages are so much larger than those that receives were bound for that too many would be in flight."""
-    largest = max(bound.nbytes(), 1)
-    return largest * AHEAD < AHEAD_BYTES and cargo.nbytes() > 2 * largest
+    largest = max(bound.nbytes, 1)
+    return largest * AHEAD < AHEAD_BYTES and cargo.nbytes > 2 * largest
 
 
 def unit_of(value: Value) -> int:

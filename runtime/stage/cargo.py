@@ -29,6 +29,9 @@ class Cargo:
         plan: says which tensors that ride along are skips.
         cuts: the blocks of each stage.
         parcels: what every block leaves for the next, all that rides along with it.
+
+    Attributes:
+        nbytes: the bytes of the largest value that goes from stage to stage.
     """
 
     def __init__(self, plan: Plan, cuts: Sequence[range], parcels: Sequence[Parcel]) -> None:
@@ -39,6 +42,7 @@ class Cargo:
         for blocks in cuts[:-1]:
             _require_known(blocks.stop - 1, parcels[blocks.stop - 1].output.tree)
         self._left = [_without(parcels[blocks.stop - 1], plan.skips) for blocks in cuts]
+        self.nbytes = max(sum(spec.nbytes for spec in parcel.specs) for parcel in self._left)
         behind_source = (parcels[cuts[plan.skips[name][0]].stop - 1] for name in self._skips)
         self._specs = [dict(parcel.riders)[name] for name, parcel in zip(self._skips, behind_source, strict=True)]
 
@@ -46,10 +50,6 @@ class Cargo:
     def width(self) -> int:
         """The most tensors of a value."""
         return max(len(parcel.specs) for parcel in self._left)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the largest value that goes from stage to stage."""
-        return max(sum(spec.nbytes for spec in parcel.specs) for parcel in self._left)
 
     def outputs_of(self, stage: int) -> Parcel:
         """Return what leaves the last block of a stage, with all that rides along and that the stage has to do with."""

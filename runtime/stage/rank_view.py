@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from .rank_model import RankModel
 
 
@@ -44,3 +46,10 @@ class RankView:
     def replica(self) -> int:
         """Which of them this rank belongs to."""
         return self._model.replica
+
+    def expert_tokens(self) -> dict[str, Tensor]:
+        """Return how often each expert was chosen in training since the last call, on every rank (collective).
+
+        Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
+        """
+        return self._model.expert_load.read()

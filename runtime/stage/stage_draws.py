@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,16 +103,17 @@ class StageDraws:
 
         return keyed
 
+    def again(self, unit: Unit | None) -> AbstractContextManager[object]:
+        """Return a context for the backward of a unit, which may run parts of the forward again."""
+        if unit is None:
+            return self._beside or _NOTHING
+        if self._beside is None and self._mode is None:
+            return self._masks.again(unit)
+        return self._again_in_modes(unit)
+
     @contextmanager
-    def again(self, unit: Unit | None) -> Iterator[None]:
-        """A context for the backward of a unit, which may run parts of the forward again."""
-        with ExitStack() as entered:
-            if self._beside is not None:
-                entered.enter_context(self._beside)
-            if unit is not None:
-                entered.enter_context(self._masks.again(unit))
-            if unit is not None and self._mode is not None:
-                entered.enter_context(self._mode)
+    def _again_in_modes(self, unit: Unit) -> Iterator[None]:
+        with self._beside or _NOTHING, self._masks.again(unit), self._mode or _NOTHING:
             yield
 
     def _settle(self, unit: Unit) -> None:

@@ -35,7 +35,8 @@ class GradHooks:
 
     def _arrived(self, bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
         """Take in what a backward brings; see the picture above."""
-        _take_in(bucket, view, parameter)
+        if parameter.grad is not view:
+            _take_in(bucket, view, parameter)
         if bucket.notes_arrivals:
             if parameter not in bucket.missing:
                 raise MisfitError(
@@ -93,11 +94,11 @@ class GradHooks:
 
 
 def _take_in(bucket: GradBucket, view: Tensor, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to its sum, unless autograd has done so; one put off is none yet.
+    """Add a parameter's new gradient, which is not the view of its sum, to it; one put off is none yet.
 
     The sum may be that of an engine which is no longer in use, while another one trains the same weights.
     """
-    if parameter.grad is None or parameter.grad is view or getattr(parameter, "_quintsched_sum", None) is not view:
+    if parameter.grad is None or getattr(parameter, "_quintsched_sum", None) is not view:
         return
     gradient = local_gradient(parameter)
     bucket.allocate_full()

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import sync_directory, write_whole, writing
 
 from ...comm.base import SelfGroup
 from ...comm.control import ControlGroup
 from ...interchange.boxes import Box
-from ...interchange.folders import replace_folder, reported
+from ...interchange.folders import replace_folder
 from ...interchange.safetensors_folder import INDEX
 from ...interchange.save_pretrained import (
     WEIGHT_FILES,
@@ -122,11 +122,12 @@ def _firsts(saved: SavedState) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 def _write_one(saved: SavedState, output: Path, entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> None:
     fresh = output.with_name(f".{output.name}.saving")
-    with reported(output, "the weights"):
+    with writing(output, "the weights"):
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_tensors(saved, fresh, entries, metadata)
             os.replace(fresh, output)
+            sync_directory(output.parent)
         finally:
             fresh.unlink(missing_ok=True)
 

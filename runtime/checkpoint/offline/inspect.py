@@ -16,9 +16,9 @@ from typing import Any
 from quintsched.errors import InputError, QuintschedError, UsageError
 from quintsched.files.plain import open_plain, read_plain
 
-from ..manifest import MANIFEST, MOST_BYTES, DcpManifest, Manifest, parse_manifest
+from ..manifest import MANIFEST, MOST_BYTES, WHAT, DcpManifest, Manifest, parse_manifest
 from ..run_folder import SavedStep, saved_steps
-from ..shard_file import WHAT, require_intact
+from ..shard_file import require_intact
 
 _OF_DCP = re.compile(rb'"format": *"quintsched[.]dcp"')
 

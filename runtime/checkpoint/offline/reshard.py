@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import write_whole, writing
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
@@ -31,10 +31,10 @@ from ...interchange.save_pretrained import FileEntry, TensorFile
 from ...resharding.layout import LAYOUT, StateLayout
 from ...resharding.saved_state import AVERAGE, MODEL, STATE, SavedState
 from ...stage.build import cut, cut_as_planned
-from ..manifest import MANIFEST, Manifest, RankFile, file_name, make_manifest
+from ..manifest import MANIFEST, WHAT, Manifest, RankFile, file_name, make_manifest
 from ..reading import LOADER
-from ..run_folder import RunFolder, writing
-from ..shard_file import WHAT, hash_file
+from ..run_folder import RunFolder
+from ..shard_file import hash_file
 from .export import WINDOW_BYTES
 
 ALL = 2**31
@@ -97,7 +97,7 @@ def _write_step(
     """Write a checkpoint into the folder of a run; it counts only when all of it is on the disk."""
     folder = RunFolder(output, _new_run())
     attempt = folder.next_attempt()
-    with writing(output):
+    with writing(output, WHAT):
         attempt.mkdir(parents=True)
         write_whole(attempt / MANIFEST, manifest_of(write(attempt)).to_json(), WHAT, durable=True)
         folder.complete(attempt, step, ALL)
