@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,19 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
+def _pids(name: str) -> list[int]:
+    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    return [int(word) for word in done.stdout.split()]
+
+
+def _remove(name: str) -> None:
+    """End all that runs in a namespace, and take it away."""
+    for pid in _pids(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
 class Hosts:
     """So many hosts; `addresses` are theirs, and what is started there runs in `folder`."""
 
@@ -31,6 +45,14 @@ class Hosts:
         self.addresses = [f"10.97.0.{number + 1}" for number in range(count)]
         self._switch = f"qs{os.getpid()}sw"
         self._started: list[subprocess.Popen[str]] = []
+
+    def sweep(self) -> None:
+        """Take away what runs have left that were killed."""
+        done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+        for name in re.findall(r"^(qs\d+(?:h\d+|sw))\b", done.stdout, re.MULTILINE):
+            owner = int(re.findall(r"\d+", name)[0])
+            if not Path(f"/proc/{owner}").exists():
+                _remove(name)
 
     def connect(self) -> None:
         """Make the namespaces; raises `CalledProcessError` where that may not be done."""
@@ -67,21 +89,14 @@ class Hosts:
 
     def pids(self) -> list[int]:
         """Return the processes that run on any of the hosts."""
-        found = []
-        for name in self.names:
-            done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            found += [int(word) for word in done.stdout.split()]
-        return found
+        return [pid for name in self.names for pid in _pids(name)]
 
     def close(self) -> None:
         """End all that runs there, and take the hosts away."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for name in (*self.names, self._switch):
+            _remove(name)
         for process in self._started:
             process.communicate()
-        for name in (*self.names, self._switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @contextlib.contextmanager
@@ -91,6 +106,7 @@ def hosts(count: int, folder: Path) -> Iterator[Hosts]:
         pytest.skip("network namespaces need Linux and the command ip")
     made = Hosts(count, folder)
     try:
+        made.sweep()
         try:
             made.connect()
         except subprocess.CalledProcessError as error:
