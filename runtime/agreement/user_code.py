@@ -22,35 +22,9 @@ from torch import nn
 
 PLAIN = (bool, int, float, str, type(None))
 
-_OF_A_RANK = frozenset(
-    [
-        "rank",
-        "world",
-        "device",
-        "gpu",
-        "host",
-        "hostname",
-        "node",
-        "local",
-        "main",
-        "master",
-        "leader",
-        "process",
-        "pid",
-        "port",
-        "address",
-        "path",
-        "dir",
-        "file",
-        "folder",
-        "time",
-        "start",
-        "log",
-        "logger",
-        "debug",
-        "verbose",
-    ]
-)
+_OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "node", "local", "main", "master"}) | {
+    *("leader", "process", "pid", "port", "address", "path", "dir", "file", "folder", "time", "start", "log", "verbose")
+}
 """Values with one of these words in their names may differ from rank to rank."""
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "quintsched"} - {"__main__"})
