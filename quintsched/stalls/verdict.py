@@ -30,7 +30,7 @@ TOGETHER_S = 1.0
 """Ranks of a host that end within this time have ended together."""
 
 SILENT_S = 3.0
-"""Who was not heard of for so long may be out of reach, in seconds: ranks of other hosts say each second where they are."""
+"""After so many seconds of silence a rank of another host may be out of reach: it says each second where it is."""
 
 LOST_PEER = re.compile(
     r"StallError|connection (closed|reset|refused)|closed by peer|broken pipe|timed? ?out|remote (worker|process)|"

@@ -10,6 +10,8 @@ Each has processes and a name of its own too, so that none of them sees those of
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import re
 import shutil
@@ -43,21 +45,30 @@ def _remove(name: str) -> None:
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+_MADE = itertools.count()
+
+
+def _letters(number: int) -> str:
+    """Return a number in letters, of which names of hosts have no others: a, b, … g, ba, …"""
+    return ("" if number < 7 else _letters(number // 7)) + "abcdefg"[number % 7]
+
+
 class Hosts:
     """So many hosts; `addresses` are theirs, and what is started there runs in `folder`."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self._folder = folder
-        self.names = [f"qs{os.getpid()}h{number}" for number in range(count)]
+        own = f"qs{os.getpid()}{_letters(next(_MADE))}"
+        self.names = [f"{own}h{number}" for number in range(count)]
         self.addresses = [f"10.97.0.{number + 1}" for number in range(count)]
-        self._switch = f"qs{os.getpid()}sw"
+        self._switch = f"{own}sw"
         self._started: list[subprocess.Popen[str]] = []
         self._inits: list[int] = []
 
     def sweep(self) -> None:
         """Take away what runs have left that were killed."""
         done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
-        for name in re.findall(r"^(qs\d+(?:h\d+|sw))\b", done.stdout, re.MULTILINE):
+        for name in re.findall(r"^(qs\d+[a-g]*(?:h\d+|sw))\b", done.stdout, re.MULTILINE):
             owner = int(re.findall(r"\d+", name)[0])
             if not Path(f"/proc/{owner}").exists():
                 _remove(name)
@@ -143,19 +154,32 @@ class Hosts:
             process.communicate()
 
 
+@functools.cache
+def why_no_hosts() -> str | None:
+    """Return why no hosts can be made on this machine; None: they can."""
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing or not Path("/proc/self/ns/net").exists():
+        return f"network namespaces need Linux and the commands {', '.join(missing)}"
+    made = Hosts(1, Path.cwd())
+    try:
+        made.connect()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"network namespaces may not be made here: {getattr(error, 'stderr', '') or error}"
+    finally:
+        made.close()
+    return None
+
+
 @contextlib.contextmanager
 def hosts(count: int, folder: Path) -> Iterator[Hosts]:
     """Make hosts for a test, which is skipped where this machine does not let us."""
-    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
-    if missing or not Path("/proc/self/ns/net").exists():
-        pytest.skip(f"network namespaces need Linux and the commands {', '.join(missing)}")
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(reason.strip())
     made = Hosts(count, folder)
     try:
         made.sweep()
-        try:
-            made.connect()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces may not be made here: {error.stderr.strip()}")
+        made.connect()
         yield made
     finally:
         made.close()
