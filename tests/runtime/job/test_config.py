@@ -192,6 +192,12 @@ class TestYaml:
     def test_broken_files(self, fault: Refuse, text: str, words: str) -> None:
         assert words in fault(text)
 
+    def test_keys_make_no_lines_of_their_own(self, fault: Refuse) -> None:
+        said = fault('train: {"lr\\e[31m\\nerror: x": 1, epochs: "a\\nb"}').splitlines()[1:]
+        assert said[0] == "  train.epochs: input should be a valid integer, not 'a\\nb'"
+        assert said[1].startswith("  train.lr\\x1b[31m error: x: unknown key")
+        assert len(said) == 2
+
     def test_merged_keys_are_not_given_twice(self, job: Load) -> None:
         config = job("model: {options: {a: &a {x: 1}, b: {c: &b {<<: *a, x: 2}}, d: {<<: *b, x: 3}}}")
         assert config.model.options == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 3}}
