@@ -203,10 +203,15 @@ class TestYaml:
         assert config.model.options == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 3}}
 
     def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"nowhere.yaml: the job file cannot be read: No such file"):
+        with pytest.raises(UsageError, match=r"nowhere.yaml: cannot read the job file: No such file"):
             load_job(tmp_path / "nowhere.yaml")
         with pytest.raises(UsageError, match="Is a directory"):
             load_job(tmp_path)
+        with pytest.raises(UsageError, match="it is a device, not a file"):
+            load_job("/dev/zero")
+        (tmp_path / "long.yaml").write_bytes(b"#" * 2**19)
+        with pytest.raises(UsageError, match=f"it has {2**19} bytes, more than the {2**18} that are read"):
+            load_job(tmp_path / "long.yaml")
 
     @settings(deadline=None)
     @given(content=st.binary(max_size=60) | st.text("abc:[]{}-&*!'\"\n 0<?,|>%@`", max_size=60).map(str.encode))
