@@ -199,7 +199,8 @@ class Watcher:
     def _end_alone(self) -> None:
         """End this rank because the network between it and the hub is cut: the others end it too, and cannot say so."""
         if not self._closed.is_set():
-            self._end(f"rank {self._rank} ({socket.gethostname()}) cannot reach the host of rank 0", was_told=False)
+            lost = "cannot reach the host of rank 0: the link between them is cut, or that host is gone"
+            self._end(f"rank {self._rank} (host {socket.gethostname()}) {lost}", was_told=False)
 
     def _end(self, message: str, *, was_told: bool, at_once: bool = False) -> None:
         """End this process, whatever its main thread does; it may do so itself first, in its own words.
