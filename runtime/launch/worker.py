@@ -20,6 +20,7 @@ from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
 from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, printable
+from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, is_own, said
 
 from .bound import end_with
@@ -214,7 +215,7 @@ def train(
 
 def _say(line: str) -> None:
     """Say something to whoever listens; where nobody does any more, as behind `| head -1`, the run goes on."""
-    with Suppressed(OSError, ValueError):
+    with Suppressed(OSError, ValueError, StreamBroken):
         if sys.stdout is not None:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
@@ -231,7 +232,8 @@ def explain(error: BaseException, rank: int) -> int:
     lost a peer and has heard no verdict, waits before it speaks.
     """
     if isinstance(error, StallError) and error.was_told is not None:
-        _complain("" if error.was_told else f"error: {error}\n")
+        if not error.was_told:
+            write_error(error)
         return error.exit_code
     known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
     if "RANK" in os.environ and known:
@@ -241,7 +243,7 @@ def explain(error: BaseException, rank: int) -> int:
     trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
     is_named = "RANK" not in os.environ or words.startswith(f"rank {rank} ")  # else a note says which
     whose = "" if is_named else f"rank {rank}: "
-    _complain(f"error: {whose}{_fit(words)}{_fit(notes)}\n{trace}")
+    write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
     return error.exit_code if isinstance(error, QuintschedError) else 1
 
 
@@ -249,17 +251,10 @@ def _fit(text: str) -> str:
     return printable(text, MOST_LETTERS, lines=True)
 
 
-def _complain(text: str) -> None:
-    with suppress(OSError, ValueError):
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-
 def leave(code: int) -> NoReturn:
     """End the process at once: threads of a broken transport must not keep it alive."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, StreamBroken):
             if stream is not None:
                 stream.flush()
     os._exit(code)

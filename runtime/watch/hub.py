@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from quintsched.errors import printable
+from quintsched.files.terminal import write_error
 from quintsched.plan import Plan
 from quintsched.stalls.states import Fate
 
@@ -279,7 +280,7 @@ def main() -> int:
     hub.run()
     hub.close()
     if hub.verdict is not None and not hub.verdict.has_survivors:
-        sys.stderr.write(f"error: {hub.verdict.message}\n")
+        write_error(hub.verdict.message)
     return 0
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
+from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, headline, is_own
 
 from . import clock
@@ -208,7 +209,7 @@ class Watcher:
         One that is to blame may not, unless it has failed by itself: a rank that slept would train on.
         """
         if message and not was_told and not self._asks and not self._has_failed:
-            _complain(f"error: {message}\n")
+            write_error(message)
             was_told = True
         self._answer = Answer(message, was_told)
         self._answered.set()
@@ -239,15 +240,8 @@ def _close_in_children(connected: socket.socket) -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def _complain(text: str) -> None:
-    """Say something, if anybody listens any more."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
 def _exit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, StreamBroken):
             stream.flush()
     os._exit(code)
