@@ -58,8 +58,8 @@ def export(
     """Write a checkpoint's weights and buffers to a file, or to a folder in files of at most so many bytes.
 
     `average` is the number of an average that is written in place of the weights that it has; `masters` keeps the type
-    that the optimizer works on. Raises `UsageError` where there is no such average, nothing can be written, or the folder
-    is that of a run.
+    that the optimizer works on. Raises `UsageError` where there is no such average, nothing can be written, or
+    the folder is that of a run.
     """
     entries, tied = _entries(saved, average, masters=masters)
     metadata = {other: first for first, others in tied.items() for other in others}  # as safetensors' save_model does
