@@ -2,11 +2,13 @@
 
     a regular file, or none yet    data ─▶ .a1b2c3.tmp beside it ─▶ renamed to the path      a reader never sees half
     a link                         the same with the file that it points to; the link stays
+    another user's link in /tmp    refused: it may lead anywhere
     a FIFO, a device               data ─▶ straight into it: it is no file, and is never replaced by one
     /dev/stdout, /dev/fd/3         data ─▶ into what is open already
 
-`write_whole` is what every writer of files uses, `read_whole` what reads those whose size has a limit. What is made of
-several files says by `writing` what could not be written, and brings renamings to the disk by `sync_directory`.
+`write_whole` is what every writer of files uses, `write_plain` who writes unasked, `read_whole` what reads those whose
+size has a limit. What is made of several files says by `writing` what could not be written, and brings renamings to the
+disk by `sync_directory`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
     """
     content = data.encode("utf-8") if isinstance(data, str) else data
     with writing(path, what):
+        _require_own_links(path)
         opened = _open_already(path)
         if opened is not None:
             _write_into(opened, content)
@@ -57,6 +60,18 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
             _write_through(path, content)
         else:
             _replace(Path(os.path.realpath(path)), content, status, durable)
+
+
+def write_plain(path: Path, data: str, what: str) -> None:
+    """Write text to a regular file as `write_whole` does, but never through a link, into a FIFO or a device.
+
+    For who writes by itself, where nobody has named the file just now. Raises `UsageError` where that cannot be done.
+    """
+    with writing(path, what):
+        status = os.lstat(path) if os.path.lexists(path) else None
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{path}: cannot write {what}: it is {kind_of(status.st_mode)}, not a file")
+        _replace(path, data.encode(), status, durable=False)
 
 
 @contextmanager
@@ -143,6 +158,31 @@ def _read_up_to(read: Callable[[int], bytes | None], most: int, block_bytes: int
 
 def _too_long(size: int | None, most: int) -> InputError:
     return InputError(f"it has {'more bytes' if size is None else f'{size} bytes, more'} than the {most} that are read")
+
+
+def _require_own_links(path: Path) -> None:
+    """Raise `PermissionError` for a link, or a FIFO, that somebody else has put into a folder that all may write to.
+
+    So a name in /tmp that is easy to guess does not lead to another file of ours; Linux has the same rule as
+    fs.protected_symlinks and fs.protected_fifos, which may be off.
+    """
+    name = os.path.abspath(path)
+    for _ in range(MOST_LINKS):
+        if not os.path.lexists(name):
+            return
+        status, folder = os.lstat(name), os.stat(os.path.dirname(name))
+        is_open = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+        is_link = stat.S_ISLNK(status.st_mode)
+        if (
+            is_open
+            and (is_link or stat.S_ISFIFO(status.st_mode))
+            and status.st_uid not in (os.geteuid(), folder.st_uid)
+        ):
+            kind = kind_of(status.st_mode)
+            raise PermissionError(errno.EACCES, f"{name} is {kind} of another user in a folder that all may write to")
+        if not is_link:
+            return
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
 
 
 def _open_already(path: Path) -> int | None:
