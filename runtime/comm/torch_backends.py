@@ -32,7 +32,7 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
 from ..job.choices import Rules
-from ..rendezvous.addresses import choose_interfaces
+from ..rendezvous.addresses import choose_interfaces, require_interfaces
 from ..rendezvous.attempt import Attempt, meet
 from ..rendezvous.store import open_store, require_addresses, within
 from ..watch.publisher import Publisher
@@ -110,6 +110,7 @@ def _come_together(
     """
     require_addresses()
     rank, world_size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
+    require_interfaces()
     choose_interfaces()
     named = find_watch(rank, world_size, watch, host_waits=host_waits)
     if named is not None:

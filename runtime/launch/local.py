@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.files.terminal import write_error, write_line
 
-from ..rendezvous.addresses import LOOPBACK, listen, listen_for_others
+from ..rendezvous.addresses import LOOPBACK, listen, require_interfaces
+from ..rendezvous.master import own_address, read_master, require_elsewhere
 from . import worker
 from .machines import DIED, Machines
 from .processes import Place, Ranks, taking_signals
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, rest = parser.parse_known_args(arguments)
     try:
         rest += [] if known.min_dp is None else ["--set", "parallel.elastic=true"]
+        require_interfaces()
         worlds, in_process, more = _worlds(worker.parse(rest), known)
         command = ["quintsched.runtime", *rest, *more]
         if known.nnodes > 1:
@@ -160,18 +162,20 @@ def _place_of(known: argparse.Namespace, num_ranks: int) -> tuple[Place, socket.
     Raises `UsageError` for what is wrong on the command line, `MisfitError` for ranks that the machines cannot share.
     """
     count, number = known.nnodes, known.node_rank
-    host, _, port = known.master.rpartition(":")
+    host, port = read_master(known.master)
+    said = f"--master {known.master}"
     if not 0 <= number < count:
         raise UsageError(f"--node-rank {number}: the machines are 0 to {count - 1}")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError(f"--master {known.master!r}: give machine 0's address and a free port of it: HOST:PORT")
     if num_ranks % count:
         raise MisfitError(f"{num_ranks} ranks cannot be shared out evenly over {count} machines")
-    place = Place(host, int(port), num_ranks // count, number, count)
+    if number > 0:
+        require_elsewhere(host, said)
+        return Place(host, port, num_ranks // count, number, count), None
+    place = Place(own_address(host, said), port, num_ranks // count, number, count)
     try:
-        return place, listen_for_others(host, place.port) if number == 0 else None
+        return place, listen(place.host, port)
     except OSError as error:
-        raise UsageError(f"--master {known.master}: cannot listen there: {error.strerror}") from error
+        raise UsageError(f"{said}: cannot listen there: {error.strerror}") from error
 
 
 if __name__ == "__main__":

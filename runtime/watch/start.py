@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine
+from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .cell import Cell
 from .connection import ADDRESS, KEY
 from .frames import FrameError
 from .process import HeldTerm
 from .publisher import Publisher
 from .watcher import Watcher
-
-BACKLOG = 1024
 
 
 class Store(Protocol):
@@ -89,7 +86,7 @@ def _publisher(
 def _start_hub(num_ranks: int) -> tuple[str, str]:
     """Start a hub in a process of its own, and return its address and key."""
     key = secrets.token_hex(16)
-    with socket.create_server((_own_host(), 0), backlog=BACKLOG) as listening:
+    with listen(_own_host()) as listening:
         host, port = listening.getsockname()[:2]
         listening.set_inheritable(True)
         command = [sys.executable, "-m", "quintsched.runtime.watch.hub", str(listening.fileno()), str(num_ranks)]

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from quintsched.errors import UsageError
 from quintsched.runtime.rendezvous.addresses import (
     GLOO,
     LOOPBACK,
@@ -16,7 +17,8 @@ from quintsched.runtime.rendezvous.addresses import (
     choose_interfaces,
     interface_of,
     listen,
-    listen_for_others,
+    own_addresses,
+    require_interfaces,
 )
 from quintsched.runtime.rendezvous.store import open_store
 
@@ -64,8 +66,26 @@ def test_a_port_is_open_at_one_address_only() -> None:
             listen(LOOPBACK, here.getsockname()[1])
     with pytest.raises(OSError, match=r"[Aa]ssign"):
         listen("203.0.113.9")
-    with listen_for_others("203.0.113.9", 0) as everywhere:
-        assert everywhere.getsockname()[0] == "0.0.0.0"
+
+
+def test_own_addresses_are_those_that_others_may_come_to() -> None:
+    found = own_addresses()
+    assert LOOPBACK not in found
+    assert "::1" not in found
+    for address in found:
+        with listen(address) as here:
+            assert here.getsockname()[0] == address
+        assert interface_of(address) in [name for _, name in socket.if_nameindex()]
+
+
+def test_an_interface_that_is_not_there_is_refused_at_once(one_machine: pytest.MonkeyPatch) -> None:
+    require_interfaces()
+    loopback = interface_of(LOOPBACK)
+    one_machine.setenv(GLOO, f"{loopback}")
+    require_interfaces()
+    one_machine.setenv(GLOO, f"{loopback},nosuch0")
+    with pytest.raises(UsageError, match=f"has no network interface 'nosuch0'; it has .*{loopback}"):
+        require_interfaces()
 
 
 def test_ranks_without_a_launcher_share_the_store_of_rank_0(one_machine: pytest.MonkeyPatch) -> None:
