@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError, UsageError
 
+from .blocks.module_state import saved_tensors
 from .interchange.exchange import Exchange
 from .interpreter.plan_runner import PlanRunner
 from .optim.chained import LRSchedulers
@@ -179,7 +180,7 @@ class EngineWeights:
         Names of other ranks' blocks are passed over; unknown ones raise `UsageError`, other shapes `MisfitError`.
         """
         blocks = enumerate(self._model.outlines)
-        known = {f"{number}.{name}" for number, block in blocks for name in block.state_dict(keep_vars=True)}
+        known = {f"{number}.{name}" for number, block in blocks for name in saved_tensors(block)}
         unknown = sorted(weights.keys() - known)
         if unknown:
             raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")
