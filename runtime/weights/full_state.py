@@ -50,7 +50,7 @@ class FullState:
         """Return full tensors of this rank's blocks, on the CPU."""
         self._state.weights.settle()
         full = {name: tensor.detach().cpu() for name, tensor in self._gathered()}
-        beside = {name: tensor.detach().cpu() for name, tensor in self._state.read_beside().items()}
+        beside = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._state.read_beside().items()}
         require_alike(beside, self._groups.world)
         return {**full, **beside}
 

@@ -117,9 +117,6 @@ def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
         shape = saved.shape(name)
         if name.startswith(PROGRESS):
             require_of_any_mesh(saved, name)
-            for rank in range(mesh.size):
-                found[rank].append(Share(name, shape, None))
-            continue
         ranks, count = holders[pp_of.get(block_of(name), 0)], prod(shape)
         if not shape or count < len(ranks):
             found[ranks[0]].append(Share(name, shape, None))
