@@ -60,9 +60,9 @@ class OfAll(Base):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1  # type: ignore[index]
+        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
         for group, p, _ in self.every():
-            p.sub_(p.grad * (group["lr"] / self.state["all"]["count"]))  # type: ignore[index]
+            p.sub_(p.grad * (group["lr"] / self.state["all"]["count"]))
 
 
 class Numbers(Base):
