@@ -24,13 +24,18 @@ from pathlib import Path
 
 from quintsched.errors import InputError, UsageError
 
-from .plain import kind_of
+from .plain import FILE, kind_of
 
 OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
 """How the system names what this process has open."""
 
 BLOCK = 2**24
 """Bytes that are read at a time where a size is not known before."""
+
+MOST_STREAMED = 2**27
+"""The most bytes that are read where a size is not known before."""
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 LONGEST_PATH = 4096
 """How many letters of a path a message repeats."""
@@ -101,22 +106,40 @@ def sync_directory(path: Path) -> None:
 def read_whole(path: Path | None, most: int, what: str) -> bytes:
     """Return what a file holds, of standard input for None; no more than `most` bytes and one are ever read.
 
+    A file is a regular one, or what is open already, such as /dev/fd/63; other FIFOs and devices are never waited for.
     Raises `UsageError` where it cannot be read, `InputError` where it is longer; `what` names it: "the plan".
     """
     try:
         if path is None:
-            return _read_up_to(sys.stdin.buffer.read, most)
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if stat.S_ISREG(status.st_mode) and status.st_size > most:
-                raise _too_long(status.st_size, most)
-            return _read_up_to(file.read, most)
+            return _read_up_to(sys.stdin.buffer.read, min(most, MOST_STREAMED))
+        opened = _open_already(path)
+        if opened is not None:
+            with open(opened, "rb", closefd=False) as stream:
+                return _read_up_to(stream.read, min(most, MOST_STREAMED))
+        return _read_file(path, most)
     except OSError as error:
         raise UsageError(f"{_named(path)}: cannot read {what}: {error.strerror or error}") from error
     except ValueError as error:  # no name of a file
         raise UsageError(f"{_named(path)}: cannot read {what}: {error}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
+
+
+def _read_file(path: Path, most: int) -> bytes:
+    _require_file(os.stat(path))
+    with open(os.open(path, _FLAGS), "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        _require_file(status)
+        if status.st_size > most:
+            raise _too_long(status.st_size, most)
+        return _read_up_to(file.read, most, status.st_size + 1)
+
+
+def _require_file(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(status.st_mode)}, not {FILE}")
 
 
 def _named(path: Path | None) -> str:
@@ -132,14 +155,16 @@ def same_file(path: Path, other: Path) -> bool:
     return False
 
 
-def _read_up_to(read: Callable[[int], bytes], most: int) -> bytes:
+def _read_up_to(read: Callable[[int], bytes | None], most: int, block_bytes: int = BLOCK) -> bytes:
     blocks, left = [], most + 1
-    while left and (block := read(min(left, BLOCK))):
+    while left and (block := read(min(left, block_bytes))) != b"":
+        if block is None:
+            raise BlockingIOError(errno.EAGAIN, "it is no plain file: there would be more later")
         blocks.append(block)
         left -= len(block)
     if not left:
         raise _too_long(None, most)
-    return b"".join(blocks)
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def _too_long(size: int | None, most: int) -> InputError:

@@ -91,7 +91,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def kind_of(mode: int) -> str:
-    """Say what a file is by its mode: "a FIFO"."""
+    """Return what kind of file a mode is of, in words: "a file", "a FIFO"."""
     return next(words for is_kind, words in _KINDS if is_kind(mode))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import InputError, UsageError
+from quintsched.files import atomic
 from quintsched.files.atomic import read_whole, same_file, write_plain, write_whole
 
 
@@ -156,12 +157,35 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
         file.truncate(2**40)
     with pytest.raises(InputError, match=rf"huge: it has {2**40} bytes, more than the 10 that are read"):
         read_whole(path, 10, "the plan")
-    with pytest.raises(InputError, match="it has more bytes than the 10 that are read"):
-        read_whole(Path("/dev/zero"), 10, "the plan")
+    with Path("/dev/zero").open("rb") as zero, pytest.raises(InputError, match="more bytes than the 10 that are read"):
+        read_whole(Path(f"/dev/fd/{zero.fileno()}"), 10, "the plan")
     path.write_bytes(b"0123456789")
     assert read_whole(path, 10, "the plan") == b"0123456789"
     with pytest.raises(UsageError, match="cannot read the plan: Is a directory"):
         read_whole(tmp_path, 10, "the plan")
+
+
+def test_only_files_are_read_and_nothing_is_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "plan").write_bytes(b"{}")
+    (tmp_path / "link").symlink_to("plan")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "zero", "a device"), (Path("/dev/full"), "a device")):
+        with pytest.raises(UsageError, match=f"cannot read the plan: it is {kind}, not a file"):
+            read_whole(path, 10, "the plan")
+    assert read_whole(tmp_path / "link", 10, "the plan") == b"{}"
+    assert read_whole(Path("/proc/self/stat"), 2**16, "the plan").startswith(str(os.getpid()).encode())
+
+
+def test_a_pipe_that_is_open_is_read_to_its_end(monkeypatch):
+    reads, writes = os.pipe()
+    os.write(writes, b"{}")
+    os.close(writes)
+    assert read_whole(Path(f"/dev/fd/{reads}"), 10, "the plan") == b"{}"
+    os.close(reads)
+    monkeypatch.setattr(atomic, "MOST_STREAMED", 10)
+    with Path("/dev/zero").open("rb") as zero, pytest.raises(InputError, match="more bytes than the 10 that are read"):
+        read_whole(Path(f"/dev/fd/{zero.fileno()}"), 100, "the plan")
 
 
 def test_what_is_written_unasked_goes_through_no_link_and_into_no_fifo(tmp_path):
