@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from quintsched.runtime.launch.to_plan import plan_of
 from quintsched.runtime.train.trainer import Trainer
 
 from . import test_restarts
+from .hosts import hosts
 from .test_processes import DATA, run
 
 
@@ -146,3 +149,56 @@ def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> N
     found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
+
+
+SLOW = test_restarts.MODEL.replace("return super()", "time.sleep(0.05)\n        return super()").replace(
+    "import os", "import os, time"
+)
+
+
+def starts(log: Path) -> list[tuple[str, int]]:
+    """Return the plan and the first step of each attempt that a log tells of, and the last step of all."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return [(r["plan"].split(",")[0], r["step"]) for r in records if r["event"] == "start"] + [
+        ("now", r["step"]) for r in records[-1:]
+    ]
+
+
+def wait_for_start(log: Path, count: int) -> list[tuple[str, int]]:
+    """Wait until so many attempts have begun, and the last has trained for some steps."""
+    deadline = time.monotonic() + 120
+    found = starts(log)
+    while len(found) <= count or found[-1][1] < found[-2][1] + 4:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+        found = starts(log)
+    return found[:-1]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_machines_go_and_come_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    (tmp_path / "model.py").write_text(SLOW)
+    (tmp_path / "job.yaml").write_text(test_restarts.JOB.format(folder=tmp_path))
+    log = tmp_path / "log.jsonl"
+    settings = [f"log.path={log}", f"checkpoint.dir={tmp_path / 'saved'}", "parallel.elastic=true", "train.epochs=5000"]
+    given = [word for setting in settings for word in ("--set", setting)]
+    with hosts(2, tmp_path) as net:
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{net.addresses[0]}:29517", "--rdzv-id", "elastic"]
+        where += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        commands: list[list[object]] = []
+        for address in net.addresses:
+            own = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5", "--local-addr", address]
+            command = ["-m", "torch.distributed.run", *own, *where, "-m", "quintsched.runtime"]
+            commands.append([sys.executable, *command, "--config", tmp_path / "job.yaml", *given])
+        net.start(0, *commands[0])
+        second = net.start(1, *commands[1])
+        wait_for_start(log, 1)
+        net.signal(second, signal.SIGKILL)
+        wait_for_start(log, 2)
+        net.start(1, *commands[1])
+        found = wait_for_start(log, 3)
+    assert [plan for plan, _ in found] == ["1f1b on dp=2", "1f1b on dp=1", "1f1b on dp=2"]
+    assert 0 == found[0][1] < found[1][1] < found[2][1]
