@@ -1,8 +1,8 @@
 """What an engine knows of its run: options, what its blocks are like, what computes the loss, what steps the weights.
 
     options     clip, dtype, seed, names of metrics, …
-    blocks      of each: class, names, shapes and types of its weights, plain attributes of torch's own modules
-    loss        class or name, plain attributes, the function's code     where a rank has a last stage
+    blocks      of each: class, names, shapes and types of its weights, plain attributes, code, and what that reads
+    loss        class or name, plain attributes, code, and what that reads    where a rank has a last stage
     optimizer   class and options of each group of parameters            where a rank steps weights
 
 Numbers are not compared: initial weights are made the same for all who hold them.
@@ -10,12 +10,9 @@ Numbers are not compared: initial weights are made the same for all who hold the
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
-from types import CodeType
 from typing import Any
 
 import torch
@@ -27,8 +24,8 @@ from quintsched.plan import Plan
 from ..comm import Group
 from .comparison import Plain, Section, require_same
 from .records import plan_section
+from .user_code import describe_function, describe_module, in_one
 
-_DIGITS = 16
 _PLAIN = (bool, int, float, str)
 
 
@@ -78,46 +75,16 @@ def _outline(block: nn.Module) -> Iterator[str]:
         frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
         yield f"{name}\t{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
     for path, module in block.named_modules():
-        if type(module).__module__.startswith("torch."):
-            yield f"{path or 'itself'}\t{type(module).__name__} {_attributes(module)}"
-
-
-def _attributes(module: object) -> str:
-    """Return the plain public attributes of an object in words."""
-    found = {
-        name: value
-        for name, value in sorted(vars(module).items())
-        if not name.startswith("_") and name != "training" and isinstance(value, _PLAIN)
-    }
-    return ", ".join(f"{name}={value!r}" for name, value in found.items())
+        for key, words in in_one(path or "itself", describe_module(module)).items():
+            yield f"{key}\t{words}"
 
 
 def _functions_section(functions: Mapping[str, Callable[..., Any]]) -> Section:
-    """Return what functions of the user's are: names, plain attributes and options, and their code."""
-    return Section.of({name: _function(function) for name, function in functions.items()})
-
-
-def _function(function: Any) -> str:
-    if isinstance(function, functools.partial):
-        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, _PLAIN))
-        return f"{_function(function.func)} with {given}"
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType):
-        return f"{function.__qualname__} ({_digest(repr(_code(code)))})"
-    if hasattr(function, "__dict__") and not isinstance(function, type):
-        return f"{type(function).__qualname__}({_attributes(function)})"
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _code(code: CodeType) -> tuple[Any, ...]:
-    """Return what a function does, wherever it is written down."""
-    return code.co_code, code.co_names, [_constant(constant) for constant in code.co_consts]
-
-
-def _constant(constant: object) -> Any:
-    if isinstance(constant, CodeType):
-        return _code(constant)
-    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
+    """Return what functions of the user's are: names, plain attributes and options, their code, and what it reads."""
+    found: dict[str, Plain] = {}
+    for name, function in functions.items():
+        found |= in_one(name, describe_function(function))
+    return Section.of(found)
 
 
 def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:
@@ -148,7 +115,3 @@ def _plain(value: Any) -> Plain:
     if isinstance(value, torch.dtype | Enum) or is_dataclass(value):
         return repr(value)
     return type(value).__qualname__
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
