@@ -180,15 +180,13 @@ class LoaderFeed:
         elif can_pass_over(self._loader, goes_on=self._goes_on):
             self._pass_over(Past(**saved["past"]), epoch)
         else:
-            past = Past(**saved["past"])
-            first = self._give_again(0, epoch, batch, past.jumps, say)
+            first = self._give_again(0, epoch, batch, saved["past"]["jumps"], say)
             if _is_shared(first, self._generators.states(), saved["drawn"]):
                 say(
                     "the loader has no state, and the training draws from a generator that it draws its batches from: "
                     "it goes on with other batches than before; give it a generator of its own, or state_dict and "
                     "load_state_dict"
                 )
-            self._past = past
         self._generators.set(saved["drawn"])
 
     def _load(self, state: Any, batch: int) -> None:
@@ -225,7 +223,7 @@ class LoaderFeed:
         """
         batches = (epoch - first) * self.num_batches + batch
         if batches:
-            say(f"the loader has no state: it gives the {batches} batches that were again, for nobody")
+            say(f"there is no state that the loader could go on from: it gives {batches} batches once more")
         if type(self._loader) is DataLoader and can_pass_over(self._loader, goes_on=self._goes_on):
             self._reads = self._loader.num_workers > 0
         for earlier in range(first, epoch):

@@ -112,9 +112,9 @@ class StepSamples:
         if self._before in (None, now) or is_within(SAMPLES, self._overrides):
             return
         raise MisfitError(
-            f"{self._where} was written by a run with {self._before} samples in a step, but here the loaders of "
-            f"{len(samples)} replicas give {now}; let each give {self._before} // num_replicas, or say "
-            f"--override {SAMPLES}"
+            f"{self._where} was written by a run with {self._before} samples in a step, but here loaders give {now}, "
+            f"{' + '.join(map(str, samples.values()))} of {len(samples)} replica(s); let each give "
+            f"{self._before} // num_replicas, or say --override {SAMPLES}"
         )
 
     def note_varying(self) -> None:
