@@ -180,8 +180,8 @@ class LoaderFeed:
         elif can_pass_over(self._loader, goes_on=self._goes_on):
             self._pass_over(Past(**saved["past"]), epoch)
         else:
-            first = self._give_again(0, epoch, batch, saved["past"]["jumps"], say)
-            if _is_shared(first, self._generators.states(), saved["drawn"]):
+            early = self._give_again(0, epoch, batch, saved["past"]["jumps"], say)
+            if _is_shared(early, self._generators.states(), saved["drawn"]):
                 say(
                     "the loader has no state, and the training draws from a generator that it draws its batches from: "
                     "it goes on with other batches than before; give it a generator of its own, or state_dict and "

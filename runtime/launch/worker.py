@@ -26,7 +26,7 @@ from .stop_request import StopRequest
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
-    from ..comm import LocalTransport, Transport
+    from ..comm import Transport
     from ..job.choices import Start
     from ..job.config import JobConfig
     from ..watch.start import WatchOptions
@@ -140,7 +140,7 @@ def run(
     overrides: Sequence[str] = (),
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
-    from ..comm import run_local
+    from ..comm import LocalTransport, run_local
     from ..comm.connection import connect_for, patience_s
     from ..rendezvous.attempt import meet_alone
 
@@ -149,8 +149,9 @@ def run(
         attempt = meet_alone(timeout_s)
         start = "resume" if attempt is not None and attempt.goes_on else start
 
-        def train_here(transport: LocalTransport) -> None:
-            transport.attempt = attempt
+        def train_here(transport: Transport) -> None:
+            if isinstance(transport, LocalTransport):
+                transport.attempt = attempt
             train(job, plan, transport, start, notes, stop, overrides)
 
         run_local(plan.mesh.size, train_here, timeout_s, rules=job.runtime.rules or "mailbox")

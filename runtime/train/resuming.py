@@ -103,7 +103,8 @@ class StepSamples:
         self.varies = self.varies or rows != self._rows
 
     def _settle(self, rows: int) -> None:
-        engine, samples = self._engine, {}
+        engine = self._engine
+        samples: dict[int, int] = {}
         mine = rows if engine.needs_inputs or engine.needs_targets else 0
         for said in engine.everyone.share_bytes(f"{engine.replica} {mine}".encode()):
             replica, found = map(int, said.split())
