@@ -1,11 +1,12 @@
 """What an engine knows of its run: options, what its blocks are like, what computes the loss, what steps the weights.
 
     options     clip, dtype, seed, names of metrics, …
-    blocks      of each: class, names, shapes and types of its weights, plain attributes, code, and what that reads
-    loss        class or name, plain attributes, code, and what that reads    where a rank has a last stage
+    blocks      of each: class, names, shapes and types of its weights, attributes of torch's own modules, code
+    loss        class or name, plain attributes, code                    where a rank has a last stage
     optimizer   class and options of each group of parameters            where a rank steps weights
 
-Numbers are not compared: initial weights are made the same for all who hold them.
+Values of the user's that code reads (attributes of blocks, globals, closures) may differ, as a rank's own number does;
+all are told so. Initial weights are not compared: they are made the same for all who hold them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch.optim import Optimizer
 from quintsched.plan import Plan
 
 from ..comm import Group
-from .comparison import Plain, Section, require_same
+from .comparison import Plain, Section, Sections, require_same, warn_of_differences
 from .records import plan_section
-from .user_code import describe_function, describe_module, in_one
+from .user_code import Described, describe_function, describe_module
 
 _PLAIN = (bool, int, float, str)
 
@@ -43,14 +44,31 @@ def agree_on_blocks(outlines: Sequence[nn.Module], cuts: Sequence[range], world:
     """Raise `MisfitError` where ranks have other blocks, whatever numbers are in them, or other stages (collective)."""
     same = {"blocks": _blocks_section(outlines, cuts)}
     require_same(same, world, "the blocks", "build the same blocks on all ranks, and cut them alike")
+    read = [
+        (f"block {n}, {path or 'itself'}", m) for n, block in enumerate(outlines) for path, m in block.named_modules()
+    ]
+    _compare_values({"values": _values({name: describe_module(module) for name, module in read})}, world)
 
 
 def agree_on_functions(
     functions: Mapping[str, Callable[..., Any]] | None, optimizer: Section | None, world: Group
 ) -> None:
     """Raise `MisfitError` where ranks that use them have another loss, metrics or optimizer (collective)."""
-    sections = {"functions": None if functions is None else _functions_section(functions), "optimizer": optimizer}
+    found = None if functions is None else {name: describe_function(given) for name, given in functions.items()}
+    same = None if found is None else Section.of({name: described.what for name, described in found.items()})
+    sections = {"functions": same, "optimizer": optimizer}
     require_same(sections, world, "the loss and the optimizer", "give all ranks the same")
+    _compare_values({"values": None if found is None else _values(found)}, world)
+
+
+def _compare_values(sections: Sections, world: Group) -> None:
+    advice = "what is computed with them is not what one process computes, unless it does not depend on them"
+    warn_of_differences(sections, world, "values in their blocks, losses and metrics", advice)
+
+
+def _values(found: Mapping[str, Described]) -> Section:
+    """Return the values that what was described reads, by whole names."""
+    return Section.of({f"{name}, {key}": value for name, one in found.items() for key, value in one.read.items()})
 
 
 def _blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
@@ -75,16 +93,7 @@ def _outline(block: nn.Module) -> Iterator[str]:
         frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
         yield f"{name}\t{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
     for path, module in block.named_modules():
-        for key, words in in_one(path or "itself", describe_module(module)).items():
-            yield f"{key}\t{words}"
-
-
-def _functions_section(functions: Mapping[str, Callable[..., Any]]) -> Section:
-    """Return what functions of the user's are: names, plain attributes and options, their code, and what it reads."""
-    found: dict[str, Plain] = {}
-    for name, function in functions.items():
-        found |= in_one(name, describe_function(function))
-    return Section.of(found)
+        yield f"{path or 'itself'}\t{describe_module(module).what}"
 
 
 def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:

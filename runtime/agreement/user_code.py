@@ -14,6 +14,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -34,35 +35,53 @@ _MOST = 1000
 _DIGITS = 16
 
 
-def describe_function(function: Any) -> dict[str, str]:
-    """Return what a function, or an object that is called, does: "" → in words, then names that it reads → values."""
-    found = _Reading()
+@dataclass(frozen=True)
+class Described:
+    """What an object does, in words, and what it `read`s elsewhere: names → values."""
+
+    what: str
+    read: Mapping[str, str]
+
+
+def describe_function(function: Any) -> Described:
+    """Return what a function, or an object that is called, does; plain attributes of an object are in the words."""
     if isinstance(function, functools.partial):
         of_function = describe_function(function.func)
-        given = {f"argument {name}": repr(v) for name, v in function.keywords.items() if isinstance(v, PLAIN)}
-        return of_function | given
+        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, PLAIN))
+        return Described(f"{of_function.what} with {given}", of_function.read)
+    found = _Reading()
     if isinstance(function, MethodType):
         found.read_object(type(function.__self__).__qualname__, function.__self__)
         function = function.__func__
     if isinstance(function, FunctionType):
         found.read_function(function)
-        return {"": f"{function.__qualname__} ({found.digest()})", **found.values}
+        return Described(f"{function.__qualname__}{found.code()}", found.values)
     if isinstance(function, type) or not hasattr(function, "__dict__"):
-        return {"": str(getattr(function, "__qualname__", type(function).__qualname__))}
+        return Described(str(getattr(function, "__qualname__", type(function).__qualname__)), {})
     found.read_class(type(function))
-    attributes = found.read_object("", function)
-    return {"": f"{type(function).__qualname__}({attributes}){found.in_brackets()}", **found.values}
+    return Described(f"{type(function).__qualname__}({attributes_of(function)}){found.code()}", found.values)
 
 
-def describe_module(module: nn.Module) -> dict[str, str]:
-    """Return likewise what a module does, its submodules and numbers left out."""
-    found = _Reading()
-    found.read_class(type(module))
-    attributes = found.read_object("", module)
-    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-        for hook in hooks.values():
-            found.read(f"hook {len(found.values)}", hook)
-    return {"": f"{type(module).__name__} {attributes}{found.in_brackets()}".rstrip(), **found.values}
+def describe_module(module: nn.Module) -> Described:
+    """Return what a module does, its submodules and numbers left out; attributes are in the words if it is torch's."""
+    found, kind = _Reading(), type(module)
+    found.read_class(kind)
+    for number, hook in enumerate((*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
+        found.read(f"hook {number}", hook)
+    if is_of_library(kind):
+        return Described(f"{kind.__name__} {attributes_of(module)}{found.code()}", found.values)
+    found.read_object("", module)
+    return Described(f"{kind.__name__}{found.code()}", found.values)
+
+
+def attributes_of(holder: object) -> str:
+    """Return the plain public attributes of an object in words."""
+    found = {
+        name: value
+        for name, value in sorted(vars(holder).items())
+        if not name.startswith("_") and name != "training" and isinstance(value, PLAIN) and value is not None
+    }
+    return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
 
 def is_of_library(thing: Any) -> bool:
@@ -82,13 +101,11 @@ class _Reading:
         self._codes: list[str] = []
         self._seen: set[int] = set()
 
-    def digest(self) -> str:
-        """Return a digest of all code that was read."""
-        return hashlib.sha256("\n".join(self._codes).encode()).hexdigest()[:_DIGITS]
-
-    def in_brackets(self) -> str:
-        """Return it behind a blank; nothing where no code was read."""
-        return f" ({self.digest()})" if self._codes else ""
+    def code(self) -> str:
+        """Return a digest of all code that was read, in brackets; nothing where there was none."""
+        if not self._codes:
+            return ""
+        return f" ({hashlib.sha256(chr(10).join(self._codes).encode()).hexdigest()[:_DIGITS]})"
 
     def read_class(self, kind: type) -> None:
         """Read the methods of a class and of those it is derived from, up to libraries."""
@@ -105,17 +122,11 @@ class _Reading:
                 elif isinstance(value, PLAIN) and not name.startswith("__"):
                     self._note(f"{base.__qualname__}.{name}", value)
 
-    def read_object(self, name: str, holder: object) -> str:
-        """Return the plain public attributes of an object in words, and read those that are functions."""
-        plain = []
+    def read_object(self, name: str, holder: object) -> None:
+        """Read the plain public attributes of an object, and those that are functions."""
         for key, value in sorted(vars(holder).items()):
-            if key.startswith("_") or key == "training" or _is_of_rank(key):
-                continue
-            if isinstance(value, PLAIN) and value is not None:
-                plain.append(f"{key}={value!r}")
-            elif isinstance(value, functools.partial) or hasattr(value, "__name__"):
+            if not key.startswith("_") and key != "training" and not _is_of_rank(key):
                 self.read(f"{name}.{key}".lstrip("."), value)
-        return ", ".join(plain)
 
     def read(self, name: str, value: Any) -> None:
         """Read something that code finds under a name."""
@@ -156,7 +167,7 @@ class _Reading:
 
     def _note(self, name: str, value: object) -> None:
         if len(self.values) < _MOST:
-            self.values[f"reads {name}"] = value if isinstance(value, str) else repr(value)
+            self.values[name] = value if isinstance(value, str) else repr(value)
 
 
 def _is_of_rank(name: str) -> bool:
@@ -187,8 +198,3 @@ def _constant(constant: object) -> Any:
     if isinstance(constant, CodeType):
         return _code(constant)
     return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
-
-
-def in_one(name: str, words: Mapping[str, str]) -> dict[str, str]:
-    """Return descriptions under a name that they are of."""
-    return {f"{name}, {key}" if key else name: value for key, value in words.items()}

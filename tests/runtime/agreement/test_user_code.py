@@ -1,4 +1,4 @@
-"""Ranks whose blocks or losses do something else, by their code or by values that it reads, are told so by name."""
+"""Ranks whose blocks or losses have other code are refused by name, and those that read other values are told so."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from ..toys import sgd
 from .test_agreement import mse, refusals
 
 SCALE = 1.0
-MAIN_RANK = 0
 
 
 class Scaled(nn.Linear):
     scale = 1.0
 
-    def __init__(self, factor: float = 1.0, activation: Any = torch.relu, bend: Any = None) -> None:
+    def __init__(self, factor: float = 1.0, activation: Any = torch.relu, bend: Any = None, rank: int = 0) -> None:
         super().__init__(4, 4)
-        self.factor, self.activation, self.bend, self.rank = factor, activation, bend, MAIN_RANK
+        self.factor, self.activation, self.bend, self.rank = factor, activation, bend, rank
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.factor * SCALE
@@ -55,35 +54,50 @@ def make(k):
 
 
 ODD_BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "attribute": (lambda: Scaled(2.0), 'block 0, itself is "Scaled factor=2.0'),
-    "function": (lambda: Scaled(activation=torch.tanh), "block 0, itself, reads activation"),
-    "class": (lambda: Scaled(bend=nn.GELU), "block 0, itself, reads bend"),
-    "method": (Halved, 'block 0 is "Halved"'),
+    "attribute": (lambda: Scaled(2.0), 'block 0, itself, factor is "2.0" on rank 1, but "1.0"'),
+    "function": (lambda: Scaled(activation=torch.tanh), "block 0, itself, activation"),
+    "class": (lambda: Scaled(bend=nn.GELU), "block 0, itself, bend"),
+    "rank": (lambda: Scaled(rank=1), ""),
 }
 
 
-@pytest.mark.parametrize("odd", ODD_BLOCKS)
-def test_blocks_that_differ_by_what_they_do_are_named(odd: str) -> None:
-    def run(transport: Transport) -> None:
-        make, bend = ODD_BLOCKS[odd][0], nn.ReLU if odd == "class" else None
-        blocks = [make() if transport.rank == 1 else Scaled(bend=bend)]
-        Engine(qs.compile("1f1b", mesh="dp=3", microbatches=1), blocks, mse, sgd, transport=transport)
+def trained(transport: Transport, blocks: list[nn.Module], loss: Any = mse) -> None:
+    Engine(qs.compile("1f1b", mesh="dp=3", microbatches=1), blocks, loss, sgd, transport=transport)
 
-    (words,) = set(refusals(3, run))
-    assert "(rank 1 differs from the others)" in words
-    assert ODD_BLOCKS[odd][1] in words
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "do not have the same values" in record.getMessage()]
+
+
+@pytest.mark.parametrize("odd", ODD_BLOCKS)
+def test_attributes_that_differ_are_told_once(odd: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, named = ODD_BLOCKS[odd]
+    bend = nn.ReLU if odd == "class" else None
+    assert refusals(3, lambda t: trained(t, [make() if t.rank == 1 else Scaled(bend=bend)])) == ["ran"] * 3
+    told = warnings(caplog)
+    assert len(told) == (1 if named else 0)
+    assert all("(rank 1 differs from the others)" in words and named in words for words in told)
 
 
 @pytest.mark.parametrize(
-    ("odd", "named"),
-    [("code", "block 0, itself"), ("global", "reads FACTOR"), ("closure", "loss_fn, reads k"), ("rank", "")],
+    ("odd", "named"), [("global", "block 0, itself, FACTOR"), ("closure", "loss_fn, k"), ("rank", "")]
 )
-def test_code_that_differs_and_what_it_reads_are_named(odd: str, named: str) -> None:
+def test_values_that_code_reads_are_told(odd: str, named: str, caplog: pytest.LogCaptureFixture) -> None:
     def run(transport: Transport) -> None:
         mine = differing(odd if transport.rank == 1 else "")
-        loss = mine["make"](2.0 if odd == "closure" and transport.rank == 1 else 1.0)
-        Engine(qs.compile("1f1b", mesh="dp=3", microbatches=1), [mine["Block"]()], loss, sgd, transport=transport)
+        trained(transport, [mine["Block"]()], mine["make"](2.0 if odd == "closure" and transport.rank == 1 else 1.0))
+
+    assert refusals(3, run) == ["ran"] * 3
+    told = warnings(caplog)
+    assert len(told) == (1 if named else 0)
+    assert all("(rank 1 differs from the others)" in words and named in words for words in told)
+
+
+def test_other_code_is_refused() -> None:
+    def run(transport: Transport) -> None:
+        trained(transport, [differing("code" if transport.rank == 1 else "")["Block"]()])
 
     (words,) = set(refusals(3, run))
-    assert named in words
-    assert ("(rank 1 differs from the others)" in words) == bool(named)
+    assert "(rank 1 differs from the others): block 0, itself is" in words
+    (words,) = set(refusals(3, lambda t: trained(t, [Halved() if t.rank == 1 else Scaled()])))
+    assert 'block 0 is "Halved" on rank 1' in words
