@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -58,10 +59,19 @@ def find_watch(rank: int, num_ranks: int, options: WatchOptions, *, host_waits: 
     return _publisher(os.environ[ADDRESS], os.environ.get(KEY, ""), rank, options, None, host_waits=host_waits)
 
 
-def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, *, host_waits: bool) -> Publisher:
+def start_watch(
+    rank: int,
+    num_ranks: int,
+    store: Store,
+    options: WatchOptions,
+    *,
+    host_waits: bool,
+    tell: Callable[[str], object] = lambda hub: None,
+) -> Publisher:
     """Return this rank's publisher, whose hub rank 0 starts; one that nobody hears where there is no way to it.
 
     All ranks call this. `store` is theirs, and may outlive a connection: keys count how often they came together.
+    `tell` is given the hub's address and key on rank 0.
     """
     if num_ranks == 1:
         return Publisher()
@@ -69,6 +79,7 @@ def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, 
     if rank == 0:
         address, key = _start_hub(num_ranks)
         store.set(key_in_store, f"{address} {key}")
+        tell(f"{address} {key}")
     else:
         address, _, key = store.get(key_in_store).decode().partition(" ")
     return _publisher(address, key, rank, options, HeldTerm(), host_waits=host_waits)
