@@ -16,8 +16,8 @@ from time import sleep
 from quintsched.files.terminal import write_error
 
 from ..watch.hub import Hub
+from ..watch.start import tell_end
 from ..watch.verdict import Verdict
-from ..watch.witness import tell_end
 from .machines import Machines
 from .processes import Place
 from .supervise import say_end

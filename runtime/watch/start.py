@@ -2,6 +2,7 @@
 
 quintsched run     QUINTSCHED_WATCH=127.0.0.1:41233  QUINTSCHED_WATCH_KEY=…          the launcher's
 torchrun           rank 0: a socket ─▶ a process that takes it over ─▶ the run's store ─▶ the others
+several machines   the same; the launchers find it there too, and tell it how ranks of theirs have ended
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine
 from .cell import Cell
-from .connection import ADDRESS, KEY
-from .frames import FrameError
+from .connection import ADDRESS, CHUNK, KEY
+from .frames import FrameError, FrameReader, answer, challenge, json_frame, message_of
 from .process import HeldTerm
 from .publisher import Publisher
 from .watcher import Watcher
 
 BACKLOG = 1024
+HUB_S = 2.0
+"""How long a hub may take to answer a launcher."""
 
 
 class Store(Protocol):
@@ -83,6 +87,22 @@ def start_watch(
     else:
         address, _, key = store.get(key_in_store).decode().partition(" ")
     return _publisher(address, key, rank, options, HeldTerm(), host_waits=host_waits)
+
+
+def tell_end(hub: str, rank: int, code: int) -> bool:
+    """Tell the hub at "host:port key" how a rank has ended, as `subprocess` has it; return whether it heard."""
+    address, _, key = hub.partition(" ")
+    host, _, port = address.rpartition(":")
+    with (
+        suppress(OSError, ValueError, FrameError, KeyError, StopIteration),
+        socket.create_connection((host, int(port)), timeout=HUB_S) as connected,
+    ):
+        reader = FrameReader()
+        _, asked = next(reader.feed(connected.recv(CHUNK)))
+        given = answer(key, str(message_of(asked)["ask"]), "rank")
+        connected.sendall(json_frame({"answer": given, "ask": challenge(), "ended": [rank, code]}))
+        return bool(connected.recv(CHUNK))
+    return False
 
 
 def _publisher(

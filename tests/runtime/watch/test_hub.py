@@ -20,9 +20,8 @@ from quintsched.runtime.watch.connection import KEY
 from quintsched.runtime.watch.frames import HEAD, JSON
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.roster import Member
-from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end
 from quintsched.runtime.watch.waiting import WORLD_CODE
-from quintsched.runtime.watch.witness import tell_end
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate
 
