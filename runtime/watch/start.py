@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from quintsched.stalls.own_errors import came_from_handler
+
 from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine
 from .cell import Cell
 from .connection import ADDRESS, CHUNK, KEY
@@ -111,7 +113,9 @@ def _publisher(
     cell = Cell(rank, shared=True)
     try:
         return Publisher(cell, Watcher(address, key, rank, cell, held, host_waits=host_waits, **asdict(options)))
-    except (OSError, FrameError):
+    except (OSError, FrameError) as error:
+        if came_from_handler(error):
+            raise
         if held is not None:
             held.release()
         return Publisher(cell)
