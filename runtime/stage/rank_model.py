@@ -239,12 +239,12 @@ class RankModel:
         meet = self._groups.experts.size > 1 or self.synced is not None
         return meet or any(is_sharded(stage) for stage in self.stages.values())
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """How many replicas divide the batch (dp x ep)."""
         return self.plan.mesh.axis_size("dp") * self.plan.mesh.axis_size("ep")
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """Which of them this rank belongs to."""
         return self._coordinates.get("dp", 0) * self.plan.mesh.axis_size("ep") + self._coordinates.get("ep", 0)
