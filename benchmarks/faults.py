@@ -1,6 +1,6 @@
 """Faults in real processes: what is told of each, how soon, and whether it names the right rank and instruction.
 
-python benchmarks/faults.py                      300 faults on five meshes, 10 minutes on two cores
+python benchmarks/faults.py                      300 faults on five meshes, 20 minutes on two cores; as root, with links
 python benchmarks/faults.py --count 40 --json out.json
 python benchmarks/faults.py --plain              the same faults in a pipeline written by hand with torch.distributed
 """
@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from tests.runtime.faults.injection import all_injections  # noqa: E402
 from tests.runtime.faults.judged import Judged, judge_all  # noqa: E402
 from tests.runtime.faults.launched import plan_of_job  # noqa: E402
+from tests.runtime.launch.hosts import why_no_hosts  # noqa: E402
 
 JOBS = (("pp=3", "1f1b"), ("dp=2,pp=2", "1f1b"), ("pp=4", "zb-h1"), ("pp=2,tp=2", "1f1b"), ("dp=2,pp=3", "gpipe"))
 
@@ -51,11 +52,13 @@ def main() -> None:
 
 
 def run_all(count: int, at_once: int) -> list[Judged]:
-    """Run so many faults, spread over the jobs."""
-    found = []
+    """Run so many faults, spread over the jobs; those of links where hosts can be made."""
+    found, why = [], why_no_hosts()
+    if why is not None:
+        sys.stderr.write(f"no link is cut: {why}\n")
     for number, (mesh, schedule) in enumerate(JOBS):
         share = count // len(JOBS) + (number < count % len(JOBS))
-        injections = all_injections(plan_of_job(mesh, schedule), share, seed=number)
+        injections = all_injections(plan_of_job(mesh, schedule), share, seed=number, links=why is None)
         with tempfile.TemporaryDirectory() as folder:
             found += judge_all(injections, Path(folder), mesh, schedule=schedule, at_once=at_once)
         sys.stderr.write(f"{mesh} {schedule}: {share} faults\n")

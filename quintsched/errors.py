@@ -83,6 +83,24 @@ def quoted(value: object) -> str:
     return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 1]}…"
 
 
+MOST_PRINTED = 4000
+"""How many letters of what somebody else wrote are printed."""
+
+
+def printable(text: str, most: int = MOST_PRINTED, *, lines: bool = False) -> str:
+    """Return what another process, a file or somebody's code said, fit for a terminal and a file: cut, on one line.
+
+    Control characters, lone surrogates and what turns the direction of writing are spelled as Python does. With
+    `lines`, line breaks and tabs stay.
+    """
+    cut = text[:most] + (" … (cut)" if len(text) > most else "")
+    shown = cut if lines else " ".join(cut.split())
+    if shown.isprintable():
+        return shown
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in shown)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name nearest to `name`, or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -43,8 +43,8 @@ from .parallel.tensor.rules import Rules
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import require_loss_of_slices, require_runnable, require_stages, require_usable
 from .splitting.split import Split
+from .stage.batches.microbatches import without_samples
 from .stage.losses import for_slices
-from .stage.microbatches import without_samples
 from .stage.rank_model import ModelOptions, RankModel
 from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
@@ -232,8 +232,8 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         even numbers of samples as can be; of fewer samples, the last ones have none.
 
         Args:
-            inputs: this replica's samples (samples, …), sequences whole; needed where `needs_inputs`, else ignored.
-            targets: this replica's samples (samples, …); needed where `needs_targets`, else ignored.
+            inputs: this replica's samples (samples, …), sequences whole; None will do unless `needs_inputs`.
+            targets: this replica's samples (samples, …); None will do unless `needs_targets`.
             microbatches: how many there are in this step, on all ranks; None: as the plan says. For others the plan is
                 compiled and proved again, once; of one that cannot be, the last have no samples.
             last: without it, on all ranks alike, gradients are kept, and the next call adds to them: the numbers are
@@ -241,7 +241,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             extras: what every stage may need (positions, masks, …), (samples, …) on every rank.
 
         Raises:
-            MisfitError: a batch that cannot be cut, blocks that cannot take it, or no samples on any replica.
+            MisfitError: a batch that cannot be cut, a replica whose ranks get others, or no samples on any replica.
             NotFiniteError: gradients of `max_skipped` steps in a row were not finite.
         """
         self._require_steppable()

@@ -6,7 +6,6 @@ at once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from quintsched.cli.app import Group, make_app
@@ -23,6 +22,7 @@ from quintsched.cli.runs import run, verify
 from quintsched.cli.strategies.predict import predict
 from quintsched.cli.strategies.tune import tune
 from quintsched.cli.timing import compare, simulate
+from quintsched.files.terminal import standard_streams
 
 COMMANDS = (
     schedules,
@@ -48,7 +48,5 @@ GROUPS = (Group("checkpoint", "What runs have saved: show, verify, reshard, expo
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command (default: that of `sys.argv`) and exit; `quintsched --help` lists the exit codes."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show an arrow is no reason to fail
-    make_app(COMMANDS, GROUPS)(args=arguments, prog_name="quintsched")
+    with standard_streams():
+        make_app(COMMANDS, GROUPS)(args=arguments, prog_name="quintsched")

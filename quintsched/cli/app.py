@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,12 +11,13 @@ import typer
 from typer.core import TyperGroup
 
 from quintsched.errors import QuintschedError
+from quintsched.files.terminal import shown, write_error
 
 INTERRUPTED = 130
 """128 + SIGINT, what shells expect of a program that was stopped with Ctrl-C."""
 
-PIPE_CLOSED = 141
-"""128 + SIGPIPE, for `quintsched … | head`."""
+_Misused: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What is raised for a command line that cannot be read."""
 
 
 def make_app(commands: Iterable[Callable[..., None]], groups: Iterable[Group] = ()) -> typer.Typer:
@@ -53,21 +53,29 @@ class Group:
 class Commands(TyperGroup):
     """A group of commands that ends with a message and the right exit code, never with a traceback of ours."""
 
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        """Read the command line."""
+        with _ending_in_words():
+            return super().make_context(*arguments, **settings)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
-        try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                sys.stdout.flush()
-        except QuintschedError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise SystemExit(error.exit_code) from None
-        except KeyboardInterrupt:
-            raise SystemExit(INTERRUPTED) from None
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it ends
-            raise SystemExit(PIPE_CLOSED) from None
+        with _ending_in_words():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _ending_in_words() -> Iterator[None]:
+    try:
+        yield
+    except _Misused as error:
+        error.message = shown(error.message)  # type: ignore[attr-defined]
+        raise
+    except QuintschedError as error:
+        write_error(error)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.errors import UsageError
+from quintsched.files.terminal import shown, shown_json, write_line
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -37,17 +38,17 @@ MemoryCap = Annotated[
 
 def say(lines: str | Iterable[str]) -> None:
     """Write lines to standard output."""
-    typer.echo(lines if isinstance(lines, str) else "\n".join(lines))
+    typer.echo(shown(lines if isinstance(lines, str) else "\n".join(lines)))
 
 
 def note(line: str) -> None:
     """Write a line to standard error."""
-    typer.echo(line, err=True)
+    write_line(line)
 
 
 def emit(data: object) -> None:
     """Write data as JSON to standard output."""
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+    typer.echo(shown_json(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def read_plan(file: str) -> Plan:

@@ -1,5 +1,5 @@
 """Files read and written with care: JSON and YAML without surprises (`strictjson`, `strictyaml`), files whole or not at
-all (`atomic`), and only those that are plain files of a folder (`plain`).
+all (`atomic`), and only those that are plain files of a folder (`plain`); what a terminal is shown (`terminal`).
 
 Imports `errors` and nothing else; what stands in the files is the business of other rooms.
 """

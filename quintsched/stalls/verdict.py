@@ -29,6 +29,9 @@ STILL_S = 1.0
 TOGETHER_S = 1.0
 """Ranks of a host that end within this time have ended together."""
 
+SILENT_S = 3.0
+"""After so many seconds of silence a rank of another host may be out of reach: it says each second where it is."""
+
 LOST_PEER = re.compile(
     r"StallError|connection (closed|reset|refused)|closed by peer|broken pipe|timed? ?out|remote (worker|process)|"
     r"peer died|peer is gone|failed first|socket|ECONN",
@@ -59,7 +62,7 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
     graph = WaitGraph(plan, known | victims)
     edges = {rank: graph.edges(rank) for rank in known if rank not in dead}
     accused = [accusation for rank in sorted(dead) for accusation in _ended(graph, known[rank])]
-    if not dead:
+    if not dead and not any(_is_unreachable(state) for state in known.values()):
         accused = _standing(graph, known | victims, edges, still_s)
     accused = list(dict.fromkeys(accused))
     culprits = [_culprit(plan, known[one.rank], one) for one in accused]
@@ -83,12 +86,24 @@ def _first_dead(states: Mapping[int, RankState]) -> set[int]:
     suspects = [state for state in states.values() if state.fate is not None and not _is_victim(state)]
     if any(state.fate is not None and state.fate.kind != "unreachable" for state in suspects):
         suspects = [state for state in suspects if state.fate is not None and state.fate.kind != "unreachable"]
-    if not suspects:
+    if not suspects or (_is_unreachable(suspects[0]) and _is_cut_off(states)):
         return set()
     began = max(map(_ago_s, suspects))
     near = [state for state in suspects if began - _ago_s(state) <= TOGETHER_S]
     first = min(near, key=lambda state: (_rank_of_fate(state), -_ago_s(state)))
     return {state.rank for state in near if state is first or _went_together(state, first)}
+
+
+def _is_unreachable(state: RankState) -> bool:
+    return state.fate is not None and state.fate.kind == "unreachable"
+
+
+def _is_cut_off(states: Mapping[int, RankState]) -> bool:
+    """Whether nothing is heard of any host but that of rank 0, beside which one listens: its own link may be cut."""
+    here = states[min(states)].host
+    return all(_is_unreachable(one) or one.heard_s > SILENT_S for one in states.values() if one.host != here) and any(
+        one.host != here for one in states.values()
+    )
 
 
 def _is_victim(state: RankState) -> bool:

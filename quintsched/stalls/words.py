@@ -129,7 +129,7 @@ def _awaited(place: Place, name: str) -> str:
 
 def _unknown(states: Sequence[RankState]) -> str:
     """Say that nobody can be named, and what is known of all; of those first whose processes failed."""
-    lines = ["nobody can be told from the others; the ranks were last heard of here:"]
+    lines = [f"nobody can be told from the others{_lost_hosts(states)}; the ranks were last heard of here:"]
     for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
         step = "" if state.step is None else f" in step {state.step}"
         ended = "" if state.fate is None else f" {_ending(state.fate).rstrip(',')}"
@@ -139,6 +139,15 @@ def _unknown(states: Sequence[RankState]) -> str:
     if len(states) > MOST_LISTED:
         lines.append(f"and {len(states) - MOST_LISTED} other ranks")
     return "\n".join(lines)
+
+
+def _lost_hosts(states: Sequence[RankState]) -> str:
+    """Say which hosts are out of reach of that of rank 0, where that is why nobody is named."""
+    lost = dict.fromkeys(one.host for one in states if one.fate is not None and one.fate.kind == "unreachable")
+    if not lost:
+        return ""
+    here = min(states, key=lambda state: state.rank).host
+    return f": host {here} and host {', '.join(lost)} cannot reach each other, and either may be cut off"
 
 
 def _seconds(seconds: float) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ..comm import Group
+
+_logger = logging.getLogger("quintsched.runtime")
 
 Plain = None | bool | int | float | str
 """What a setting may be."""
@@ -69,8 +72,22 @@ def require_same(sections: Sections, group: Group, what: str, advice: str) -> No
         what: what is compared, in words.
         advice: what to do about it.
     """
+    found, who = _find_differences(sections, group)
+    if found:
+        raise MisfitError(f"the ranks do not agree on {what}{who}: {_listed(found)}; {advice}")
+
+
+def warn_of_differences(sections: Sections, group: Group, what: str, advice: str) -> None:
+    """Let the first member of a group warn of sections that differ, and may, in such words (collective)."""
+    found, who = _find_differences(sections, group)
+    if found and group.index == 0:
+        _logger.warning("the ranks do not have the same %s%s: %s; %s", what, who, _listed(found), advice)
+
+
+def _find_differences(sections: Sections, group: Group) -> tuple[list[str], str]:
+    """Return on all members what differs, and who differs from the others, in brackets, if that is clear."""
     if group.size == 1:
-        return
+        return [], ""
     said = _gather_digests(sections, group)
     odd = Counter[int]()
     found: dict[str, str] = {}
@@ -84,9 +101,9 @@ def require_same(sections: Sections, group: Group, what: str, advice: str) -> No
             found.setdefault(key, words)
             is_clear = is_clear and others is not None
             odd.update(others or ())
-    if found:
-        who = f" ({name_ranks([*odd])} {'differs' if len(odd) == 1 else 'differ'} from the others)" if is_clear else ""
-        raise MisfitError(f"the ranks do not agree on {what}{who}: {_listed(list(found.values()))}; {advice}")
+    clearly = is_clear and bool(found)
+    who = f" ({name_ranks([*odd])} {'differs' if len(odd) == 1 else 'differ'} from the others)" if clearly else ""
+    return [*found.values()], who
 
 
 def _gather_digests(sections: Sections, group: Group) -> list[list[bytes]]:

@@ -1,21 +1,19 @@
 """What an engine knows of its run: options, what its blocks are like, what computes the loss, what steps the weights.
 
     options     clip, dtype, seed, names of metrics, …
-    blocks      of each: class, names, shapes and types of its weights, plain attributes of torch's own modules
-    loss        class or name, plain attributes, the function's code     where a rank has a last stage
+    blocks      of each: class, names, shapes and types of its weights, attributes of torch's own modules, code
+    loss        class or name, plain attributes, code                    where a rank has a last stage
     optimizer   class and options of each group of parameters            where a rank steps weights
 
-Numbers are not compared: initial weights are made the same for all who hold them.
+Values of the user's that code reads (attributes of blocks, globals, closures) may differ, as a rank's own number does;
+all are told so. Initial weights are not compared: they are made the same for all who hold them.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
-from types import CodeType
 from typing import Any
 
 import torch
@@ -25,10 +23,10 @@ from torch.optim import Optimizer
 from quintsched.plan import Plan
 
 from ..comm import Group
-from .comparison import Plain, Section, require_same
+from .comparison import Plain, Section, Sections, require_same, warn_of_differences
 from .records import plan_section
+from .user_code import Described, describe_function, describe_module
 
-_DIGITS = 16
 _PLAIN = (bool, int, float, str)
 
 
@@ -46,14 +44,31 @@ def agree_on_blocks(outlines: Sequence[nn.Module], cuts: Sequence[range], world:
     """Raise `MisfitError` where ranks have other blocks, whatever numbers are in them, or other stages (collective)."""
     same = {"blocks": _blocks_section(outlines, cuts)}
     require_same(same, world, "the blocks", "build the same blocks on all ranks, and cut them alike")
+    read = [
+        (f"block {n}, {path or 'itself'}", m) for n, block in enumerate(outlines) for path, m in block.named_modules()
+    ]
+    _compare_values({"values": _values({name: describe_module(module) for name, module in read})}, world)
 
 
 def agree_on_functions(
     functions: Mapping[str, Callable[..., Any]] | None, optimizer: Section | None, world: Group
 ) -> None:
     """Raise `MisfitError` where ranks that use them have another loss, metrics or optimizer (collective)."""
-    sections = {"functions": None if functions is None else _functions_section(functions), "optimizer": optimizer}
+    found = None if functions is None else {name: describe_function(given) for name, given in functions.items()}
+    same = None if found is None else Section.of({name: described.what for name, described in found.items()})
+    sections = {"functions": same, "optimizer": optimizer}
     require_same(sections, world, "the loss and the optimizer", "give all ranks the same")
+    _compare_values({"values": None if found is None else _values(found)}, world)
+
+
+def _compare_values(sections: Sections, world: Group) -> None:
+    advice = "what is computed with them is not what one process computes, unless it does not depend on them"
+    warn_of_differences(sections, world, "values in their blocks, losses and metrics", advice)
+
+
+def _values(found: Mapping[str, Described]) -> Section:
+    """Return the values that what was described reads, by whole names."""
+    return Section.of({f"{name}, {key}": value for name, one in found.items() for key, value in one.read.items()})
 
 
 def _blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
@@ -78,46 +93,7 @@ def _outline(block: nn.Module) -> Iterator[str]:
         frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
         yield f"{name}\t{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
     for path, module in block.named_modules():
-        if type(module).__module__.startswith("torch."):
-            yield f"{path or 'itself'}\t{type(module).__name__} {_attributes(module)}"
-
-
-def _attributes(module: object) -> str:
-    """Return the plain public attributes of an object in words."""
-    found = {
-        name: value
-        for name, value in sorted(vars(module).items())
-        if not name.startswith("_") and name != "training" and isinstance(value, _PLAIN)
-    }
-    return ", ".join(f"{name}={value!r}" for name, value in found.items())
-
-
-def _functions_section(functions: Mapping[str, Callable[..., Any]]) -> Section:
-    """Return what functions of the user's are: names, plain attributes and options, and their code."""
-    return Section.of({name: _function(function) for name, function in functions.items()})
-
-
-def _function(function: Any) -> str:
-    if isinstance(function, functools.partial):
-        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, _PLAIN))
-        return f"{_function(function.func)} with {given}"
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType):
-        return f"{function.__qualname__} ({_digest(repr(_code(code)))})"
-    if hasattr(function, "__dict__") and not isinstance(function, type):
-        return f"{type(function).__qualname__}({_attributes(function)})"
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _code(code: CodeType) -> tuple[Any, ...]:
-    """Return what a function does, wherever it is written down."""
-    return code.co_code, code.co_names, [_constant(constant) for constant in code.co_consts]
-
-
-def _constant(constant: object) -> Any:
-    if isinstance(constant, CodeType):
-        return _code(constant)
-    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
+        yield f"{path or 'itself'}\t{describe_module(module).what}"
 
 
 def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:
@@ -148,7 +124,3 @@ def _plain(value: Any) -> Plain:
     if isinstance(value, torch.dtype | Enum) or is_dataclass(value):
         return repr(value)
     return type(value).__qualname__
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quintsched.errors import QuintschedError
+from quintsched.files.terminal import standard_streams, write_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,10 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = calibrate(torch.device(arguments.device))
         write_whole(arguments.file, found.model_dump_json(indent=1, exclude_none=True) + "\n", "the description")
     except QuintschedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(error)
         return error.exit_code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with standard_streams():
+        sys.exit(main())

@@ -27,8 +27,8 @@ from ..autograd.offload import identities, identity
 from ..blocks.dtensor import is_sharded
 from ..blocks.trees import tensors_of
 from ..comm import Group, ReduceOp
+from ..stage.batches.microbatches import Batch
 from ..stage.build import Stage
-from ..stage.microbatches import Batch
 from ..state.zero_params import ShardedWeights
 from .rank_state import RankState
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
-from ..stage.microbatches import Batch
+from ..stage.batches.microbatches import Batch
 from ..steps.explain import explained
 from ..watch.cell import INDEX, NOWHERE
 from .compute.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute

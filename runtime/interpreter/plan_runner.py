@@ -30,10 +30,10 @@ from ..comm.interleaving import Overlaps
 from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.arrivals import FirstUnits
+from ..stage.batches.microbatches import Batch
 from ..stage.forward import StageForward
 from ..stage.losses import require_planned_losses
 from ..stage.mean_losses import WeighedLoss
-from ..stage.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
@@ -254,8 +254,7 @@ class PlanRunner:
         current.outputs = {} if wants_outputs else None
         self._state.gradients.reducer.follow(state.flows.program)
         shared = self._model.buffers.shared() if trains else nullcontext()
-        is_first = trains and not self.steps.in_run
-        watched = weights_unchanged(self._model, self._groups) if is_first else nullcontext()
+        watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else nullcontext()
         with self._model.masks.guarding(self._transport.device), shared, watched:
             interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
         self._settle_overlaps(state.compute.overlaps)
@@ -359,6 +358,7 @@ class PlanRunner:
             steppers=self._state.steppers,
             clip=options.clip,
             scale=options.scale,
+            marks=model.marks,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)

@@ -29,9 +29,10 @@ from ..comm.interleaving import Overlaps
 from ..optim.gathered import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
+from ..stage.batches.data_marks import DataMarks
+from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.cargo import Cargo
 from ..stage.forward import Outputs, StageForward
-from ..stage.microbatches import NOTHING, Batch
 from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
@@ -178,7 +179,10 @@ class GradOutcome:
 
 @dataclass(frozen=True)
 class StepEndState:
-    """What ends a step touches; `clip` is the threshold of the global norm, None: gradients are not scaled."""
+    """What ends a step touches; `clip` is the threshold of the global norm, None: gradients are not scaled.
+
+    `marks` are those of the data that ranks were given.
+    """
 
     waits: Waits
     tally: Tally
@@ -188,6 +192,7 @@ class StepEndState:
     steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     scale: LossScale
+    marks: DataMarks
     outcome: GradOutcome = field(default_factory=GradOutcome)
 
 

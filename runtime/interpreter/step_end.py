@@ -42,7 +42,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
         state.outcome,
     )
     absent, scale, earlier = state.gradients.absent, state.scale, state.gradients.earlier_weights
-    wait = partial(state.waits.wait, index=index)
+    wait, marks = partial(state.waits.wait, index=index), state.marks
 
     def run() -> None:
         if reducer.accumulates:
@@ -56,10 +56,11 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
             weight = weight + sum(weight() for weight in earlier)
             earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
-        figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked())
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked(), row=marks.take())
         wait([work])
         found = outcome.norm = figures[0].sqrt_()
-        length, suspects, asked = figures.tolist()
+        length, suspects, asked, *sums = figures.tolist()
+        marks.require_equal(sums)
         outcome.stop_asked = asked > 0
         outcome.skipped = not math.isfinite(length)
         outcome.empty = outcome.skipped and tally.figures.is_empty()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from time import sleep
 
 from quintsched.errors import QuintschedError
+from quintsched.files.terminal import write_error
 
 WAIT_S = 5.0
 
@@ -20,15 +20,10 @@ def leave_together(error: QuintschedError, rank: int) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
     if rank == 0:
-        _say(error)
+        write_error(error)
     if not _meet(rank) and rank != 0:
-        _say(error)
+        write_error(error)
     return error.exit_code
-
-
-def _say(error: QuintschedError) -> None:
-    sys.stderr.write(f"error: {error}\n")
-    sys.stderr.flush()
 
 
 def _meet(rank: int) -> bool:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.files.terminal import write_error, write_line
 
 from ..rendezvous.addresses import LOOPBACK, listen, listen_for_others
 from . import worker
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             place, listener = _place_of(known, worlds[0])
             return start_here(place, command, known.restarts, listener, worlds)
     except QuintschedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(error)
         return error.exit_code
     if in_process and not known.restarts:
         return worker.main(command[1:])
@@ -94,14 +95,9 @@ def _measure_first(job: JobConfig) -> None:
     file = CALIBRATED.expanduser()
     if job.parallel.auto is None or job.parallel.auto.hardware != "cpu" or file.is_file():
         return
-    sys.stderr.write(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)\n")
+    write_line(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)")
     file.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def start_ranks(worlds: Sequence[int], module: str, arguments: Sequence[str], restarts: int = 0) -> int:
@@ -136,7 +132,9 @@ def start_here(
             if ended.is_final or attempt == restarts:
                 break
             losses += ended.code == DIED
-            _say(f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}")
+            write_line(
+                f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}"
+            )
     return ended.code
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quintsched.errors import QuintschedError, UsageError
+from quintsched.files.terminal import standard_streams, write_error
 from quintsched.plan import Plan
 
 from ..blocks.costs import estimate_costs
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job, plan, _ = prepare(parse(sys.argv[1:] if argv is None else argv), alone=True)
         row = row_of(job, plan)
     except QuintschedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(error)
         return error.exit_code
     sys.stdout.write(json.dumps(row) + "\n")
     return 0
@@ -99,4 +100,5 @@ def _recomputed(plan: Plan, stages: Sequence[Sequence[int]]) -> str | list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with standard_streams():
+        sys.exit(main())

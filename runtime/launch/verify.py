@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintsched.errors import InputError, QuintschedError
+from quintsched.files.terminal import shown, standard_streams, write_error
 
 from . import worker
 from .stop_request import let_through
@@ -46,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         comparison = verify(rest, known.steps)
     except QuintschedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(error)
         return error.exit_code
     except RanksFailed as failed:
         return failed.code
-    sys.stdout.write((json.dumps(comparison.to_data(), indent=1) if known.json else comparison.explain()) + "\n")
+    sys.stdout.write((json.dumps(comparison.to_data(), indent=1) if known.json else shown(comparison.explain())) + "\n")
     return 0 if comparison.is_equal else DIFFERENT
 
 
@@ -193,4 +194,5 @@ def load(directory: Path, rank: int) -> Recording:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with standard_streams():
+        sys.exit(main())

@@ -12,14 +12,15 @@ all parameters but the first. What differs by more than rounding tells.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.errors import UsageError
+from quintsched.errors import CodeError, UsageError
 
 from ..blocks.blocks import seeded
 from .remake import remade
@@ -89,6 +90,8 @@ def coupling_of(optimizer: Optimizer, device: torch.device) -> Coupling:
             f"{kind.__name__} draws random numbers in its step, and replicas would draw different ones; use an "
             "optimizer that draws none"
         ) from None
+    except CodeError:
+        raise
     except Exception as error:
         if floor is Coupling.WITHIN:
             return floor
@@ -103,13 +106,34 @@ class _DrawsError(Exception):
 
 
 def _tried(optimizer: Optimizer, device: torch.device) -> Coupling:
-    """Step copies of an optimizer, in float64 or, where it cannot, in the type of its parameters."""
+    """Step copies of an optimizer, in float64 or, where it cannot, in the type of its parameters.
+
+    An error that does not come again is the optimizer's own, and no word on types: it is raised as `CodeError`.
+    """
+    for dtype, tolerance in ((torch.float64, 1e-9), (None, 1e-4)):
+        try:
+            return _try(optimizer, device, dtype, tolerance)
+        except _DrawsError:
+            raise
+        except Exception as error:
+            again = _error_of(partial(_try, optimizer, device, dtype, tolerance))
+            if type(again) is not type(error):
+                kind = type(optimizer).__name__
+                raise CodeError(
+                    f"the optimizer, {kind}, raised {type(error).__name__}: {error}, as copies of it were stepped "
+                    "before the first step, and did not when they were stepped again; it must step alike each time"
+                ) from error
+            last = error
+    raise last
+
+
+def _error_of(tried: Callable[[], object]) -> Exception | None:
+    """Return what a call raises; None: nothing."""
     try:
-        return _try(optimizer, device, torch.float64, 1e-9)
-    except _DrawsError:
-        raise
-    except Exception:
-        return _try(optimizer, device, None, 1e-4)
+        tried()
+    except Exception as error:
+        return error
+    return None
 
 
 def _try(optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None, tolerance: float) -> Coupling:

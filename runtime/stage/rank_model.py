@@ -38,11 +38,12 @@ from ..parallel.proof.prover import Prover
 from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules, is_built_in
+from .batches.data_marks import DataMarks, is_place_holder
+from .batches.microbatches import BatchCutter
+from .batches.same_data import SameData
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
 from .losses import target_stages
-from .microbatches import BatchCutter
-from .same_data import SameData
 from .tied_weights import TiedWeights
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -86,7 +87,7 @@ class RankModel:
         batches: cuts a batch into units.
         synced: lets batch norms share their statistics over the replicas; None: they do not.
         buffers: keeps what forwards change the same on all replicas.
-        same_data: compares what ranks of one replica are given.
+        same_data, marks: compare what ranks of one replica are given.
         queues: where the weight gradients of split backwards wait, per stage that has such.
         deferred_share: which share of the weights of these stages has gradients that can wait; None without such.
     """
@@ -160,6 +161,8 @@ class RankModel:
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
         self.synced, self.buffers = self._share_buffers()
         self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
+        group = self._groups.world if self.plan.zero.shards_optimizer else self._groups.model
+        self.marks = DataMarks(group.ranks, self._replica_of, self._transport.rank, device)
         self.batches = BatchCutter(
             device,
             options.dtype,
@@ -193,9 +196,14 @@ class RankModel:
         return synced, shared
 
     def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:
-        """In the first steps, raise `MisfitError` where ranks of a replica are not given the same (collective)."""
-        needed = {"inputs": inputs if self.needs_inputs else None, "targets": targets if self.needs_targets else None}
-        self.same_data.require(plan.mode, needed, extras)
+        """Now and then raise `MisfitError` where ranks of a replica are not given the same (collective)."""
+        needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
+        given = {"inputs": inputs, "targets": targets}
+        if plan.mode == "train":
+            self.marks.note(given, needed, extras)
+        if self.same_data.is_due(plan.mode):
+            compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
+            self.same_data.require(compared, extras)
 
     @property
     def expert_shares(self) -> str | None:
@@ -247,4 +255,8 @@ class RankModel:
     @cached_property
     def replica(self) -> int:
         """Which of them this rank belongs to."""
-        return self._coordinates.get("dp", 0) * self.plan.mesh.axis_size("ep") + self._coordinates.get("ep", 0)
+        return self._replica_of(self._transport.rank)
+
+    def _replica_of(self, rank: int) -> int:
+        at = self.plan.mesh.coordinates(rank)
+        return at.get("dp", 0) * self.plan.mesh.axis_size("ep") + at.get("ep", 0)

@@ -64,11 +64,11 @@ class GradNorm:
         differs_along_ep = self._sharded or self._buckets.is_of_experts(self._buckets.home[parameter][0])
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
-    def divide(self, weight: Tensor, *beside: Tensor) -> tuple[Tensor, Work]:
+    def divide(self, weight: Tensor, *beside: Tensor, row: Tensor | None = None) -> tuple[Tensor, Work]:
         """Divide the sums of gradients, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
 
         Return the square of the 2-norm of the whole model's gradient, and the sums of `beside`, to be waited for: the
-        numbers of a tensor (1 + beside,), float64; each of `beside` is 0-dimensional, float64.
+        numbers of a tensor (1 + beside + row,), float64; each of `beside` is 0-dimensional, `row` (n,), float64.
         """
         square = self._divide(self._reduced, weight)
         if self._summed:
@@ -77,6 +77,8 @@ class GradNorm:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
         figures = torch.stack([square, *(n if n.device == square.device else n.to(square.device) for n in beside)])
+        if row is not None:
+            figures = torch.cat([figures, row])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
 
     def _divide(self, buckets: Sequence[tuple[GradBucket, list[Tensor]]], weight: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from ..blocks.blocks import TARGETS, Parcel, on_meta, takes_targets
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..parallel.mesh_groups import MeshGroups
+from ..stage.batches.microbatches import Batch, Sizes, sizes_of
 from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.in_place import require_own_memory
-from ..stage.microbatches import Batch, Sizes, sizes_of
 from ..stage.rank_model import RankModel
 from .header import Announcer
 from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of

@@ -27,7 +27,7 @@ from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec, map_tensors, tensors_of
 from ..blocks.untouched import untouched
 from ..comm import Group
-from ..stage.microbatches import Batch
+from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from .header import Announcer
 from .units import UnitSpec

@@ -12,7 +12,7 @@ from typing import Any
 from quintsched.errors import UsageError
 
 from ..engine import Engine
-from ..stage.microbatches import without_samples
+from ..stage.batches.microbatches import without_samples
 
 
 def drained(loader: Iterable[Any] | None, engine: Engine) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from ..comm.control import ControlGroup
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
 from ..data.loaders import Batch, LoaderFeed, Loaders
 from ..job.config import DataConfig, TrainConfig
-from ..stage.microbatches import most_rows
+from ..stage.batches.microbatches import most_rows
 
 
 class Feed(Protocol):

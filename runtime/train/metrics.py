@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -63,3 +64,9 @@ class Window:
         seconds = now_s() - self._began
         self._restart()
         return seconds, sums
+
+
+def figures_in_words(means: Mapping[str, object]) -> str:
+    """Return loss, and accuracy where there is one, for a line that people read."""
+    accuracy = f"  accuracy {means['accuracy']:.2%}" if "accuracy" in means else ""
+    return f"loss {means['loss']:.4f}{accuracy}"

@@ -9,7 +9,7 @@ Every rank runs the same loop and knows the same figures; rank 0 writes them dow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -39,7 +39,7 @@ from ..splitting.split import Split
 from ..verification.recording import Recording
 from .feed import open_feed, parts_of
 from .losses import accuracy_of, loss_of
-from .metrics import Sums, Window
+from .metrics import Sums, Window, figures_in_words
 from .optimizer import build_optimizer, learning_rate_factor
 from .progress import Progress, progress_of
 from .reporter import Record, Reporter
@@ -83,6 +83,7 @@ class Trainer:
         self._publisher = transport.publisher
         if transport.rank == 0:
             self._reporter.sinks = Sinks(job.log.sinks, sinks)
+        self._wants_stop = wants_stop
         self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
         self.settings |= self._feed.settings
@@ -112,7 +113,7 @@ class Trainer:
             compiled=job.runtime.compile,
             zero_split=job.parallel.zero_split,
             trace_steps=traced_steps(job.runtime),
-            wants_stop=lambda: wants_stop() or (self._saves is not None and self._saves.has_failed),
+            wants_stop=self._wants_to_stop,
             max_skipped=job.train.max_skipped,
             verify=job.runtime.verify,
             spike_dir=spike_dir_of(job),
@@ -308,12 +309,18 @@ class Trainer:
         progress.history.append(record)
         self._reporter.record(record)
         self._reporter.say(
-            f"epoch {progress.epoch}/{self.job.train.epochs}  {_figures(record)}  validation {_figures(validation)}  "
-            f"{record['samples_per_s']:.0f} samples/s"
+            f"epoch {progress.epoch}/{self.job.train.epochs}  {figures_in_words(record)}  "
+            f"validation {figures_in_words(validation)}  {record['samples_per_s']:.0f} samples/s"
         )
         self._watch_for_gain(validation["loss"])
-        if self._is_due() or progress.stopped or progress.epoch == self.job.train.epochs:
+        is_last = progress.stopped or progress.epoch == self.job.train.epochs
+        if not is_last and self.engine.everyone.add(self._wants_to_stop())[0]:
+            self._stop()  # a rank was asked to while it validated
+        elif is_last or self._is_due():
             self._save()
+
+    def _wants_to_stop(self) -> bool:
+        return self._wants_stop() or (self._saves is not None and self._saves.has_failed)
 
     def _is_due(self) -> bool:
         """Whether a checkpoint is due after this step, or at this end of an epoch."""
@@ -355,7 +362,7 @@ class Trainer:
                 self._saves.finish()
 
     def _stop(self) -> None:
-        """Save the run in the middle of its epoch, since a rank was asked to stop, or could not write the last save."""
+        """Save the run as it is, since a rank was asked to stop, or could not write the last save."""
         self._stop_asked = True
         self._save(waits=True)
         step, saves = self.progress.step, self._saves is not None
@@ -390,8 +397,3 @@ class Trainer:
         self.progress = progress
         self._reporter.say(f"resumed after step {found.step}")
         return True
-
-
-def _figures(means: Mapping[str, object]) -> str:
-    accuracy = f"  accuracy {means['accuracy']:.2%}" if "accuracy" in means else ""
-    return f"loss {means['loss']:.4f}{accuracy}"

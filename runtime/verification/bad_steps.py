@@ -25,7 +25,7 @@ from ..comm.control import share_bytes
 from ..interchange.held import HeldTensor
 from ..interpreter.plan_runner import PlanRunner, PreparedStep
 from ..interpreter.tally import StepResult
-from ..stage.microbatches import Batch
+from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from .not_finite import ALL, LOSS, UNKNOWN, FiniteChecks, NotFinite

@@ -25,8 +25,8 @@ from ..blocks.blocks import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
 from ..interchange.held import HeldTensor
+from ..stage.batches.microbatches import Batch
 from ..stage.build import Stage
-from ..stage.microbatches import Batch
 
 Call = Callable[[], None]
 

@@ -260,12 +260,13 @@ class Hub:
         for member in self._members:
             if member.is_stopped and member.lives:
                 with suppress(OSError):
-                    os.kill(member.process.pid, signal.SIGCONT)  # it is to end, which it cannot while it is stopped
+                    os.kill(member.process.pid, signal.SIGKILL)  # or it would train on when somebody lets it go on
         self._is_over.set()
 
     def _announce(self, connection: Connection) -> None:
         assert self.verdict is not None
-        connection.send({"verdict": self.verdict.message[:16_000], "spoken": self._spoken})
+        is_culprit = connection.rank in self.verdict.culprits
+        connection.send({"verdict": self.verdict.message[:16_000], "spoken": self._spoken, "at_once": is_culprit})
 
 
 def main() -> int:

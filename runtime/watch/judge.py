@@ -6,6 +6,7 @@ a rank's own code raised                       when its process has ended, so th
 all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
 a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
 nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
+a rank of another machine does not answer      the last two wait for whether it is cut off, 15 s at most
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ QUIET_S = 1.5
 COMPLAINT_S = 2.0
 OWN_ERROR_S = 2.0
 REFUSAL_S = 4.0
+SILENT_S, CUT_OFF_S = 1.5, 15.0
+"""After how long a silence a rank of another machine may be cut off, and after how long that would have shown."""
 RESTING: tuple[Phase, ...] = ("idle", "ended")
 """The phases in which a rank of a loop of somebody's own may end without a word."""
 ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -58,7 +61,7 @@ class Judge:
             nobody_came = not any(member.has_come for member in self._members)
             return Ruling.OVER if nobody_came or self._was_asked_to_end() else Ruling.JUDGE
         if complaint_s is not None and (now_s >= complaint_s or not living):
-            return Ruling.JUDGE
+            return Ruling.GO_ON if self._may_be_cut_off(now_s, now_s - SILENT_S) else Ruling.JUDGE
         if cause_s is not None or complaint_s is not None:
             return Ruling.GO_ON
         if not living or self._all_refuse():
@@ -80,7 +83,13 @@ class Judge:
         if self._stalled_s is None:
             self._stalled_s = now_s
             return Ruling.ASK
-        return Ruling.JUDGE if now_s >= self._stalled_s + SETTLE_S else Ruling.GO_ON
+        is_due = now_s >= self._stalled_s + SETTLE_S and not self._may_be_cut_off(now_s, self._stalled_s)
+        return Ruling.JUDGE if is_due else Ruling.GO_ON
+
+    def _may_be_cut_off(self, now_s: float, since_s: float) -> bool:
+        """Whether a rank of another machine is silent since then, of which the system will say that it is cut off."""
+        away = [member for member in self._members if member.lives and member.has_come and not member.is_here]
+        return any(now_s - CUT_OFF_S < member.heard_s < since_s for member in away)
 
     def _cause(self, now_s: float) -> float | None:
         """Return when the verdict on processes that ended, or raised, is due; None: there are none."""

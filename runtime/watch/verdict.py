@@ -46,7 +46,7 @@ class Plans:
 
     def get(self, number: int) -> Plan | None:
         """Return the plan of a number, if it is known."""
-        return self._plans.get(number, self._first if number <= 0 else None)
+        return self._plans.get(max(number, 0), self._first if number <= 0 else None)
 
     def modes(self) -> dict[int, str]:
         """Return the mode of each plan by its number."""

@@ -195,21 +195,27 @@ class Watcher:
         if "ask" in message:
             self._say_place()
         if "verdict" in message:
-            self._end(str(message["verdict"]), was_told=bool(message["spoken"]))
+            self._end(str(message["verdict"]), was_told=bool(message["spoken"]), at_once=bool(message["at_once"]))
 
     def _end_alone(self) -> None:
         """End this rank because the network between it and the hub is cut: the others end it too, and cannot say so."""
         if not self._closed.is_set():
-            self._end(f"rank {self._rank} ({socket.gethostname()}) cannot reach the host of rank 0", was_told=False)
+            lost = "cannot reach the host of rank 0: the link between them is cut, or that host is gone"
+            self._end(f"rank {self._rank} (host {socket.gethostname()}) {lost}", was_told=False)
 
-    def _end(self, message: str, *, was_told: bool) -> None:
-        """End this process, whatever its main thread does; it may do so itself first, in its own words."""
+    def _end(self, message: str, *, was_told: bool, at_once: bool = False) -> None:
+        """End this process, whatever its main thread does; it may do so itself first, in its own words.
+
+        One that is to blame may not, unless it has failed by itself: a rank that slept would train on.
+        """
         if message and not was_told and not self._asks and not self._has_failed:
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()
             was_told = True
         self._answer = Answer(message, was_told)
         self._answered.set()
+        if at_once and not (self._asks or self._has_failed):
+            _exit(StallError.exit_code)
         if not self._closed.wait(GRACE_S) and not ((self._asks or self._has_failed) and self._closed.wait(UNWIND_S)):
             _exit(1 if self._has_failed else StallError.exit_code)
 

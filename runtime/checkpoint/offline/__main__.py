@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
+from quintsched.files.terminal import shown, standard_streams, write_error, write_line
 
 from .inspect import as_json, as_text, find_steps, newest_whole, verify
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except QuintschedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        write_error(error)
         return error.exit_code
     return code
 
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(arguments: argparse.Namespace) -> int:
     found = find_steps(arguments.path, arguments.step)
-    sys.stdout.write(as_json(found) if arguments.json else as_text(found))
+    sys.stdout.write(as_json(found) if arguments.json else shown(as_text(found)))
     return 0
 
 
@@ -63,9 +64,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     faults = {str(one.saved.folder): verify(one) for one in find_steps(arguments.path, arguments.step)}
     for folder, fault in faults.items():
         if fault is not None:
-            sys.stderr.write(f"error: {fault}\n")
+            write_error(fault)
         elif not arguments.json:
-            sys.stdout.write(f"{folder}: whole\n")
+            sys.stdout.write(shown(f"{folder}: whole") + "\n")
     if arguments.json:
         sys.stdout.write(json.dumps([{"folder": f, "whole": x is None, "fault": x} for f, x in faults.items()]) + "\n")
     return int(any(faults.values()))
@@ -119,7 +120,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
     found, skipped = newest_whole(arguments.path, arguments.step)
     manifest, folder = found.manifest, found.saved.folder
     for one in skipped:
-        sys.stderr.write(f"step {one.saved.step} is not whole, step {found.saved.step} is taken: {one.fault}\n")
+        write_line(f"step {one.saved.step} is not whole, step {found.saved.step} is taken: {one.fault}")
     if not isinstance(manifest, Manifest):
         raise UsageError(f"{folder}: it is in PyTorch's distributed format, which any mesh reads as it is")
     fault = verify(found)
@@ -133,9 +134,10 @@ def _opened(arguments: argparse.Namespace) -> tuple[Manifest, SavedState]:
 
 def _say(arguments: argparse.Namespace, words: str, **found: Any) -> int:
     values: Mapping[str, Any] = found
-    sys.stdout.write((json.dumps(values) if arguments.json else words) + "\n")
+    sys.stdout.write((json.dumps(values) if arguments.json else shown(words)) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with standard_streams():
+        sys.exit(main())

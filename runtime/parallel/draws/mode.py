@@ -4,19 +4,17 @@
     torch.randperm(n) ────────▶ … ─────────────────────────────────────────▶ torch's generator, seeded by the unit
 
 A call is known by its place in the code: the module of the model whose forward runs, and the lines that lead from
-there to the draw. So a part of a block that runs again within a backward draws what it drew before. Where the first
-dimension of what is drawn is that of the samples, or of samples and tokens in one, each sample has words of its own,
-and no cut of the batch changes them; else, and for functions that have no words, all depends on the unit, by its
-first sample.
+there to the draw (`call_places`). So a part of a block that runs again within a backward draws what it drew before.
+Where the first dimension of what is drawn is that of the samples, or of samples and tokens in one, each sample has
+words of its own, and no cut of the batch changes them; else, and for functions that have no words, all depends on the
+unit, by its first sample.
 
 Ranks of tp draw alike, but between a column and its row, where each draws for its shard of heads or features.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from quintsched.errors import MisfitError
 from ...comm import Group
 from ..column_row import ColumnRowPair
 from ..dropout import Masks, words
+from .call_places import CallPlaces
 from .functions import Call
 from .names import DRAWS
 
@@ -60,6 +59,7 @@ class KeyedDraws(TorchFunctionMode):
         }
         self._pairs = {number: _pairs_of(block) for number, block in blocks.items()}
         self._apart = {id(module) for root in apart for module in root.modules()}
+        self._calls = CallPlaces({*self._names, *self._apart})
         self._cuts: dict[str, Group | None] = {}
 
     def __torch_function__(
@@ -96,25 +96,16 @@ class KeyedDraws(TorchFunctionMode):
         Raises `MisfitError` within experts, whose rows are no samples.
         """
         self.has_drawn = True
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not KeyedDraws.__torch_function__.__code__:
-            frame = frame.f_back
-        path: list[str] = []
-        while frame is not None:
-            frame = frame.f_back
-            if frame is None:
-                break
-            path.append(f"{frame.f_code.co_name} {frame.f_lasti}")
-            owner = id(frame.f_locals.get("self"))
-            if owner in self._apart:
-                raise MisfitError(
-                    f"{self._names[owner][1]!r} draws within experts, whose rows are no samples, so that no number "
-                    "belongs to them; draw before or behind the mixture"
-                )
-            if owner in self._names:
-                number, name = self._names[owner]
-                return f"{name}: {', '.join(path)}", number
-        return str(self._first), self._first
+        owner, path = self._calls.locate(KeyedDraws.__torch_function__.__code__)
+        if owner in self._apart:
+            raise MisfitError(
+                f"{self._names[owner][1]!r} draws within experts, whose rows are no samples, so that no number "
+                "belongs to them; draw before or behind the mixture"
+            )
+        if owner is None:
+            return str(self._first), self._first
+        number, name = self._names[owner]
+        return f"{name}: {', '.join(path)}", number
 
     def _cut(self, site: str, number: int) -> Group | None:
         """Return the ranks over which features are cut at a call; None: they are whole.

@@ -62,6 +62,21 @@ def test_a_host_that_died_is_several_culprits():
     assert find_culprit(PLAN, away).ranks == (2, 3)
 
 
+def test_nobody_is_named_where_no_other_host_is_heard_of():
+    lost = Fate("unreachable", ago_s=0.5)
+    two = [state(rank, lost if rank > 1 else None, host="ab"[rank > 1]) for rank in range(4)]
+    assert find_culprit(PLAN, two).ranks == ()
+    words = find_culprit(PLAN, two).words()
+    assert words.startswith("nobody can be told from the others: host a and host b cannot reach each other, and either")
+    assert "rank 2 (host b) cannot be reached" in words.splitlines()[1]
+    four = [state(rank, lost if rank == 1 else None, host="abcd"[rank], heard_s=9.0 * (rank > 0)) for rank in range(4)]
+    assert find_culprit(PLAN, four).ranks == (), "the others will be found to be out of reach too"
+    four[2] = state(2, host="c", heard_s=0.9)
+    assert find_culprit(PLAN, four).ranks == (1,)
+    four[3] = state(3, Fate("signal", 9, ago_s=0.4), host="d")
+    assert find_culprit(PLAN, four).ranks == (3,)
+
+
 def test_victims_alone_are_not_to_blame():
     assert find(LOST, LOST, Fate("exit", 4), LOST).ranks == ()
     assert find(None, Fate("exit", 0), None, None, phase="ended", index=None).ranks == ()

@@ -115,6 +115,7 @@ def receive(transport: Transport, case: Case, tag: int) -> str:
 def run_cases(rank: int, port: int, folder: Path, count: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    os.chdir(folder)  # where a verdict is written
     transport = connect("gloo", timeout_s=60)
     assert isinstance(transport, GlooTransport)
     transport.open_channels([(0, 1), (1, 0)])
@@ -219,6 +220,7 @@ def train(transport: Transport, fault: str, verify: bool = False) -> str:
 def run_training(rank: int, port: int, folder: Path, fault: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    os.chdir(folder)  # where the verdict is written
     (folder / f"{rank}.txt").write_text(train(connect("gloo", timeout_s=60), fault, fault == "shorter"))
 
 

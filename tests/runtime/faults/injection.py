@@ -3,12 +3,14 @@
 kill, exit0, exit5, raise, stop, sleep         as it comes to an instruction, builds its model, or saves
 skip_send, skip_recv                           a message is passed over; the program goes on
 large, small, dtype, other                     a message is sent that does not fit, or as another microbatch's
+odd                                            a setting of the job is another one than on all other ranks
+cut                                            the link of its host is cut: by who made the hosts, when asked to
 """
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +48,8 @@ Kind = Literal[
     "small",
     "dtype",
     "other",
+    "odd",
+    "cut",
 ]
 Phase = Literal["set-up", "warm-up", "steady", "cool-down", "reduction", "optimizer", "save"]
 
@@ -53,6 +57,10 @@ ENDS: tuple[Kind, ...] = ("kill", "exit0", "exit5", "raise")
 STALLS: tuple[Kind, ...] = ("stop", "sleep")
 SKIPS: tuple[Kind, ...] = ("skip_send", "skip_recv")
 WRONGS: tuple[Kind, ...] = ("large", "small", "dtype", "other")
+ODD = ("train.seed=1", "train.optimizer.lr=0.5", "train.clip=2.0", "model.options.depth=7")
+"""What is another setting on one rank; which of them, an injection's step says."""
+HEARD_S, CUT_WAITS_S = 0.6, 10.0
+"""How long a rank stays where it is before its link is cut, so that this is heard, and how long for that at most."""
 PHASES: tuple[Phase, ...] = ("set-up", "warm-up", "steady", "cool-down", "reduction", "optimizer", "save")
 
 
@@ -70,6 +78,7 @@ class Injection:
         """Fail once, and write down when; returns only where a signal that stopped it was followed by one to go on."""
         if (folder / "fired").exists():
             return
+        time.sleep(HEARD_S if self.kind == "cut" else 0.0)
         (folder / "fired").write_text(str(time.time()))
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,6 +88,10 @@ class Injection:
             raise ValueError("injected")
         elif self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "cut":
+            until = time.monotonic() + CUT_WAITS_S
+            while not (folder / "cut").exists() and time.monotonic() < until:
+                time.sleep(0.005)
         else:
             time.sleep(600)
 
@@ -88,7 +101,9 @@ class Injection:
 
         if int(os.environ["RANK"]) != self.rank:
             return
-        if self.phase == "set-up":
+        if self.kind == "odd":
+            self._install_in_job(folder)
+        elif self.phase == "set-up":
             makes = Trainer.__init__
 
             def make(trainer: Trainer, *arguments: Any, **settings: Any) -> None:
@@ -108,6 +123,22 @@ class Injection:
             Trainer._save = save  # type: ignore[method-assign]
         else:
             self._install_in_program(folder)
+
+    @property
+    def odd(self) -> str:
+        """The setting of the job that is another one on this rank, with its value."""
+        return ODD[self.step % len(ODD)]
+
+    def _install_in_job(self, folder: Path) -> None:
+        from quintsched.runtime.job import jobfile
+
+        loads = jobfile.load_job
+
+        def load(path: str | Path, settings: Sequence[str] = ()) -> Any:
+            (folder / "fired").write_text(str(time.time()))
+            return loads(path, [*settings, self.odd])
+
+        jobfile.load_job = load
 
     def _install_in_program(self, folder: Path) -> None:
         from quintsched.runtime.interpreter.interpreter import Interpreter
@@ -230,16 +261,24 @@ def _wanted(phase: Phase, kind: Kind) -> tuple[type[Instruction], ...]:
     return (OptStep,) if phase == "optimizer" else (Compute, BwdWeight)
 
 
-def all_injections(plan: qs.Plan, count: int, seed: int = 0) -> list[Injection]:
-    """Return `count` injections spread over kinds, ranks, phases and instructions; the same for the same plan."""
-    kinds: tuple[Kind, ...] = (*ENDS, *STALLS, *SKIPS, *WRONGS)
+def all_injections(plan: qs.Plan, count: int, seed: int = 0, *, links: bool = False) -> list[Injection]:
+    """Return `count` injections spread over kinds, ranks, phases and instructions; the same for the same plan.
+
+    `links` says whether links can be cut here, which takes hosts.
+    """
+    anywhere: tuple[Kind, ...] = (*ENDS, *STALLS, *(["cut"] if links else []))
+    kinds: tuple[Kind, ...] = (*ENDS, *STALLS, *SKIPS, *WRONGS, "odd", *anywhere[len(ENDS + STALLS) :])
     found: dict[Injection, None] = {}
     for nth in range(seed, seed + 64):
         for phase in PHASES:
             for number, kind in enumerate(kinds):
                 rank = (nth + number) % plan.mesh.size
+                if kind == "odd" and phase != "set-up":
+                    continue
                 if phase in ("set-up", "save"):
-                    if kind in (*ENDS, *STALLS):
+                    if kind == "odd":
+                        found[Injection(kind, rank, phase, nth)] = None
+                    if kind in anywhere:
                         found[Injection(kind, rank, phase, step=3)] = None
                     continue
                 if phase in ("reduction", "optimizer") and kind in (*SKIPS, *WRONGS):

@@ -1,8 +1,10 @@
 """Whether a run with a fault was judged right: the rank, the instruction, the message; wrong names count apart."""
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -11,8 +13,13 @@ import quintsched as qs
 
 from .injection import Injection
 from .launched import Outcome, job_settings, plan_of_job, run_with
+from .linked import run_with_cut
 
 PHASE_NAMES = {"set-up": "setup", "save": "save"}
+
+ODD_RANKS = re.compile(r"\(ranks? [\d, and]+ differs? from the others\)")
+LOST_HUB = re.compile(r"rank (\d+) \(host host\d+\) cannot reach the host of rank 0")
+"""What ranks say whose link to rank 0's host is cut, or all of whose links are."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,16 @@ class Judged:
 
 def judge(plan: qs.Plan, injection: Injection, outcome: Outcome) -> Judged:
     """Compare what was said of a fault with what it was."""
-    ranks = outcome.report.ranks if outcome.report is not None else ()
+    ranks = _named(outcome)
     named = ranks == (injection.rank,)
+    placed = named and _is_placed(plan, injection, outcome)
+    if injection.kind == "cut" and injection.rank == 0:
+        lost = {int(rank) for rank in LOST_HUB.findall(outcome.said)}
+        named = placed = not ranks and lost == set(range(1, plan.mesh.size))
     return Judged(
         injection,
         named=named,
-        placed=named and _is_placed(plan, injection, outcome),
+        placed=placed,
         wrong=any(rank != injection.rank for rank in ranks),
         silent=outcome.code == 0 and outcome.report is None,
         told_s=outcome.told_s,
@@ -55,8 +66,18 @@ def judge(plan: qs.Plan, injection: Injection, outcome: Outcome) -> Judged:
     )
 
 
+def _named(outcome: Outcome) -> tuple[int, ...]:
+    """Return the ranks that are named: by the report, or as those whose job is another one."""
+    if outcome.report is not None:
+        return outcome.report.ranks
+    found = ODD_RANKS.search(outcome.said)
+    return () if found is None else tuple(map(int, re.findall(r"\d+", found[0])))
+
+
 def _is_placed(plan: qs.Plan, injection: Injection, outcome: Outcome) -> bool:
-    """Whether the culprit's instruction, microbatch and peer, or its phase, are those of the fault."""
+    """Whether the culprit's instruction, microbatch and peer, its phase, or setting, are those of the fault."""
+    if injection.kind == "odd":
+        return f" {injection.odd.partition('=')[0]} is " in outcome.said
     assert outcome.report is not None
     (culprit,) = outcome.report.culprits
     if injection.index is None:
@@ -77,7 +98,8 @@ def judge_all(
     def run(numbered: tuple[int, Injection]) -> Judged:
         number, injection = numbered
         own = folder / str(number)
-        judged = judge(plan, injection, run_with(injection, own, job_settings(own, mesh, **settings)))
+        run_it = partial(run_with_cut, plan.mesh.size) if injection.kind == "cut" else run_with
+        judged = judge(plan, injection, run_it(injection, own, job_settings(own, mesh, **settings)))
         rmtree(own, ignore_errors=True)
         return judged
 

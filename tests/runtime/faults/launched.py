@@ -36,6 +36,8 @@ PRELOADED = [
 ]
 HERE = Path(__file__).parent
 STALL_AFTER_S = 1.5
+REFUSED = 3
+"""The exit code of a run that ranks refuse themselves, without a report."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +79,26 @@ def run_with(injection: Injection | None, folder: Path, settings: dict[str, Any]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     arguments = None if injection is None else as_arguments(injection)
-    launcher = context.Process(target=_launch, args=(str(folder), arguments))
+    launcher = context.Process(target=launch, args=(str(folder), arguments))
     launcher.start()
     launcher.join(limit_s)
     code = launcher.exitcode
     time.sleep(0.3)
-    left = _left(folder)
+    left = left_of(folder)
     if launcher.is_alive():
         launcher.kill()
         launcher.join()
-    _end(folder)
-    return _outcome(folder, code, left)
+    end_all(folder)
+    return outcome_of(folder, code, left)
 
 
-def _outcome(folder: Path, code: int | None, left: int) -> Outcome:
-    path, fired = folder / "stall.json", folder / "fired"
+def outcome_of(folder: Path, code: int | None, left: int) -> Outcome:
+    """Return how a run ended whose files are in a folder."""
+    path, fired, words = folder / "stall.json", folder / "fired", folder / "said"
     report = StallReport.load(path) if path.exists() else None
-    told_s = path.stat().st_mtime - float(fired.read_text()) if path.exists() and fired.exists() else None
-    said = (folder / "said").read_text(errors="replace") if (folder / "said").exists() else ""
+    told = path if path.exists() or code != REFUSED else words
+    told_s = told.stat().st_mtime - float(fired.read_text()) if told.exists() and fired.exists() else None
+    said = words.read_text(errors="replace") if words.exists() else ""
     return Outcome(code, said, report, told_s, left)
 
 
@@ -103,18 +107,20 @@ def _pids(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def _left(folder: Path) -> int:
+def left_of(folder: Path) -> int:
+    """Return how many processes of a run are there."""
     return sum(Path(f"/proc/{pid}").exists() for pid in _pids(folder))
 
 
-def _end(folder: Path) -> None:
+def end_all(folder: Path) -> None:
+    """End what is left of a run."""
     for pid in _pids(folder):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _launch(folder: str, injected: dict[str, Any] | None) -> None:
-    """Be the launcher of a job in a folder."""
+def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] = ()) -> None:
+    """Be the launcher of a job in a folder; `machine` are arguments that say which of several it is."""
     from quintsched.runtime.launch import local
 
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -130,7 +136,7 @@ def _launch(folder: str, injected: dict[str, Any] | None) -> None:
             self._running[local_rank] = _Forked(Path(folder), environment, self._command[1:], injection)  # type: ignore[assignment]
 
     local.Ranks = Forked  # type: ignore[misc]
-    code = local.main(["--config", f"{folder}/job.yaml"])
+    code = local.main(["--config", f"{folder}/job.yaml", *machine])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ..launch.hosts import why_no_hosts
 from .injection import ENDS, Injection, all_injections, place_of
 from .judged import judge_all
 from .launched import plan_of_job
@@ -12,7 +13,7 @@ from .launched import plan_of_job
 CRASH_S = 2.0
 """How soon a crash is told, in seconds."""
 
-CODES = {"raise": (1,), "skip_recv": (3, 4)}
+CODES = {"raise": (1,), "skip_recv": (3, 4), "odd": (3,)}
 """The exit codes of runs: 4, but for errors of the culprit itself, such as that a message left over does not fit."""
 
 
@@ -22,6 +23,7 @@ def quick() -> list[Injection]:
     chosen = [
         Injection("kill", 0, "set-up"),
         Injection("raise", 1, "save"),
+        Injection("odd", 2, "set-up"),
         Injection("exit5", 2, "optimizer", 2, place_of(plan, 2, "optimizer", "exit5")),
         Injection("exit0", 1, "reduction", 2, place_of(plan, 1, "reduction", "exit0")),
         Injection("kill", 1, "steady", 3, place_of(plan, 1, "steady", "kill")),
@@ -55,7 +57,8 @@ JOBS = (("pp=3", "1f1b"), ("dp=2,pp=2", "1f1b"), ("pp=4", "zb-h1"), ("pp=2,tp=2"
 @pytest.mark.processes
 @pytest.mark.parametrize(("mesh", "schedule"), JOBS)
 def test_sixty_faults_of_a_mesh(tmp_path: Path, mesh: str, schedule: str) -> None:
-    injections = all_injections(plan_of_job(mesh, schedule), 60, seed=JOBS.index((mesh, schedule)))
+    seed = JOBS.index((mesh, schedule))
+    injections = all_injections(plan_of_job(mesh, schedule), 60, seed=seed, links=why_no_hosts() is None)
     judged = judge_all(injections, tmp_path, mesh, schedule=schedule, at_once=2)
     assert not [one for one in judged if one.wrong or one.left]
     assert not [one for one in judged if one.silent], "a fault went by unseen"

@@ -3,15 +3,21 @@
 host 0 (10.97.0.1) ── veth ──┐
 host 1 (10.97.0.2) ── veth ──┤ bridge, in a namespace of its own
 …                            │
+
+Each has processes and a name of its own too, so that none of them sees those of another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,15 +28,50 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
+def _tc(*words: str) -> None:
+    subprocess.run(["tc", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+def _pids(name: str) -> list[int]:
+    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    return [int(word) for word in done.stdout.split()]
+
+
+def _remove(name: str) -> None:
+    """End all that runs in a namespace, and take it away."""
+    for pid in _pids(name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+_MADE = itertools.count()
+
+
+def _letters(number: int) -> str:
+    """Return a number in letters, of which names of hosts have no others: a, b, … g, ba, …"""
+    return ("" if number < 7 else _letters(number // 7)) + "abcdefg"[number % 7]
+
+
 class Hosts:
     """So many hosts; `addresses` are theirs, and what is started there runs in `folder`."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self._folder = folder
-        self.names = [f"qs{os.getpid()}h{number}" for number in range(count)]
+        own = f"qs{os.getpid()}{_letters(next(_MADE))}"
+        self.names = [f"{own}h{number}" for number in range(count)]
         self.addresses = [f"10.97.0.{number + 1}" for number in range(count)]
-        self._switch = f"qs{os.getpid()}sw"
+        self._switch = f"{own}sw"
         self._started: list[subprocess.Popen[str]] = []
+        self._inits: list[int] = []
+
+    def sweep(self) -> None:
+        """Take away what runs have left that were killed."""
+        done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+        for name in re.findall(r"^(qs\d+[a-g]*(?:h\d+|sw))\b", done.stdout, re.MULTILINE):
+            owner = int(re.findall(r"\d+", name)[0])
+            if not Path(f"/proc/{owner}").exists():
+                _remove(name)
 
     def connect(self) -> None:
         """Make the namespaces; raises `CalledProcessError` where that may not be done."""
@@ -44,14 +85,48 @@ class Hosts:
             _ip("-n", self._switch, "link", "set", f"to{number}", "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
             _ip("-n", name, "link", "set", "wire", "up")
+            self._inits.append(self._boot(number))
+
+    def _boot(self, number: int) -> int:
+        """Start the process of a host that is there as long as the host is, and return its number."""
+        name = self.names[number]
+        unshare = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        words = ["ip", "netns", "exec", name, *unshare, "sh", "-c", f"hostname host{number} && exec sleep infinity"]
+        init = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._started.append(init)
+        for _ in range(200):
+            for pid in _pids(name):
+                if Path(f"/proc/{pid}/comm").read_text() == "sleep\n":
+                    return pid
+            if init.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise subprocess.CalledProcessError(init.poll() or 1, words, stderr="no namespace of processes")
 
     def cut(self, number: int, *, healed: bool = False) -> None:
         """Take the wire of a host out of the switch, or put it back."""
         _ip("-n", self._switch, "link", "set", f"to{number}", "up" if healed else "down")
 
+    def slow(self, number: int, *, kbit: int = 0) -> None:
+        """Let a host send so little a second, or as much as it can again; skips the test where that is not possible."""
+        if not kbit:
+            _tc("-n", self.names[number], "qdisc", "del", "dev", "wire", "root")
+            return
+        limit = ["rate", f"{kbit}kbit", "burst", "16kbit", "latency", "1s"]
+        try:
+            _tc("-n", self.names[number], "qdisc", "add", "dev", "wire", "root", "tbf", *limit)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"a link cannot be slowed here: {error}")
+
+    def signal(self, process: subprocess.Popen[str], number: int) -> None:
+        """Send a signal to what a process has started on its host."""
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), number)
+
     def start(self, number: int, *command: object) -> subprocess.Popen[str]:
         """Start a command on a host."""
-        words = ["ip", "netns", "exec", self.names[number], *map(str, command)]
+        enter = ["nsenter", "-t", self._inits[number], "-n", "-u", "-p", "-m", f"--wd={self._folder}"]
+        words = [*map(str, (*enter, *command))]
         self._started.append(
             subprocess.Popen(
                 words,
@@ -65,36 +140,46 @@ class Hosts:
         )
         return self._started[-1]
 
-    def pids(self) -> list[int]:
-        """Return the processes that run on any of the hosts."""
-        found = []
-        for name in self.names:
-            done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            found += [int(word) for word in done.stdout.split()]
-        return found
+    def pids(self, *numbers: int) -> list[int]:
+        """Return the processes that were started on some of the hosts, or on all."""
+        names = [self.names[number] for number in numbers] or self.names
+        booted = {*self._inits, *(process.pid for process in self._started)}
+        return [pid for name in names for pid in _pids(name) if pid not in booted]
 
     def close(self) -> None:
         """End all that runs there, and take the hosts away."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for name in (*self.names, self._switch):
+            _remove(name)
         for process in self._started:
             process.communicate()
-        for name in (*self.names, self._switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@functools.cache
+def why_no_hosts() -> str | None:
+    """Return why no hosts can be made on this machine; None: they can."""
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing or not Path("/proc/self/ns/net").exists():
+        return f"network namespaces need Linux and the commands {', '.join(missing)}"
+    made = Hosts(1, Path.cwd())
+    try:
+        made.connect()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"network namespaces may not be made here: {getattr(error, 'stderr', '') or error}"
+    finally:
+        made.close()
+    return None
 
 
 @contextlib.contextmanager
 def hosts(count: int, folder: Path) -> Iterator[Hosts]:
     """Make hosts for a test, which is skipped where this machine does not let us."""
-    if shutil.which("ip") is None or not Path("/proc/self/ns/net").exists():
-        pytest.skip("network namespaces need Linux and the command ip")
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(reason.strip())
     made = Hosts(count, folder)
     try:
-        try:
-            made.connect()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces may not be made here: {error.stderr.strip()}")
+        made.sweep()
+        made.connect()
         yield made
     finally:
         made.close()

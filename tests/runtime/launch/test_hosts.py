@@ -130,7 +130,7 @@ def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -
     with hosts(2, tmp_path) as net:
         started = launch(net, job)
         wait_for(tmp_path, 4)
-        started[number].kill()
+        net.signal(started[number], signal.SIGKILL)
         codes = [code for code, _, _ in ends(started, 60)]
         assert codes[number] == -signal.SIGKILL
         assert codes[1 - number] == 4
@@ -145,7 +145,7 @@ def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
     with hosts(2, tmp_path) as net:
         started = launch(net, job, "--set", f"checkpoint.dir={tmp_path / 'saved'}")
         wait_for(tmp_path, 4)
-        started[1].send_signal(signal.SIGTERM)
+        net.signal(started[1], signal.SIGTERM)
         found = ends(started, 60)
         assert [code for code, _, _ in found] == [0, 0], found
         assert "stopped as asked: saved at step" in found[0][1]

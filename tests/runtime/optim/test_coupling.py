@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quintsched.errors import UsageError
+from quintsched.errors import CodeError, UsageError
 from quintsched.runtime.optim.coupling import Coupling, coupling_of, require_steppable
 
 from .optimizers import GlobalNorm, Lookahead, Shampoo, SignMomentum, Trust
@@ -32,6 +32,27 @@ class Noisy(Trust):
 class Broken(Trust):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("no such device")
+
+
+class Flaky(SignMomentum):
+    """Raises in the second of all steps, and never again."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        Flaky.steps += 1
+        if Flaky.steps == 2:
+            raise OSError("a file was away")
+        super().step()
+
+
+class Narrow(SignMomentum):
+    """Steps no float64."""
+
+    def step(self, closure: Any = None) -> None:
+        if any(p.dtype == torch.float64 for group in self.param_groups for p in group["params"]):
+            raise TypeError("no kernel for float64")
+        super().step()
 
 
 class Said(Broken):
@@ -70,6 +91,7 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling]] = {
     "renamed, without a learning rate yet": (lambda p: Renamed(p, lr=0.0), Coupling.NONE),
     "a subclass that makes state as it is built": (type("Ada", (torch.optim.Adagrad,), {}), Coupling.NONE),
     "sign momentum": (SignMomentum, Coupling.NONE),
+    "narrow": (Narrow, Coupling.NONE),
     "late": (Late, Coupling.WITHIN),
     "trust": (Trust, Coupling.WITHIN),
     "shampoo": (Shampoo, Coupling.WITHIN),
@@ -116,3 +138,9 @@ def test_closures_and_sparse_gradients_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             require_steppable(optimizer)
+
+
+def test_an_error_of_the_optimizer_that_does_not_come_again_is_raised_as_its_own() -> None:
+    with pytest.raises(CodeError, match="Flaky, raised OSError: a file was away") as raised:
+        coupling_of(Flaky(stand_ins()), CPU)
+    assert isinstance(raised.value.__cause__, OSError)

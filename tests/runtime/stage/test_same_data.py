@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.stage.same_data import fingerprint
+from quintsched.runtime.stage.batches.data_marks import DataMarks
+from quintsched.runtime.stage.batches.same_data import SameData, fingerprint
 
 from ..toys import sgd
 
+CPU = torch.device("cpu")
 Given = tuple[Tensor, Tensor, dict[str, Any]]
 
 
@@ -75,19 +79,94 @@ def test_stages_are_given_the_same_extras() -> None:
 def test_replicas_have_data_of_their_own_and_nobody_gives_what_is_not_needed() -> None:
     def give(engine: Engine, transport: Transport, given: Given) -> Given:
         x, y, extras = given
-        return x if engine.needs_inputs else x + 1, y if engine.needs_targets else y + 1, extras
+        in_place = torch.full_like(x, transport.rank)
+        return x if engine.needs_inputs else in_place, y if engine.needs_targets else None, extras
 
     assert refusals("dp=2,pp=2", give, steps=3) == {""}
 
 
-def test_only_the_first_steps_are_compared() -> None:
-    calls = []
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+def test_what_a_stage_does_not_need_shows_that_its_loader_gives_other_samples(what: str) -> None:
+    """As where each rank's loader shuffles by itself: inputs of one order meet targets of another."""
 
     def give(engine: Engine, transport: Transport, given: Given) -> Given:
-        calls.append(transport.rank)
-        return (given[0] + transport.rank, *given[1:]) if len(calls) > 4 else given
+        return CHANGES[what](given) if transport.rank else given
 
-    assert refusals("tp=2", give, steps=3) == {""}
+    (said,) = refusals("pp=2", give)
+    assert said.startswith(f"ranks 0 and 1 are given different {what}")
+
+
+def weights_of(engine: Engine) -> Tensor:
+    modules = engine._model.stages.values()
+    return torch.cat([weight.detach().flatten() for module in modules for weight in module.parameters()])
+
+
+LATE = ["tp=2", "pp=2", "pp=2,tp=2", "dp=2,tp=2", "ep=2,pp=2"]
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["at once", "accumulated"])
+@pytest.mark.parametrize("mesh", LATE)
+@pytest.mark.parametrize("what", ["inputs", "targets", "extras"])
+def test_ranks_that_drift_apart_later_are_told_before_weights_change(mesh: str, what: str, last: bool) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    change = CHANGES["'shift'" if what == "extras" else what]
+
+    unchanged = []
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, [lambda: Shifted(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
+        random = torch.Generator().manual_seed(engine.replica)
+        for step in range(6):
+            x, y, shift = torch.randn(3, 4, 4, generator=random)
+            mine: Given = (x, y, {"shift": shift})
+            before = weights_of(engine)
+            for part in range(2):
+                odd = step == 5 and part == 0 and transport.rank == plan.mesh.size - 1
+                inputs, targets, extras = change(mine) if odd else mine
+                try:
+                    engine.step(inputs, targets, last=last or part == 1, **extras)
+                except qs.MisfitError:
+                    unchanged.append(step == 5 and torch.equal(before, weights_of(engine)))
+                    raise
+
+    with pytest.raises(qs.MisfitError, match=f"were not all given the same {what} in this step"):
+        run_local(plan.mesh.size, run, timeout_s=60)
+    assert unchanged
+    assert all(unchanged)
+
+
+def test_whole_data_are_compared_in_steps_ever_farther_apart() -> None:
+    def due(transport: Transport) -> list[int]:
+        same = SameData(0, 1, transport.world_group())
+        return [step for step in range(20) if same.is_due("train")]
+
+    assert run_local(2, due) == [[0, 1, 2, 4, 8, 16]] * 2
+
+
+@given(st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=6), st.data())
+def test_sums_of_marks_tell_whether_all_are_equal(numbers: list[int], data: st.DataObject) -> None:
+    equal = DataMarks(range(2), lambda rank: 0, 0, CPU)
+    sums = [float(sum(column)) for column in zip(*((1, n, n * n) for n in numbers), strict=True)]
+    if len(set(numbers)) == 1:
+        equal.require_equal(sums)
+    else:
+        with pytest.raises(qs.MisfitError, match="not all given the same inputs"):
+            equal.require_equal(sums)
+
+
+def test_many_replicas_take_turns() -> None:
+    ranks, seen = 260, set()
+    marks = [DataMarks(range(ranks), lambda rank: rank // 2, rank, CPU) for rank in range(ranks)]
+    for _ in range(3):
+        for rank, mark in enumerate(marks):
+            x = torch.arange(8.0) + (rank == 77)
+            mark.note({"inputs": x, "targets": None}, {"inputs": True, "targets": False}, {})
+        sums = sum((row for mark in marks if (row := mark.take()) is not None), start=torch.zeros(()))
+        try:
+            marks[0].require_equal(sums.tolist())
+        except qs.MisfitError as error:
+            seen.add(str(error)[:16])
+    assert seen == {"ranks 76 and 77 "}
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64, torch.complex64])

@@ -30,12 +30,14 @@ def fit(
 
     def run(transport: Transport) -> tuple[list[tuple[float, ...]], dict[str, Tensor], list[str], int]:
         said: list[str] = []
-        steps = iter(range(1, 10**6))
+        begun: list[Any] = []
 
         def wants_stop() -> bool:
-            return transport.rank == asked and next(steps) >= at_step
+            return transport.rank == asked and len(begun) >= at_step
 
         trainer = Trainer(config, plan, transport, Reporter(None, said.append), wants_stop=wants_stop)
+        step = trainer.engine.step
+        trainer.engine.step = lambda *given, **more: begun.append(step) or step(*given, **more)  # type: ignore
         history = trainer.fit(resume=resume)
         return figures(history), trainer.engine.full_weights(), said, trainer.progress.step
 
@@ -77,3 +79,30 @@ def test_without_checkpoints_it_says_that_nothing_is_saved(data_file: Path) -> N
     (_, _, said, step), *_ = fit(job(data_file), asked=1, at_step=2)
     assert step == 2
     assert said[-1] == "stopped as asked: nothing is saved after step 2: the job has no checkpoint.dir"
+
+
+def test_a_stop_asked_for_while_it_validates_is_obeyed_before_the_next_step(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, train={"epochs": 3}, checkpoint={"dir": str(tmp_path / "saved")})
+    plan = plan_of(config)
+    whole = fit(config.model_copy(update={"checkpoint": job(data_file).checkpoint}))
+
+    def run(transport: Transport) -> tuple[int, list[str]]:
+        said: list[str] = []
+        asked: list[int] = []
+        trainer = Trainer(config, plan, transport, Reporter(None, said.append), wants_stop=lambda: bool(asked))
+        evaluate = trainer.engine.evaluate
+
+        def evaluate_and_ask(*given: Any, **more: Any) -> Any:
+            asked.extend([1] * (transport.rank == 1))
+            return evaluate(*given, **more)
+
+        trainer.engine.evaluate = evaluate_and_ask  # type: ignore[method-assign]
+        trainer.fit()
+        return trainer.progress.epoch, said
+
+    for epoch, said in run_local(plan.mesh.size, run):
+        assert epoch == 1
+        assert said[-1].startswith("stopped as asked: saved at step ")
+    resumed = fit(config, resume=True)
+    assert said[-1].removeprefix("stopped as asked: saved at") == resumed[0][2][0].removeprefix("resumed after")
+    assert [found for found, *_ in resumed] == [expected for expected, *_ in whole]

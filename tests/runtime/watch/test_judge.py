@@ -17,7 +17,7 @@ class Run:
     """Three ranks in the midst of a step, and their judge."""
 
     def __init__(self, place: Place = STEP) -> None:
-        self.members = [Member(rank, place=place, has_come=True) for rank in range(3)]
+        self.members = [Member(rank, place=place, has_come=True, is_here=True) for rank in range(3)]
         self.judge = Judge(self.members, Progress(Patience()))
         self.now_s = 50.0
         self.judge.look(self.now_s)
@@ -126,3 +126,33 @@ def test_a_stall_is_judged_unless_somebody_moves_while_it_settles(moves: bool) -
     if moves:
         run.members[0].place = STEP._replace(at=5, step=30)
     assert run.after(0.5) is (Ruling.GO_ON if moves else Ruling.JUDGE)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_complaint_waits_for_a_silent_machine_to_be_found_cut_off(is_cut: bool) -> None:
+    run = Run()
+    away = run.members[2]
+    away.is_here, away.heard_s = False, run.now_s
+    run.members[0].error = "stall", "timed out"
+    away.heard_s = run.now_s - 5
+    assert run.after(5) is Ruling.GO_ON
+    if is_cut:
+        away.end(Fate("unreachable"), run.now_s)
+        assert run.after(0.4) is Ruling.JUDGE
+    else:
+        assert run.after(4) is Ruling.GO_ON
+        assert run.after(2) is Ruling.JUDGE
+
+
+def test_a_stall_waits_for_the_answers_of_other_machines() -> None:
+    run = Run()
+    away = run.members[2]
+    away.is_here, away.heard_s = False, run.now_s
+    rulings = []
+    while Ruling.ASK not in rulings:
+        away.heard_s = run.now_s
+        run.now_s += 1.0
+        rulings.append(run.judge.look(run.now_s))
+    assert run.after(5) is Ruling.GO_ON
+    away.heard_s = run.now_s
+    assert run.after(0.1) is Ruling.JUDGE

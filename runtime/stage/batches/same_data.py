@@ -1,10 +1,11 @@
-"""The same data where it must be the same: what the ranks of one replica are given is compared in the first steps.
+"""The same data where it must be the same: what the ranks of one replica are given is compared, whole, in some steps.
 
     replica 0    rank 0 (tp=0): inputs a, targets b ─┐
                  rank 1 (tp=1): inputs a, targets c ─┴▶ one minimum over all ranks ─▶ targets differ, on every rank
 
-Sequences are compared whole, before they are cut over cp. A rank brings what it needs of inputs and targets, and all
-extras; what it does not need it may be given or not.
+Sequences are compared whole, before they are cut over cp. A rank brings all that it is given. What it does not need of
+inputs and targets it may be given or not, or something in its place whose numbers are all one. Steps 0, 1, 2, 4, 8, …
+of each kind are compared so; every step of training by marks (`data_marks`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.trees import flatten
-from ..comm import Group, ReduceOp
-from ..comm.control import share_bytes
-
-CHECKED = 2
-"""So many steps of each kind are checked."""
+from ...blocks.trees import flatten
+from ...comm import Group, ReduceOp
+from ...comm.control import share_bytes
 
 _COLUMNS = 16
 _NOTHING = 2**63 - 1
@@ -41,18 +39,19 @@ class SameData:
         self._replica, self._num_replicas, self._world = replica, num_replicas, world
         self._steps: dict[str, int] = {}
 
-    def require(self, mode: str, given: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    def is_due(self, mode: str) -> bool:
+        """Whether another step of a mode is one that is compared; all ranks ask before each."""
+        done = self._steps.get(mode, 0)
+        self._steps[mode] = done + 1
+        return self._world.size > self._num_replicas and not done & (done - 1)
+
+    def require(self, given: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         """Raise `MisfitError`, on every rank, where ranks of one replica were given something else (collective).
 
         Args:
-            mode: of the plan that is to run.
-            given: inputs and targets, if this rank needs them, by these names.
+            given: inputs and targets by these names; None: not given, or nothing that others should be given too.
             extras: what every rank is given besides.
         """
-        done = self._steps.get(mode, 0)
-        if self._world.size == self._num_replicas or done == CHECKED:
-            return
-        self._steps[mode] = done + 1
         names = sorted(extras)
         whole = [given.get("inputs"), given.get("targets"), ", ".join(names) or "nothing"]
         beside: list[Any] = [extras[name] for name in names]
@@ -82,7 +81,8 @@ class SameData:
         raise MisfitError(
             f"ranks {first} and {other} are given different {said[2]}, and belong to one replica ({replica} of "
             f"{self._num_replicas}): give all ranks of a replica the same samples, sequences whole, chosen by "
-            "engine.replica and engine.num_replicas alone"
+            "engine.replica and engine.num_replicas alone (a loader that shuffles needs a generator or sampler with a "
+            "seed of its own, the same on all of them)"
         )
 
 

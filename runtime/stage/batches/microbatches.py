@@ -22,9 +22,9 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, map_tensors, require_known
-from ..parallel.context.context import WHOLE, SequenceShard
-from .forward import Extras
+from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten, map_tensors, require_known
+from ...parallel.context.context import WHOLE, SequenceShard
+from ..forward import Extras
 
 
 @dataclass(frozen=True)

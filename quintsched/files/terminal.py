@@ -1,0 +1,140 @@
+r"""What is written to a terminal, standard output and standard error: only what can be seen, and never a traceback.
+
+    a message or a report of several lines    ─▶ shown          "\x1b[31m" stands there, its lines stay
+    standard output closed, full or broken    ─▶ StreamBroken   one line on standard error, and an exit code
+
+`standard_streams` is what every entry point runs within; all errors are said by `write_error`. Text of a file or of
+another process that becomes part of one line is made so where it is read: `quintsched.errors.printable`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from quintsched.errors import UsageError, printable
+
+PIPE_CLOSED = 141
+"""128 + SIGPIPE, for `quintsched … | head`."""
+
+_UNSEEN = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+"""What JSON does not escape by itself: controls, invisible characters, and what turns the direction of writing."""
+
+
+def shown(text: str) -> str:
+    """Return a message or a report of ours with what cannot be seen spelled out; it keeps its lines.
+
+    Arguments of the command are names and no lines, so that line breaks in these are spelled out as well.
+    """
+    for part in {part for argument in sys.argv[1:] for part in argument.split("/") if "\n" in part}:
+        text = text.replace(part, part.replace("\n", "\\n"))
+    lines = text.split("\n")
+    return "\n".join(line if line.isprintable() else printable(line, len(line), lines=True) for line in lines)
+
+
+def shown_json(text: str) -> str:
+    """Return JSON that says the same, with what cannot be seen escaped."""
+    return _UNSEEN.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
+
+
+def write_error(message: object) -> None:
+    """Write `error: message` to standard error, if there is one; raises nothing where it cannot be written."""
+    write_line(f"error: {message}")
+
+
+def write_line(line: str) -> None:
+    """Write a line, or several, to standard error, if there is one; raises nothing where it cannot be written."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(shown(line) + "\n")
+            sys.stderr.flush()
+    except (OSError, ValueError):  # full, broken, closed
+        return
+
+
+class StreamBroken(Exception):
+    """Standard output is closed, full, or a pipe that nobody reads."""
+
+    def __init__(self, cause: OSError) -> None:
+        why = "it is closed" if cause.errno == errno.EBADF else cause.strerror or cause
+        super().__init__(f"cannot write to standard output: {why}")
+        self.is_pipe = cause.errno == errno.EPIPE
+
+    @property
+    def exit_code(self) -> int:
+        """What a command ends with that cannot say what it found."""
+        return PIPE_CLOSED if self.is_pipe else UsageError.exit_code
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """A context that ends this process in words where standard output fails; what standard error cannot take is lost.
+
+    Raises `SystemExit`: 141 for a pipe that nobody reads, 2 where it is closed or full.
+    """
+    _open_missing()
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _stream(1, _Output)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _stream(2, _Errors)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except StreamBroken as broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains as it ends
+        if not broken.is_pipe:
+            write_error(broken)
+        raise SystemExit(broken.exit_code) from None
+
+
+def _open_missing() -> None:
+    """Open what is closed of 0, 1 and 2, so that no other file gets these numbers; reading and printing fail then."""
+    for number, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, flags)  # the lowest number that is free: this one
+            os.set_inheritable(opened, True)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+
+
+class _Output(io.FileIO):
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError as error:
+            raise StreamBroken(error) from error
+
+
+class _Errors(io.FileIO):
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError:
+            return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+def _stream(number: int, kind: type[io.FileIO]) -> TextIO:
+    """Return a text stream that fails as `kind` does; a terminal that cannot show an arrow is no reason to fail."""
+    raw = kind(number, "w", closefd=False)
+    before = sys.stdout if number == 1 else sys.stderr
+    encoding = before.encoding if before is not None else None
+    is_seen = number == 2 or os.isatty(number)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=is_seen)
