@@ -49,6 +49,8 @@ def load_object(name: str) -> Any:
     """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
+    if not name.isprintable():
+        raise UsageError(f"{quoted(name)} does not name an object of a file: not all of it can be seen")
     if not is_user_object(name) or not attribute:
         raise UsageError(f"{quoted(name)} does not name an object of a file; write it as my_file.py:name")
     if not os.path.isfile(path):

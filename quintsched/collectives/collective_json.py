@@ -21,7 +21,7 @@ from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 
 FORMAT = "quintsched.collective"
-MAX_BYTES = 2**31
+MAX_BYTES = 2**28
 
 
 class CollectiveEntry(BaseModel):

@@ -2,11 +2,13 @@
 
     a regular file, or none yet    data ─▶ .a1b2c3.tmp beside it ─▶ renamed to the path      a reader never sees half
     a link                         the same with the file that it points to; the link stays
+    another user's link in /tmp    refused: it may lead anywhere
     a FIFO, a device               data ─▶ straight into it: it is no file, and is never replaced by one
     /dev/stdout, /dev/fd/3         data ─▶ into what is open already
 
-`write_whole` is what every writer of files uses, `read_whole` what reads those whose size has a limit. What is made of
-several files says by `writing` what could not be written, and brings renamings to the disk by `sync_directory`.
+`write_whole` is what every writer of files uses, `write_plain` who writes unasked, `read_whole` what reads those whose
+size has a limit. What is made of several files says by `writing` what could not be written, and brings renamings to the
+disk by `sync_directory`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,18 @@ from pathlib import Path
 
 from quintsched.errors import InputError, UsageError
 
+from .plain import FILE, kind_of
+
 OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
 """How the system names what this process has open."""
 
 BLOCK = 2**24
 """Bytes that are read at a time where a size is not known before."""
+
+MOST_STREAMED = 2**27
+"""The most bytes that are read where a size is not known before."""
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 LONGEST_PATH = 4096
 """How many letters of a path a message repeats."""
@@ -43,6 +52,7 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
     """
     content = data.encode("utf-8") if isinstance(data, str) else data
     with writing(path, what):
+        _require_own_links(path)
         opened = _open_already(path)
         if opened is not None:
             _write_into(opened, content)
@@ -50,6 +60,18 @@ def write_whole(path: Path, data: str | bytes, what: str, *, durable: bool = Fal
             _write_through(path, content)
         else:
             _replace(Path(os.path.realpath(path)), content, status, durable)
+
+
+def write_plain(path: Path, data: str, what: str) -> None:
+    """Write text to a regular file as `write_whole` does, but never through a link, into a FIFO or a device.
+
+    For who writes by itself, where nobody has named the file just now. Raises `UsageError` where that cannot be done.
+    """
+    with writing(path, what):
+        status = os.lstat(path) if os.path.lexists(path) else None
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{path}: cannot write {what}: it is {kind_of(status.st_mode)}, not a file")
+        _replace(path, data.encode(), status, durable=False)
 
 
 @contextmanager
@@ -73,22 +95,40 @@ def sync_directory(path: Path) -> None:
 def read_whole(path: Path | None, most: int, what: str) -> bytes:
     """Return what a file holds, of standard input for None; no more than `most` bytes and one are ever read.
 
+    A file is a regular one, or what is open already, such as /dev/fd/63; other FIFOs and devices are never waited for.
     Raises `UsageError` where it cannot be read, `InputError` where it is longer; `what` names it: "the plan".
     """
     try:
         if path is None:
-            return _read_up_to(sys.stdin.buffer.read, most)
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if stat.S_ISREG(status.st_mode) and status.st_size > most:
-                raise _too_long(status.st_size, most)
-            return _read_up_to(file.read, most)
+            return _read_up_to(sys.stdin.buffer.read, min(most, MOST_STREAMED))
+        opened = _open_already(path)
+        if opened is not None:
+            with open(opened, "rb", closefd=False) as stream:
+                return _read_up_to(stream.read, min(most, MOST_STREAMED))
+        return _read_file(path, most)
     except OSError as error:
         raise UsageError(f"{_named(path)}: cannot read {what}: {error.strerror or error}") from error
     except ValueError as error:  # no name of a file
         raise UsageError(f"{_named(path)}: cannot read {what}: {error}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
+
+
+def _read_file(path: Path, most: int) -> bytes:
+    _require_file(os.stat(path))
+    with open(os.open(path, _FLAGS), "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        _require_file(status)
+        if status.st_size > most:
+            raise _too_long(status.st_size, most)
+        return _read_up_to(file.read, most, status.st_size + 1)
+
+
+def _require_file(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(status.st_mode)}, not {FILE}")
 
 
 def _named(path: Path | None) -> str:
@@ -104,18 +144,45 @@ def same_file(path: Path, other: Path) -> bool:
     return False
 
 
-def _read_up_to(read: Callable[[int], bytes], most: int) -> bytes:
+def _read_up_to(read: Callable[[int], bytes | None], most: int, block_bytes: int = BLOCK) -> bytes:
     blocks, left = [], most + 1
-    while left and (block := read(min(left, BLOCK))):
+    while left and (block := read(min(left, block_bytes))) != b"":
+        if block is None:
+            raise BlockingIOError(errno.EAGAIN, "it is no plain file: there would be more later")
         blocks.append(block)
         left -= len(block)
     if not left:
         raise _too_long(None, most)
-    return b"".join(blocks)
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def _too_long(size: int | None, most: int) -> InputError:
     return InputError(f"it has {'more bytes' if size is None else f'{size} bytes, more'} than the {most} that are read")
+
+
+def _require_own_links(path: Path) -> None:
+    """Raise `PermissionError` for a link, or a FIFO, that somebody else has put into a folder that all may write to.
+
+    So a name in /tmp that is easy to guess does not lead to another file of ours; Linux has the same rule as
+    fs.protected_symlinks and fs.protected_fifos, which may be off.
+    """
+    name = os.path.abspath(path)
+    for _ in range(MOST_LINKS):
+        if not os.path.lexists(name):
+            return
+        status, folder = os.lstat(name), os.stat(os.path.dirname(name))
+        is_open = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+        is_link = stat.S_ISLNK(status.st_mode)
+        if (
+            is_open
+            and (is_link or stat.S_ISFIFO(status.st_mode))
+            and status.st_uid not in (os.geteuid(), folder.st_uid)
+        ):
+            kind = kind_of(status.st_mode)
+            raise PermissionError(errno.EACCES, f"{name} is {kind} of another user in a folder that all may write to")
+        if not is_link:
+            return
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
 
 
 def _open_already(path: Path) -> int | None:

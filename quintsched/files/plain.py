@@ -90,7 +90,12 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise InputError(f"{path}: cannot read {what}: {error.strerror or error}") from error
 
 
+def kind_of(mode: int) -> str:
+    """Return what kind of file a mode is of, in words: "a file", "a FIFO"."""
+    return next(words for is_kind, words in _KINDS if is_kind(mode))
+
+
 def _require_kind(path: Path, mode: int, wanted: str, what: str) -> None:
-    found = next(words for is_kind, words in _KINDS if is_kind(mode))
+    found = kind_of(mode)
     if found != wanted:
         raise InputError(f"{path}: cannot read {what}: it is {found}, not {wanted}")

@@ -7,7 +7,7 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, printable
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -27,7 +27,7 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        others = shorten(", ".join(islice(made, MOST_CHARACTERS)))
+        others = printable(shorten(", ".join(islice(made, MOST_CHARACTERS))))
         raise InputError(f"duplicate key {shorten(twice)!r} in an object with the keys {others}")
     return made
 
@@ -86,4 +86,4 @@ def describe_faults(error: ValidationError) -> str:
     words = _WORDS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _WORDS else first["msg"]
     steps = (step for step in first["loc"] if step not in (NUMBER, LIST, OBJECT))
     where = pointer(*(shorten(step) if isinstance(step, str) else step for step in steps))
-    return f"{where or '/'}: {words}{more}"
+    return printable(f"{where or '/'}: {words}{more}")

@@ -1,8 +1,9 @@
 """YAML read strictly: a key given twice is an error, 1e-4 is a number, and nothing but plain data comes out.
 
-A file that is small may stand for much: `[*a, *a]` nine times over, an alias within what it names, brackets by the
-thousand. So what is read has limits: bytes, tokens, how deep it is nested, and how much there is with aliases written
-out.
+Plain data are mappings, lists, texts, numbers, true, false and null: 2024-01-01 is a text, and what another tag names
+is refused. A file that is small may stand for much: `[*a, *a]` nine times over, an alias within what it names, brackets
+by the thousand. So what is read has limits: bytes, tokens, how deep it is nested, and how much there is with aliases
+written out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 import yaml
 
-from quintsched.errors import InputError, QuintschedError
+from quintsched.errors import MOST_QUOTED, InputError, QuintschedError, printable, quoted
 
 MOST_BYTES, MOST_TOKENS, MOST_DEPTH, MOST_NODES = 2**18, 20_000, 64, 100_000
+MOST_DIGITS = 1000
+"""Letters of a number."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -46,6 +49,25 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "aliases stand for too much", node.start_mark)
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag not in _PLAIN:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{_tag(node)} is no plain data; leave out the tag", node.start_mark
+            )
+        try:
+            if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+                raise ValueError
+            made = super().construct_object(node, deep)
+            if isinstance(made, str):
+                made.encode()  # what could be written to no file is no text
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:  # as many kinds as there are tags
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{quoted(node.value)} is not a {_tag(node)}", node.start_mark
+            ) from None
+        return made
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
@@ -56,12 +78,26 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_YAML = "tag:yaml.org,2002:"
+_NUMBERS = (_YAML + "int", _YAML + "float")
+_PLAIN = {_YAML + kind for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
+
+
+def _tag(node: yaml.Node) -> str:
+    """Return a tag as it is written."""
+    return printable(str(node.tag).replace(_YAML, "!!"), MOST_QUOTED)
+
+
 def _parts(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [part for pair in node.value for part in pair]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, text) for tag, text in found if tag in _PLAIN or tag == _YAML + "merge"]
+    for first, found in _Loader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
@@ -77,7 +113,7 @@ def parse_yaml(content: bytes | str, source: str, fault: type[QuintschedError] =
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise fault(f"{source}{place}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # such as a letter "\UFFFFFFFF"
         raise fault(f"{source}: is not YAML: {error}") from None
     except RecursionError:
         raise fault(f"{source}: is nested too deeply") from None

@@ -33,7 +33,7 @@ from quintsched.verify.wellformed import malformations
 
 FORMAT = "quintsched.plan"
 VERSION = 1
-MAX_BYTES = 2**31
+MAX_BYTES = 2**28
 LARGEST = 2**24
 
 PROGRAMS, END = '\n "programs": [\n', "]}\n"
@@ -162,8 +162,6 @@ def encode(instruction: ins.Instruction) -> dict[str, object]:
 
 def loads(text: str | bytes) -> PlanData:
     """Read a plan; raises `InputError` with a JSON pointer to the first fault. The plan is well-formed, not proved."""
-    if len(text) > MAX_BYTES:
-        raise InputError(f"the file has {len(text)} bytes; a plan has at most {MAX_BYTES}")
     return _loads_as_written(text) or _loads_strictly(text)
 
 
@@ -387,7 +385,10 @@ _TYPES = {field.name: str(field.type) for kind in ins.ALL for field in fields(ki
 
 def save(plan: PlanData, path: Path) -> None:
     """Write a plan file, whole or not at all; raises `UsageError` where that cannot be done."""
-    write_whole(path, dumps(plan), "the plan")
+    text = dumps(plan)
+    if len(text) > MAX_BYTES:
+        raise UsageError(f"{path}: the plan has {len(text)} bytes; a plan file has at most {MAX_BYTES}")
+    write_whole(path, text, "the plan")
 
 
 def load(path: Path) -> PlanData:

@@ -22,9 +22,11 @@ from typing import Any, Literal, TypeVar
 
 from quintsched.descriptions.hardware import Curve
 from quintsched.errors import InputError, UsageError, suggest
+from quintsched.files.atomic import read_whole
 from quintsched.profiles.layout import Layout, Placed, Stage
 from quintsched.profiles.profile import Kind, Measures, Operator, Profile
 
+MOST_BYTES = 2**26
 MIB = float(2**20)
 FAILED = 1e7
 """Microseconds, MiB: what the profiler writes for an operator that ran out of memory."""
@@ -342,7 +344,8 @@ def _messages(table: Table) -> Curve:
 
 def _read_csv(path: Path) -> Table:
     try:
-        rows: Table = [row for row in csv.reader(path.read_text(encoding="utf-8").splitlines()) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = read_whole(path, MOST_BYTES, "the table").decode("utf-8")
+        rows: Table = [row for row in csv.reader(text.splitlines()) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     return rows if path.stem.startswith(MESSAGES) else rows[1:]

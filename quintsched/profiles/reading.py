@@ -23,7 +23,7 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.profiles import aceso, kineto, traces
 from quintsched.profiles.profile import Profile
 
-MOST_BYTES = 2**31
+MOST_BYTES = 2**28
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from quintsched.errors import printable
 from quintsched.ir.instructions import Message
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.states import Fate, RankState
+from quintsched.stalls.states import MOST_TEXT, Fate, RankState
 
-MOST_TEXT = 2**16
 MOST_S = 1e12
 
 Fault: TypeAlias = Literal["ended", "stands", "skipped", "wrong message"]
 """What a culprit did: its process failed, it does not go on, it passed over a message, or sent one that fits nobody."""
 
 Index = Annotated[int, Field(ge=0, le=2**40)]
-Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Text = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(lambda text: printable(text, MOST_TEXT))]
+"""Words of ranks and of files: what is shown of a verdict is `printable` wherever it came from."""
+
 Seconds = Annotated[float, Field(ge=-MOST_S, le=MOST_S)]
 
 
@@ -49,7 +51,7 @@ class Culprit(Strict):
 
     `place` is that of what it did not do, or where it stands; `stands_at` the place where it said last that it is,
     where it had been for `since_s` seconds. `where` are its coordinates in the mesh, `said` what the receiver says of
-    a message that does not fit.
+    a message that does not fit, or what else may have ended the rank.
     """
 
     rank: Index

@@ -30,7 +30,9 @@ from quintsched.stalls.words import in_words
 
 FORMAT = "quintsched.stall"
 VERSION = 1
-MAX_BYTES = 2**28
+MAX_BYTES = 2**27
+MOST_OF_A_RANK = 4
+"""How many culprits, links or states there are at most for each rank of the mesh."""
 
 
 class StallReport(Strict):
@@ -75,6 +77,12 @@ class StallReport(Strict):
             plan = plan_json.loads(json.dumps(data.pop("plan")))
         except InputError as error:
             raise InputError(f"/plan: {error}") from error
+        for name in ("culprits", "chain", "states"):
+            found = data.get(name)
+            if isinstance(found, list) and len(found) > MOST_OF_A_RANK * plan.mesh.size:
+                raise InputError(
+                    f"/{name}: there are {len(found)}, but the mesh {plan.mesh} has {plan.mesh.size} ranks"
+                )
         try:
             report = _File.model_validate_json(json.dumps(data))
         except ValidationError as error:

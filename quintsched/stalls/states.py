@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from quintsched.errors import printable
+
 Phase: TypeAlias = Literal["setup", "data", "step", "evaluate", "save", "load", "idle", "ended"]
 """What a rank is about; instructions have an index in `step` and `evaluate` only."""
 
@@ -23,17 +25,25 @@ and it may live.
 """
 
 
+MOST_TEXT = 2**16
+"""The letters of a text."""
+
+
 @dataclass(frozen=True)
 class Fate:
     """What became of a process; `code` is an exit code or the number of a signal.
 
-    `ago_s` is how long ago it was noticed, in seconds: processes that end after the first may end because of it.
+    `text` is made `printable`. `ago_s` is how long ago it was noticed, in seconds: processes that end after the first
+    may end because of it.
     """
 
     kind: FateKind
     code: int | None = None
     text: str = ""
     ago_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", printable(self.text, MOST_TEXT))
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,9 @@ class RankState:
         run: how many programs it has begun to walk: the same number on all ranks for the same program, also where a
             step has several of them. It has ended that one where `index` is None. None where it does not say; the
             step's number then has to tell them apart.
+        sent: the bytes of the last message that it has sent which was longer than those before it by the instruction
+            `sent_at`; 0 where there was none, or it does not say.
+        room: the bytes of the longest message that it has room for; 0 where it does not say.
     """
 
     rank: int
@@ -82,3 +95,9 @@ class RankState:
     fate: Fate | None = None
     awaits: Wait | None = None
     run: int | None = None
+    sent: int = 0
+    sent_at: int | None = None
+    room: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", printable(self.host, MOST_TEXT))

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from quintsched.errors import StallError
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.findings import MOST_TEXT, Culprit, Fault, Link, describe_place, where_it_stands
+from quintsched.stalls.findings import Culprit, Fault, Link, describe_place, where_it_stands
 from quintsched.stalls.report import StallReport
-from quintsched.stalls.states import RankState
+from quintsched.stalls.states import MOST_TEXT, RankState
 from quintsched.stalls.wait_graph import Edge, WaitGraph
 
 STILL_S = 1.0
@@ -32,12 +32,11 @@ TOGETHER_S = 1.0
 SILENT_S = 3.0
 """After so many seconds of silence a rank of another host may be out of reach: it says each second where it is."""
 
-LOST_PEER = re.compile(
-    r"StallError|connection (closed|reset|refused)|closed by peer|broken pipe|timed? ?out|remote (worker|process)|"
-    r"peer died|peer is gone|failed first|socket|ECONN",
-    re.IGNORECASE,
-)
-"""What errors say that are the consequence of another rank's."""
+LOST_PEER = re.compile(r"\AStallError\b")
+"""How the errors begin that are the consequence of another rank's; ranks know their own from these, and say so."""
+
+MISFIT = re.compile(r"\A(MisfitError\b|(rank \d+ (\([^)]*\) )?)?received (from rank \d+ )?what it did not expect)")
+"""How the errors begin that say that a message does not fit."""
 
 LEFT_OVER = re.compile(
     r"expected: (?P<message>.+), of step (?P<step>\d+); what came is: (?P=message), of step (?P<came>\d+)"
@@ -57,7 +56,7 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
     seconds; give half of the limit that was passed. Without a culprit, nobody can be told from the others.
     """
     known = {state.rank: state for state in states if 0 <= state.rank < plan.mesh.size}
-    dead = _first_dead(known)
+    dead = first_dead(known)
     victims = {rank: replace(state, fate=None) for rank, state in known.items() if rank not in dead}
     graph = WaitGraph(plan, known | victims)
     edges = {rank: graph.edges(rank) for rank in known if rank not in dead}
@@ -81,7 +80,7 @@ class Accusation:
     said: str = ""
 
 
-def _first_dead(states: Mapping[int, RankState]) -> set[int]:
+def first_dead(states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks whose process failed first; those who ended by that, or cannot be told from it, are not."""
     suspects = [state for state in states.values() if state.fate is not None and not _is_victim(state)]
     if any(state.fate is not None and state.fate.kind != "unreachable" for state in suspects):
@@ -112,7 +111,8 @@ def _is_victim(state: RankState) -> bool:
     if fate is None:
         return False
     if fate.kind == "exit":
-        return fate.code == StallError.exit_code or (fate.code == 0 and state.phase == "ended")
+        gave_up = fate.code == StallError.exit_code and not fate.text
+        return gave_up or (fate.code == 0 and state.phase == "ended")
     return fate.kind == "error" and bool(LOST_PEER.search(fate.text))
 
 
@@ -138,10 +138,11 @@ def _went_together(state: RankState, first: RankState) -> bool:
 
 
 def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
-    """Return who is to blame for a process that failed: itself, or who sent what it could not take; [] for nobody."""
+    """Return who is to blame for a process that failed: itself, or who sent what it could not take."""
     fate, awaits = state.fate, state.awaits
     assert fate is not None
-    if fate.kind == "error" and awaits is not None and awaits.kind == "receive":
+    is_misfit = fate.kind == "error" and MISFIT.search(fate.text)
+    if is_misfit and awaits is not None and awaits.kind == "receive":
         late = LEFT_OVER.search(fate.text)
         if late is not None and int(late["came"]) < int(late["step"]):
             return [Accusation(state.rank, "skipped", awaits.index, int(late["came"]))]
@@ -149,19 +150,31 @@ def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
         return [
             Accusation(edge.on, "wrong message", edge.on_index, state.step, said) for edge in graph.edges(state.rank)
         ]
-    arriving = graph.arriving(state.rank) if fate.code in _ABORTS and fate.kind in ("signal", "exit") else []
-    if not arriving:
-        return [Accusation(state.rank, "ended")]
-    senders = {edge.on for edge in arriving}
-    if len(senders) > 1 or awaits is None or awaits.kind == "nothing":
-        return []  # a message that was too long, or its own doing: nobody can tell
-    said = f"rank {state.rank}: it was aborted in its wait for messages"
-    one = arriving[0].on_index if len(arriving) == 1 else None
-    return [Accusation(arriving[0].on, "wrong message", one, state.step, said)]
+    if fate.code in _ABORTS and fate.kind in ("signal", "exit"):
+        return _aborted(state, graph)
+    return [Accusation(state.rank, "ended")]
 
 
 _ABORTS = (6, 134)
 """SIGABRT, as a signal and as an exit code: so gloo ends a process that is sent more than there is room for."""
+
+
+def _aborted(state: RankState, graph: WaitGraph) -> list[Accusation]:
+    """Return who is to blame for a process that was aborted: itself, unless what it waited for was too long for it.
+
+    Gloo ends a process so that is sent more than it has room for. Where the sender does not say that it has, there is a
+    doubt, and the message has it.
+    """
+    is_receiving = state.awaits is not None and state.awaits.kind == "receive"
+    for edge in graph.edges(state.rank) if is_receiving else ():
+        sender = graph.state(edge.on)
+        if sender.sent_at == edge.on_index and sender.sent > state.room > 0:
+            said = f"rank {state.rank}: it was aborted as {sender.sent} bytes came, where it had room for {state.room}"
+            return [Accusation(sender.rank, "wrong message", edge.on_index, state.step, said)]
+    senders = sorted({edge.on for edge in graph.arriving(state.rank)})
+    ranks = f"rank{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}"
+    doubt = f"it did so itself, or gloo did as more came than there was room for: messages of {ranks} were on the way"
+    return [Accusation(state.rank, "ended", said=doubt if senders else "")]
 
 
 def _standing(

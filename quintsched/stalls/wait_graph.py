@@ -53,6 +53,10 @@ class WaitGraph:
             for rank, state in states.items()
         }
 
+    def state(self, rank: int) -> RankState:
+        """Return what a rank said."""
+        return self._states[rank]
+
     def edges(self, rank: int) -> list[Edge]:
         """Return what a rank waits for; nothing where that is nobody, or where nobody can tell."""
         state = self._states[rank]

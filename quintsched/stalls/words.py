@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from quintsched.errors import printable
 from quintsched.stalls.findings import Culprit, Link, Place
 from quintsched.stalls.states import Fate, RankState
 
@@ -18,7 +19,7 @@ MOST_LISTED = 8
 MOST_LETTERS = 400
 """How much of an error's own words is repeated."""
 
-_PHASES = {
+PHASES = {
     "setup": "setting up",
     "data": "loading data",
     "evaluate": "evaluating",
@@ -32,7 +33,7 @@ _PHASES = {
 def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequence[RankState]) -> str:
     """Return a verdict as a message."""
     if not culprits:
-        return _unknown(states)
+        return unknown(states)
     lines = [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
     if len(culprits) > MOST_LISTED:
         lines.append(f"and so did {len(culprits) - MOST_LISTED} other ranks")
@@ -44,7 +45,8 @@ def _accusation(culprit: Culprit) -> str:
     name = f"rank {culprit.rank} ({', '.join([f'host {culprit.host}', *(f'{k}={v}' for k, v in culprit.where)])})"
     in_step = "" if culprit.step is None else f" in step {culprit.step}"
     if culprit.fault == "ended" and culprit.fate is not None:
-        return f"{name} {_ending(culprit.fate)}{_where(culprit.place, in_step)}"
+        besides = f"; {culprit.said}" if culprit.said else ""
+        return f"{name} {ending(culprit.fate)}{_where(culprit.place, in_step)}{besides}"
     if culprit.fault == "skipped":
         return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
     if culprit.fault == "wrong message":
@@ -52,14 +54,19 @@ def _accusation(culprit: Culprit) -> str:
         is_known = culprit.place.instruction is not None and culprit.place.instruction.startswith("Send")
         which = f": its instruction {_instruction(culprit.place)}" if is_known else ""
         return f"{name} sent what does not fit{in_step}{which}{said}"
-    return f"{name} has not gone on for {_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
+    return f"{name} has not gone on for {in_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
 
 
 def _where(place: Place, in_step: str) -> str:
     if place.instruction is not None:
         return f"{in_step} at instruction {_instruction(place)}"
-    doing = _PHASES.get(place.phase)
-    return f" {doing}{in_step.replace(' in ', ' after ')}" if doing else in_step
+    about = doing(place.phase)
+    return f" {about}{in_step.replace(' in ', ' after ')}" if about else in_step
+
+
+def doing(phase: str) -> str:
+    """Say what a rank is about outside of its program; nothing for within."""
+    return PHASES.get(phase, "")
 
 
 def _instruction(place: Place) -> str:
@@ -68,11 +75,12 @@ def _instruction(place: Place) -> str:
 
 def _now(culprit: Culprit) -> str:
     at = culprit.stands_at
-    since = f"where it is since {_seconds(culprit.since_s)}"
-    return f", and is {_PHASES.get(culprit.phase, culprit.phase)}" if at is None else f" to instruction {at}, {since}"
+    since = f"where it is since {in_seconds(culprit.since_s)}"
+    return f", and is {PHASES.get(culprit.phase, culprit.phase)}" if at is None else f" to instruction {at}, {since}"
 
 
-def _ending(fate: Fate) -> str:
+def ending(fate: Fate) -> str:
+    """Say what became of a process."""
     text = _shortened(fate.text)
     because = f" ({text})" if text else ""
     match fate.kind:
@@ -91,7 +99,7 @@ def _ending(fate: Fate) -> str:
 
 
 def _shortened(text: str) -> str:
-    return " ".join(text.split())[:MOST_LETTERS]
+    return printable(text, MOST_LETTERS)
 
 
 def _signal(number: int | None) -> str:
@@ -111,7 +119,7 @@ def _waiting(chain: Sequence[Link], culprits: Sequence[int]) -> str:
             continue
         name = "it" if len(culprits) == 1 else f"rank {on}"
         what = f"for {name}" if waiter.instruction is None else _awaited(waiter, name)
-        parts.append(f"rank {waiter.rank} waits {what} since {_seconds(link.since_s)}")
+        parts.append(f"rank {waiter.rank} waits {what} since {in_seconds(link.since_s)}")
     if len(chain) > MOST_LISTED:
         parts.append(f"{len(chain) - MOST_LISTED} other ranks for these")
     return ", and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
@@ -127,14 +135,14 @@ def _awaited(place: Place, name: str) -> str:
     return f"for {name} in {instruction}"
 
 
-def _unknown(states: Sequence[RankState]) -> str:
+def unknown(states: Sequence[RankState]) -> str:
     """Say that nobody can be named, and what is known of all; of those first whose processes failed."""
     lines = [f"nobody can be told from the others{_lost_hosts(states)}; the ranks were last heard of here:"]
     for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
         step = "" if state.step is None else f" in step {state.step}"
-        ended = "" if state.fate is None else f" {_ending(state.fate).rstrip(',')}"
-        at = f" {_PHASES.get(state.phase, '')}" if state.index is None else f" at instruction {state.index}"
-        since = f" since {_seconds(state.since_s)}"
+        ended = "" if state.fate is None else f" {ending(state.fate).rstrip(',')}"
+        at = f" {doing(state.phase)}" if state.index is None else f" at instruction {state.index}"
+        since = f" since {in_seconds(state.since_s)}"
         lines.append(f"rank {state.rank} (host {state.host}){ended}{step}{at.rstrip()}{since}")
     if len(states) > MOST_LISTED:
         lines.append(f"and {len(states) - MOST_LISTED} other ranks")
@@ -150,5 +158,6 @@ def _lost_hosts(states: Sequence[RankState]) -> str:
     return f": host {here} and host {', '.join(lost)} cannot reach each other, and either may be cut off"
 
 
-def _seconds(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """Say how long."""
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"

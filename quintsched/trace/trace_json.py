@@ -30,7 +30,7 @@ from quintsched.ir.plan_data import PlanData
 
 FORMAT = "quintsched.trace"
 VERSION = 1
-MAX_BYTES = 2**31
+MAX_BYTES = 2**28
 
 DIGITS = 7
 """Decimals of a second in a file: a tenth of a microsecond."""

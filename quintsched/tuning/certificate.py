@@ -32,7 +32,7 @@ from quintsched.tuning.ranking import Candidates
 from quintsched.tuning.space import MESH, Ints
 from quintsched.tuning.tune import Tuning
 
-MAX_BYTES = 2**30
+MAX_BYTES = 2**28
 
 
 class Box(Description):

@@ -49,9 +49,13 @@ class RunLock:
             self._opened = None
 
 
-def lock_folder(directory: Path, launch: str, patience_s: float) -> RunLock:
+OWN_FOLDER = "end that one first, or give this one a checkpoint.dir of its own"
+
+
+def lock_folder(directory: Path, launch: str, patience_s: float, instead: str = OWN_FOLDER) -> RunLock:
     """Lock a folder for a launch; wait at most `patience_s` for another one that is about to end.
 
+    `instead` says what to do where that one does not end.
     Raises `UsageError` where another run has it, `OSError` where there can be no lock.
     """
     path = directory / LOCK
@@ -60,10 +64,7 @@ def lock_folder(directory: Path, launch: str, patience_s: float) -> RunLock:
         deadline = now_s() + patience_s
         while not _try_lock(opened):
             if now_s() > deadline:
-                raise UsageError(
-                    f"{directory}: another run saves its checkpoints there{_holder(path)}; end that one first, or give "
-                    "this one a checkpoint.dir of its own"
-                )
+                raise UsageError(f"{directory}: another run saves its checkpoints there{_holder(path)}; {instead}")
             sleep(_POLL_S)
         os.ftruncate(opened, 0)
         os.pwrite(opened, json.dumps({"launch": launch, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)

@@ -37,9 +37,7 @@ def connect_for(
     plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
     library = choose_library() if name == "auto" else name
     if "WORLD_SIZE" in os.environ:
-        transport = connect(library, timeout_s, rules=rules, watch=watch)
-        transport.publisher.number_of(plan)  # so that the first number is that of the run's own plan
-        return transport
+        return connect(library, timeout_s, rules=rules, watch=watch, plan=plan)
     kind = device_kind(library)
     return LocalTransport(LocalWorld(1, kind, timeout_s=timeout_s, rules=rules or "mailbox"), 0)
 

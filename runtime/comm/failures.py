@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from quintsched.errors import StallError
+from quintsched.stalls.own_errors import came_from_handler
 
 from ..watch.publisher import Publisher
 
@@ -33,8 +34,11 @@ def stall_errors(what: str, publisher: Publisher | None = None) -> Iterator[None
 
 
 def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = None) -> NoReturn:
-    """Raise what torch raised as a StallError that says `what` was under way; as it is, if no peer is to blame."""
-    if _NOT_A_STALL.search(str(error)):
+    """Raise what torch raised as a StallError that says `what` was under way; as it is, if no peer is to blame.
+
+    None is for what a signal's handler raises in a wait, as torch's does for a DataLoader worker that died.
+    """
+    if _NOT_A_STALL.search(str(error)) or came_from_handler(error):
         raise error
     said = f"{what}: a peer died or does not answer ({_first_line(error)})"
     verdict = publisher.explain(said) if publisher else None

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import MisfitError, UsageError, suggest
+from quintsched.plan import Plan
 
 from ..job.choices import Rules
 from ..rendezvous.addresses import choose_interfaces
@@ -54,7 +55,12 @@ BEGIN_WAITS_S = 10.0
 
 
 def connect(
-    backend: str, timeout_s: float = 1800.0, *, rules: Rules | None = None, watch: WatchOptions | None = None
+    backend: str,
+    timeout_s: float = 1800.0,
+    *,
+    rules: Rules | None = None,
+    watch: WatchOptions | None = None,
+    plan: Plan | None = None,
 ) -> Transport:
     """Join the other ranks, with the addresses that torchrun put into the environment.
 
@@ -63,6 +69,7 @@ def connect(
             NCCL's place on another kind of accelerator (see `device`); the same on all ranks.
         timeout_s: the longest that one wait may take, in seconds.
         watch: what the watch over the ranks is told; None: to wait as long as waits do.
+        plan: the run's own, which the watch is told of as early as can be: it goes by the first number.
         rules: the backend's if left out. Gloo can also follow "nccl": what passes there owes nothing to tags.
 
     Raises:
@@ -86,15 +93,16 @@ def connect(
     if dist.is_initialized():
         store = within(dist.distributed_c10d._get_default_store(), "quintsched/watch")
         publisher = start_watch(dist.get_rank(), dist.get_world_size(), store, watch, host_waits=transport.blocks_host)
+        publisher.tell_first(plan)
         return transport(device, timeout, owns_world=False, publisher=publisher)
-    attempt, publisher = _come_together(backend, timeout, watch, host_waits=transport.blocks_host)
+    attempt, publisher = _come_together(backend, timeout, watch, plan, host_waits=transport.blocks_host)
     made = transport(device, timeout, owns_world=True, publisher=publisher)
     made.attempt, made.goes_on = attempt, attempt.goes_on
     return made
 
 
 def _come_together(
-    backend: str, timeout: timedelta, watch: WatchOptions, *, host_waits: bool
+    backend: str, timeout: timedelta, watch: WatchOptions, plan: Plan | None, *, host_waits: bool
 ) -> tuple[Attempt, Publisher]:
     """Make the process group of all ranks, whose keys are those of this attempt; raises as `connect`.
 
@@ -104,12 +112,15 @@ def _come_together(
     rank, world_size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
     choose_interfaces()
     named = find_watch(rank, world_size, watch, host_waits=host_waits)
+    if named is not None:
+        named.tell_first(plan)
     awaiting = nullcontext() if named is None else named.waiting_for_all()
     with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together", named), awaiting:
         attempt = meet(open_store(timeout_s), rank, world_size, timeout_s)
         require_same_backend(backend, attempt.store, rank)
         own = within(attempt.store, "watch")
         publisher = named or start_watch(rank, world_size, own, watch, host_waits=host_waits)
+        publisher.tell_first(plan)
         world = within(attempt.store, "world")
         with publisher.waiting_for_all():
             dist.init_process_group(backend, store=world, rank=rank, world_size=world_size, timeout=timeout)

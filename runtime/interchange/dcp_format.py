@@ -33,10 +33,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from quintsched.errors import InputError, UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.errors import InputError
+from quintsched.files.atomic import read_whole, write_whole
 
 TABLE = ".metadata"
+MOST_BYTES = 2**30
+"""The longest table that is read."""
 VERSION = "1.0.0"
 Path_ = tuple[str, ...]
 
@@ -110,10 +112,7 @@ def read_table(folder: Path) -> Metadata:
     Raises `UsageError` where there is none, `InputError` where it holds anything but such a table.
     """
     path = folder / TABLE
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: no checkpoint of torch.distributed.checkpoint: {error.strerror}") from error
+    data = read_whole(path, MOST_BYTES, "the table of torch.distributed.checkpoint")
     try:
         table = _Unpickler(io.BytesIO(data)).load()
     except InputError as error:

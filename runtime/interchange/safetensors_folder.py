@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quintsched.errors import InputError, UsageError
+from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 CONFIG = "config.json"
+MOST_BYTES = 2**26
+"""The longest index, and description of a model, that is read."""
 Places = tuple[slice, ...]
 
 
@@ -125,6 +128,8 @@ def open_folder(path: Path) -> Iterator[Folder]:
 
         def open_file(path: Path) -> Any:
             if path not in files:
+                if path.exists() and not path.is_file():  # such as a FIFO, which would be waited for
+                    raise InputError(f"{path}: it is not a plain file")
                 try:
                     files[path] = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
@@ -165,9 +170,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> object:
     try:
-        return parse_strict(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot read it: {error.strerror}") from error
+        return parse_strict(read_whole(path, MOST_BYTES, "it"))
+    except UsageError as error:
+        raise InputError(str(error)) from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

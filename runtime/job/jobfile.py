@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quintsched.errors import UsageError
-from quintsched.files.strictyaml import parse_yaml
+from quintsched.errors import InputError, UsageError
+from quintsched.files.atomic import read_whole
+from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 
 from .config import JobConfig, spell_out_auto
 from .settings import read_settings
@@ -37,9 +38,9 @@ def _source(path: str | Path, overrides: Sequence[str]) -> str:
 def _read_mapping(path: Path) -> dict[Any, Any]:
     """Return the file's top-level mapping; an empty file is an empty one."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: the job file cannot be read: {error.strerror or error}") from None
+        content = read_whole(path, MOST_BYTES, "the job file")
+    except InputError as error:
+        raise UsageError(str(error)) from None
     values = parse_yaml(content, str(path), UsageError)
     if values is None:
         return {}

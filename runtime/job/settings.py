@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, printable, suggest
 from quintsched.files.strictjson import shorten
 
 
@@ -54,7 +54,7 @@ def _fault(kind: type[Settings], details: ErrorDetails, prefix: str) -> str:
     place = details["loc"]
     path = ".".join(shorten(str(key)) for key in ([prefix] if prefix else []) + list(place))
     words = f"{path}: {_reason(kind, details)}"
-    return words if len(words) <= MOST_LETTERS else f"{words[:MOST_LETTERS]}…"
+    return printable(words if len(words) <= MOST_LETTERS else f"{words[:MOST_LETTERS]}…")
 
 
 def _reason(kind: type[Settings], details: ErrorDetails) -> str:

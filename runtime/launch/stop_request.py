@@ -2,7 +2,7 @@
 
     SIGTERM, SIGUSR1, SIGHUP, Ctrl-C ──▶ StopRequest.asked ──rides along with the step's figures──▶ all ranks know,
                                                                                                     after the same step
-    Ctrl-C again                     ──▶ KeyboardInterrupt
+    Ctrl-C again                     ──▶ StopNow, a KeyboardInterrupt
 
 A signal may come before a rank can take it. So the launcher starts ranks with these signals held back, and a rank lets
 them through once it has handlers.
@@ -18,6 +18,10 @@ from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
 """The signals that ask for a stop, as far as this system has them."""
+
+
+class StopNow(KeyboardInterrupt):
+    """Ctrl-C for the second time."""
 
 
 class StopRequest:
@@ -46,7 +50,7 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked:
-            raise KeyboardInterrupt
+            raise StopNow
         self.asked = True
 
 

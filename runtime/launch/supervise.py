@@ -9,8 +9,9 @@ asked to stop              each finishes its step, saves and ends with 0; asked 
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
+
+from quintsched.files.terminal import write_line
 
 from .machines import DIED, SURE, Ended, Machines
 from .processes import Ranks, Wakes
@@ -79,16 +80,14 @@ def _failure(code: int, asked: int | None) -> Ended:
 def say_end(rank: int, code: int) -> None:
     """Say which signal ended a rank; of its exit code a rank says more itself."""
     if code < 0:
-        sys.stderr.write(f"error: rank {rank} was ended by {_signal_name(-code)}\n")
-        sys.stderr.flush()
+        write_line(f"error: rank {rank} was ended by {_signal_name(-code)}")
 
 
 def _say_elsewhere(machines: Machines) -> None:
     what = (
         "the launcher of machine 0 is gone, or out of reach" if machines.is_lost else "another machine's ranks failed"
     )
-    sys.stderr.write(f"error: {what}; the ranks of this one are ended\n")
-    sys.stderr.flush()
+    write_line(f"error: {what}; the ranks of this one are ended")
 
 
 def _signal_name(number: int) -> str:
@@ -99,5 +98,4 @@ def _signal_name(number: int) -> str:
 
 
 def _say_stopping() -> None:
-    sys.stderr.write("stopping after the step in progress (Ctrl-C ends the run at once)\n")
-    sys.stderr.flush()
+    write_line("stopping after the step in progress (Ctrl-C ends the run at once)")

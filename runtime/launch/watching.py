@@ -8,10 +8,11 @@ On several machines rank 0 starts the hub, as under torchrun, and every rank tha
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import sleep
+
+from quintsched.files.terminal import write_error
 
 from ..watch.hub import Hub
 from ..watch.verdict import Verdict
@@ -53,5 +54,4 @@ def note_end(hub: Hub | None, rank: int, code: int) -> None:
 
 
 def _say(verdict: Verdict) -> None:
-    sys.stderr.write(f"error: {verdict.message}\n")
-    sys.stderr.flush()
+    write_error(verdict.message)

@@ -13,15 +13,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
-from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError
+from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, printable
+from quintsched.files.terminal import StreamBroken, write_error
+from quintsched.stalls.own_errors import Suppressed, is_own, said
 
 from .bound import end_with
-from .stop_request import StopRequest
+from .stop_request import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from ..watch.start import WatchOptions
 
 REPORT = "stall.json"
+MOST_LETTERS = 20_000
+"""How much of an error's message is said, and of each line of its traceback."""
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
 
 
@@ -77,9 +82,11 @@ def _run(arguments: argparse.Namespace, stop: StopRequest) -> Callable[[], int]:
         return partial(leave_together, error, rank)
     try:
         run(job, plan, start_of(arguments), notes=notes, stop=stop, overrides=arguments.override)
-    except KeyboardInterrupt:
-        return lambda: 130
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, StopNow) or (isinstance(error, KeyboardInterrupt) and not is_own(error)):
+            return lambda: 130
         return partial(explain, error, rank)
     return lambda: 0
 
@@ -159,9 +166,18 @@ def run(
     try:
         train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop, overrides)
     except BaseException as error:
-        transport.abort(error)
+        _abort(transport, error)
         raise
     transport.close()
+
+
+def _abort(transport: Transport, error: BaseException) -> None:
+    """Have a transport hang up because of an error; what a signal's handler raises meanwhile is told as well."""
+    try:
+        transport.abort(error)
+    except BaseException as another:
+        transport.publisher.fail(another)
+        raise
 
 
 def watch_options(job: JobConfig, timeout_s: float) -> WatchOptions:
@@ -198,37 +214,47 @@ def train(
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """Say something to whoever listens; where nobody does any more, as behind `| head -1`, the run goes on."""
+    with Suppressed(OSError, ValueError, StreamBroken):
+        if sys.stdout is not None:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
 
 
 def _say_nothing(line: str) -> None:
     """Say nothing: another rank speaks."""
 
 
-def explain(error: Exception, rank: int) -> int:
+def explain(error: BaseException, rank: int) -> int:
     """Write an error to standard error, with the place where it happened, and return its exit code.
 
     Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
     lost a peer and has heard no verdict, waits before it speaks.
     """
     if isinstance(error, StallError) and error.was_told is not None:
-        sys.stderr.write("" if error.was_told else f"error: {error}\n")
+        if not error.was_told:
+            write_error(error)
         return error.exit_code
     known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
     if "RANK" in os.environ and known:
         sleep(VICTIM_WAITS_S if isinstance(error, StallError) else ECHO_WAITS_S * (rank > 0))
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
-    headline = str(error) if isinstance(error, QuintschedError) else f"{type(error).__name__}: {error}"
-    trace = "" if known else "".join(traceback.format_exception(error))
-    is_named = "RANK" not in os.environ or headline.startswith(f"rank {rank} ")  # else a note says which
+    words = said(error)
+    trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
+    is_named = "RANK" not in os.environ or words.startswith(f"rank {rank} ")  # else a note says which
     whose = "" if is_named else f"rank {rank}: "
-    sys.stderr.write(f"error: {whose}{headline}{notes}\n{trace}")
+    write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
     return error.exit_code if isinstance(error, QuintschedError) else 1
+
+
+def _fit(text: str) -> str:
+    return printable(text, MOST_LETTERS, lines=True)
 
 
 def leave(code: int) -> NoReturn:
     """End the process at once: threads of a broken transport must not keep it alive."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, StreamBroken):
+            if stream is not None:
+                stream.flush()
     os._exit(code)

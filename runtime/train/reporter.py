@@ -51,7 +51,7 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Tell people something."""
-        if self._progress is not None and sys.stdout.isatty():
+        if self._progress is not None and sys.stdout is not None and sys.stdout.isatty():
             self._progress.console.print(line, highlight=False, soft_wrap=True)
         else:
             self._say(line)

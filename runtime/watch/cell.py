@@ -20,9 +20,9 @@ from quintsched.stalls.states import Phase
 from .waiting import NOTHING
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID = range(9)
+INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID, SENT, SENT_AT, ROOM = range(12)
 """What each number of a cell is."""
-NUMBERS = 9
+NUMBERS = 12
 BYTES = 8 * NUMBERS
 NOWHERE = -1
 """No instruction, no step, no program."""
@@ -32,6 +32,8 @@ class Place(NamedTuple):
     """Where a rank is, as its cell says: instruction (`at`), step and program are `NOWHERE` where there are none.
 
     `wait` is a number as `waiting` has it, `run` says how many programs it has begun, `entered` how many phases.
+    `sent` are the bytes of its last message that was longer than those before it by the instruction `sent_at`, `room`
+    those of the longest that it has room for.
     """
 
     at: int
@@ -41,6 +43,9 @@ class Place(NamedTuple):
     wait: int
     run: int
     entered: int
+    sent: int = 0
+    sent_at: int = NOWHERE
+    room: int = 0
 
 
 START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
@@ -61,6 +66,7 @@ class Cell:
         self.numbers = cast("MutableSequence[int]", self._view)
         self.numbers[RANK], self.numbers[PID] = rank, os.getpid()
         self.numbers[INDEX] = self.numbers[STEP] = self.numbers[PROGRAM] = NOWHERE
+        self.numbers[SENT_AT] = NOWHERE
         self.numbers[WAIT] = NOTHING
 
     def read(self) -> Place:
@@ -109,7 +115,7 @@ def place_of(numbers: list[int]) -> Place:
     if len(numbers) < NUMBERS or not 0 <= numbers[PHASE] < len(PHASES):
         raise ValueError("no numbers of a cell")
     at, step, program, phase, wait, run, entered = numbers[:RANK]
-    return Place(at, step, program, PHASES[phase], wait, run, entered)
+    return Place(at, step, program, PHASES[phase], wait, run, entered, *numbers[SENT : ROOM + 1])
 
 
 def _shared_memory() -> tuple[int | None, mmap.mmap | bytearray]:

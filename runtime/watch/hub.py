@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quintsched.errors import printable
+from quintsched.files.terminal import write_error
 from quintsched.plan import Plan
 from quintsched.stalls.states import Fate
 
@@ -76,7 +78,7 @@ class Hub:
         self.key = key or secrets.token_hex(16)
         self.verdict: Verdict | None = None
         self._report, self._tell, self._spoken, self._ends_alone = report, tell, spoken, ends_alone
-        self._members = [Member(rank) for rank in range(num_ranks)]
+        self._members = [Member(rank, changed_s=now_s(), heard_s=now_s()) for rank in range(num_ranks)]
         self._progress = Progress(patience or Patience())
         self._judge = Judge(self._members, self._progress)
         self._plans = Plans(plan)
@@ -121,6 +123,8 @@ class Hub:
         self._listener.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        if self.verdict is not None:
+            self.verdict.finish()
         self._listener.close()
         for member in self._members:
             if member.reader is not None:
@@ -163,7 +167,7 @@ class Hub:
         if "plan" in message:
             self._plans.add(int(message["plan"]), message["text"])
         if "error" in message and (member.error is None or member.error[0] == "stall"):
-            member.error = message["kind"], str(message["error"])
+            member.error = message["kind"], printable(str(message["error"]))
             if self.verdict is not None:
                 self._announce(connection)
         if "leaves" in message:
@@ -276,7 +280,7 @@ def main() -> int:
     hub.run()
     hub.close()
     if hub.verdict is not None and not hub.verdict.has_survivors:
-        sys.stderr.write(f"error: {hub.verdict.message}\n")
+        write_error(hub.verdict.message)
     return 0
 
 

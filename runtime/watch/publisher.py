@@ -15,7 +15,7 @@ from weakref import ref
 
 from quintsched.stalls.states import Phase
 
-from .cell import ENTERED, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, RUN, STEP, WAIT, Cell
+from .cell import ENTERED, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, ROOM, RUN, SENT, SENT_AT, STEP, WAIT, Cell
 from .waiting import NOTHING, WORLD_CODE, WaitCell
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Listener(Protocol):
         """Pass on that this rank is in a further group of ranks."""
 
     def tell_error(self, error: BaseException) -> None:
-        """Pass on that this rank's own work failed."""
+        """Pass on why this rank ends."""
 
     def ask(self, said: str) -> Answer | None:
         """Pass on that a wait for other ranks failed, as `said`; return the verdict, None where there is none."""
@@ -122,6 +122,11 @@ class Publisher:
                 self._listener.tell_program(number, plan)
         return number
 
+    def tell_first(self, plan: Plan | None) -> None:
+        """Say what the run's own plan is, if that is known, so that it goes by the first number."""
+        if plan is not None:
+            self.number_of(plan)
+
     @contextmanager
     def waiting_for_all(self) -> Iterator[None]:
         """Say, while the block runs, that this rank waits for all others: before there are groups to be named."""
@@ -134,8 +139,16 @@ class Publisher:
         if self._listener is not None:
             self._listener.tell_group(ranks)
 
+    def note_longer(self, nbytes: int, index: int) -> None:
+        """Say that an instruction sends a message that is longer than those that it sent before."""
+        self.numbers[SENT], self.numbers[SENT_AT] = nbytes, index
+
+    def note_room(self, nbytes: int) -> None:
+        """Say that a message of so many bytes could come in."""
+        self.numbers[ROOM] = max(self.numbers[ROOM], nbytes)
+
     def fail(self, error: BaseException) -> None:
-        """Say that this rank's own work failed."""
+        """Say why this rank ends."""
         if self._listener is not None:
             self._listener.tell_error(error)
 

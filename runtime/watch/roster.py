@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quintsched.errors import StallError
 from quintsched.stalls.states import Fate, RankState, Wait
 
 from .cell import NOWHERE, START, CellReader, Place
@@ -85,17 +86,22 @@ class Member:
             fate=self._told_fate(now_s),
             awaits=self._wait(num_ranks),
             run=place.run or None,
+            sent=place.sent,
+            sent_at=None if place.sent_at == NOWHERE else place.sent_at,
+            room=place.room,
         )
 
     def _told_fate(self, now_s: float) -> Fate | None:
-        """Return its fate, with the error that it told before."""
-        ago_s = now_s - self.fate_s
+        """Return its fate, with the error that it told before; one that gives up without a complaint has no reason."""
+        ago_s, fate = now_s - self.fate_s, self.fate
         if self.error is not None and self.error[0] != "stall":
-            code = None if self.fate is None else self.fate.code
-            return Fate("error", code, self.error[1], ago_s=ago_s)
-        if self.fate is None:
+            return Fate("error", None if fate is None else fate.code, self.error[1], ago_s=ago_s)
+        if fate is None:
             return Fate("stopped", signal.SIGSTOP) if self.is_stopped else None
-        return Fate(self.fate.kind, self.fate.code, self.fate.text, ago_s=ago_s)
+        if fate.kind == "exit" and self.error is not None:
+            return Fate("error", fate.code, f"StallError: {self.error[1]}", ago_s=ago_s)
+        gave_up = fate.kind == "exit" and fate.code == StallError.exit_code and self.has_come
+        return Fate(fate.kind, fate.code, fate.text or "of its own accord" * gave_up, ago_s=ago_s)
 
     def _wait(self, num_ranks: int) -> Wait | None:
         if not self.host_waits:

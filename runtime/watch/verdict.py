@@ -7,23 +7,25 @@ written to stall.json; a picture: quintsched render --stall stall.json -o stall.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
-from quintsched.errors import QuintschedError, StallError
-from quintsched.files.atomic import write_whole
+from quintsched.errors import QuintschedError, StallError, printable
+from quintsched.files.atomic import write_plain
 from quintsched.plan import Plan
 from quintsched.stalls.report import StallReport
-from quintsched.stalls.states import Fate, RankState
+from quintsched.stalls.states import RankState
+from quintsched.stalls.unplanned import find_without_plan
 from quintsched.stalls.verdict import find_culprit
 
+from .cell import NOWHERE
 from .progress import WALKS
 from .roster import Member
 
-TOGETHER_S = 0.1
-"""Processes that end within this time have ended together."""
+REPORT_S, LATE_REPORT_S = 0.3, 3.0
+"""How long the verdict waits for the report, and how long its end does."""
 
 MOST_PLANS = 32
 
@@ -58,62 +60,68 @@ class Verdict:
     """What is said of the end of a run; `culprits` are the ranks whose fault it is, none where that is not known.
 
     `exit_code` is that of the run: the culprit's own, where its code raised, else 4. `has_survivors` says whether there
-    are ranks that can say it.
+    are ranks that can say it. `writing` is what writes the report, which may not have ended.
     """
 
     message: str
     culprits: tuple[int, ...]
     has_survivors: bool
     exit_code: int = StallError.exit_code
+    writing: Thread | None = None
+
+    def finish(self) -> None:
+        """Return when the report is written, or when that takes too long."""
+        if self.writing is not None:
+            self.writing.join(LATE_REPORT_S)
 
 
 def make_verdict(
     members: Sequence[Member], plans: Plans, report: Path | None, now_s: float, *, still_s: float
 ) -> Verdict:
-    """Make the verdict on what the members said last, and write the report."""
+    """Make the verdict on what the members said last, and begin to write the report, for which nobody waits long."""
     modes = plans.modes()
     states = [member.state(now_s, modes, len(members)) for member in members]
     has_survivors = any(member.lives and member.has_come for member in members)
     plan = plans.get(_program(members))
     if plan is None:
-        return _without_plan(states, has_survivors=has_survivors)
+        ranks, message = find_without_plan(states)
+        return Verdict(message, ranks, has_survivors, _exit_code(states, ranks))
     found = find_culprit(plan, states, still_s=still_s)
-    errors = [state.fate for state in states if state.rank in found.ranks and state.fate and state.fate.kind == "error"]
-    code = next((fate.code or 1 for fate in errors), StallError.exit_code)
-    message = "\n".join([found.words(), *_write(found, plan, report)])
-    return Verdict(message, found.ranks, has_survivors, code)
+    words, writing = _write(found, report)
+    message = "\n".join([found.words(), *words])
+    return Verdict(message, found.ranks, has_survivors, _exit_code(states, found.ranks), writing)
+
+
+def _exit_code(states: Sequence[RankState], culprits: Sequence[int]) -> int:
+    """Return the exit code of a run: that of a rank whose own code raised, if it is to blame."""
+    errors = [state.fate for state in states if state.rank in culprits and state.fate and state.fate.kind == "error"]
+    return next((fate.code or 1 for fate in errors), StallError.exit_code)
 
 
 def _program(members: Sequence[Member]) -> int:
-    """Return the number of the plan of the rank that is farthest behind."""
+    """Return the number of the plan of the rank that is farthest behind; the first where none has begun to walk one."""
     walking = [member.place for member in members if member.place.phase in WALKS and not member.has_ended]
-    return min(walking, key=lambda place: place.run).program if walking else 0
+    begun = [place for place in walking if place.program != NOWHERE]
+    return min(begun, key=lambda place: place.run).program if begun else 0
 
 
-def _write(found: StallReport, plan: Plan, report: Path | None) -> list[str]:
-    """Write the report, and return what is to be said of it."""
+def _write(found: StallReport, report: Path | None) -> tuple[list[str], Thread | None]:
+    """Write the report, and return what is to be said of it by now: the file may be where nothing answers."""
     if report is None:
-        return []
-    try:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(report, found.to_json(), "the report")
-    except (QuintschedError, OSError) as error:
-        return [f"no report could be written: {error}"]
-    return [f"written to {report}; a picture: quintsched render --stall {report} -o stall.png"]
+        return [], None
+    said: list[str] = []
 
+    def write() -> None:
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            write_plain(report, found.to_json(), "the report")
+        except (QuintschedError, OSError, ValueError) as error:
+            said.append(f"no report could be written: {printable(str(error))}")
+        else:
+            name = printable(str(report))
+            said.append(f"written to {name}; a picture: quintsched render --stall {name} -o stall.png")
 
-def _without_plan(states: Sequence[RankState], *, has_survivors: bool) -> Verdict:
-    """Name the ranks whose processes failed first, where nobody has told of a plan; no words where none has."""
-    dead = [(state, state.fate) for state in states if state.fate is not None]
-    first_s = max((fate.ago_s for _, fate in dead), default=0.0)
-    first = [(state, fate) for state, fate in dead if first_s - fate.ago_s < TOGETHER_S]
-    lines = [f"rank {state.rank} (host {state.host or 'unknown'}) {_ending(fate)} in set-up" for state, fate in first]
-    return Verdict("\n".join(lines), tuple(state.rank for state, _ in first), has_survivors)
-
-
-def _ending(fate: Fate) -> str:
-    if fate.kind == "signal" and fate.code is not None:
-        return f"was killed by {signal.Signals(fate.code).name}"
-    if fate.kind == "exit":
-        return f"ended with exit code {fate.code}"
-    return f"raised {fate.text}" if fate.kind == "error" else f"is {fate.kind}"
+    writing = Thread(target=write, name="quintsched stall report", daemon=True)
+    writing.start()
+    writing.join(REPORT_S)
+    return said or [f"the report is still being written, to {printable(str(report))}"], writing

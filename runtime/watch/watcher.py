@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import re
 import select
 import signal
 import socket
@@ -22,7 +21,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
-from quintsched.errors import CodeError, QuintschedError, StallError
+from quintsched.errors import CodeError, QuintschedError, StallError, printable
+from quintsched.files.terminal import StreamBroken, write_error
+from quintsched.stalls.own_errors import Suppressed, headline, is_own
 
 from . import clock
 from .cell import Cell
@@ -44,9 +45,6 @@ GRACE_S, UNWIND_S = 2.0, 10.0
 """How long a rank may take to end by itself after the verdict: one that does not know of it yet, and one that does."""
 TERM_S = 2.0
 """How long a rank that was sent a SIGTERM waits for the verdict, which may be why."""
-MOST_LETTERS = 4000
-_OWN_NAME = re.compile(r"\Arank \d+ \([^)]*\),? ")
-"""How an error begins that says itself whose it is."""
 
 
 class Watcher:
@@ -92,15 +90,17 @@ class Watcher:
         """Pass on why this rank ends."""
         if isinstance(error, SystemExit):
             self._say(leaves=error.code if isinstance(error.code, int) else int(error.code is not None))
-        if isinstance(error, Exception) and not isinstance(error, StallError) and not self._has_failed:
-            self._has_failed = True
+        elif is_own(error) and not self._has_failed:
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
-            self._say(error=_headline(error), kind="refusal" if is_refusal else "own")
+            self._say(error=headline(error), kind="refusal" if is_refusal else "own")
+            self._has_failed = True
+        elif isinstance(error, Exception) and not (self._asks or self._has_failed):
+            self._say(error=headline(error), kind="stall")
 
     def ask(self, said: str) -> Answer | None:
         """Pass on that a wait for others failed, and return the verdict, if one comes within `ASK_S`."""
         self._asks = True
-        self._say(error=said[:MOST_LETTERS], kind="stall")
+        self._say(error=printable(said), kind="stall")
         self._answered.wait(ASK_S)
         return self._answer
 
@@ -154,7 +154,7 @@ class Watcher:
         self._send(json_frame(message))
 
     def _send(self, frame: bytes) -> None:
-        with self._sending, suppress(OSError):
+        with self._sending, Suppressed(OSError):
             self._socket.sendall(frame)
 
     def _run(self) -> None:
@@ -209,8 +209,7 @@ class Watcher:
         One that is to blame may not, unless it has failed by itself: a rank that slept would train on.
         """
         if message and not was_told and not self._asks and not self._has_failed:
-            sys.stderr.write(f"error: {message}\n")
-            sys.stderr.flush()
+            write_error(message)
             was_told = True
         self._answer = Answer(message, was_told)
         self._answered.set()
@@ -229,11 +228,6 @@ class Watcher:
             _exit(error.exit_code)
 
 
-def _headline(error: BaseException) -> str:
-    text = str(error) if isinstance(error, QuintschedError) else f"{type(error).__name__}: {error}"
-    return _OWN_NAME.sub("", text, count=1)[:MOST_LETTERS]
-
-
 def _close_in_children(connected: socket.socket) -> None:
     """Let processes that are forked off not hold the connection open."""
     known = ref(connected)
@@ -247,6 +241,7 @@ def _close_in_children(connected: socket.socket) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError, StreamBroken):
+            stream.flush()
     os._exit(code)

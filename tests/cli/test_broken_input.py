@@ -116,6 +116,14 @@ def test_files_that_are_no_plans(refused, tmp_path, command, content, message):
     assert message in error
 
 
+def test_names_of_files_make_no_lines_of_their_own(refused, tmp_path, monkeypatch):
+    name = "./a\x1b[2J\nrank 3: b.json"
+    (tmp_path / name).write_text("{")
+    monkeypatch.setattr(sys, "argv", ["quintsched", "show", name])
+    said = refused(1, "show", name).splitlines()
+    assert [line[:36] for line in said] == ["error: a\\x1b[2J\\nrank 3: b.json: not"]
+
+
 def test_a_broken_plan_is_reported_as_json_too(cli, tmp_path):
     (tmp_path / "bad.json").write_text("{")
     done = cli("check", "bad.json", "--json")

@@ -1,6 +1,7 @@
 """Numbers and files that are too large, and code that ends the wrong way: one clear error each."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -69,8 +70,12 @@ def test_a_file_that_is_too_long_is_not_read(refused, tmp_path, monkeypatch):
     ):
         assert message in refused(1, *arguments)
     monkeypatch.setattr(plan_json, "MAX_BYTES", 100)
-    with pytest.raises(qs.InputError, match="it has more bytes than the 100 that are read"):
+    with pytest.raises(qs.UsageError, match="/dev/zero: cannot read the plan: it is a device, not a file"):
         qs.Plan.load("/dev/zero")
+    with Path("/dev/zero").open("rb") as zero, pytest.raises(qs.InputError, match="more bytes than the 100 that"):
+        qs.Plan.load(f"/dev/fd/{zero.fileno()}")
+    with pytest.raises(qs.UsageError, match="a plan file has at most 100"):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2).save(huge)
 
 
 ENDS = """

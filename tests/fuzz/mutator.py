@@ -26,7 +26,7 @@ NUMBERS = (
 PIECES = (
     b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"\\u0000", b"\\ud800", b"\n", b"\r", b"\t", b"\0", b"\xff",
     b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xe2\x80\xa8", b"&a ", b"*a", b"<<: *a", b"---\n",
-    b"!!python/object:os.system ",
+    b"!!python/object:os.system ", b"!!bool ", b"!!int ", b"!!float ", b"!!timestamp ", b"!!set ", b"!!merge ",
     b"? ", b"- ", b"|\n ", b"%YAML 9.9\n", b"#", b"'", b"\xf0\x9f\x98\x80", b"../../etc/passwd", b"$(id)",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 import quintsched as qs
 from quintsched import torch_csv
@@ -232,6 +233,10 @@ def description_seeds(find: Callable[[str], Any], names: Sequence[str]) -> list[
     return [find(name).model_dump_json(exclude_defaults=True).encode() for name in names[::4]]
 
 
+def model_texts() -> list[bytes]:
+    return [yaml.safe_dump(json.loads(seed)).encode() for seed in description_seeds(find_model, model_names())]
+
+
 def read_rows(data: bytes) -> object:
     """Read a row of a table of strategies."""
     given = parse_strict(data)
@@ -261,6 +266,7 @@ READERS: dict[str, Reader] = {
     "hardware": Reader(
         lambda: description_seeds(find_hardware, hardware_names()), by_path(find_hardware, "hardware.json")
     ),
+    "model in YAML": Reader(model_texts, by_path(find_model, "model.yaml")),
     "row": Reader(row_seeds, read_rows),
     "collective": Reader(collective_seeds, collective_json.loads),
 }

@@ -58,6 +58,8 @@ class TestUserFiles:
             call_object(f"{file}:value")
         with pytest.raises(UsageError, match=r"mine\.py:build\(a\): missing a required argument"):
             call_object(f"{file}:build")
+        with pytest.raises(UsageError, match=r"^'my\\x1b\[31m\\n\.py:build' does not name an object of a file"):
+            load_object("my\x1b[31m\n.py:build")
 
     def test_imports_that_fail(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"broken\.py:1: the import failed: SyntaxError"):

@@ -34,6 +34,7 @@ from ...interchange.save_pretrained import (
     weight_file_name,
 )
 from ...resharding.saved_state import AVERAGE, MODEL, SavedState
+from .new_folder import require_no_run, require_no_step
 
 WINDOW_BYTES = 2**26
 """The most bytes of a tensor that are read at once, where it has several rows."""
@@ -57,14 +58,17 @@ def export(
     """Write a checkpoint's weights and buffers to a file, or to a folder in files of at most so many bytes.
 
     `average` is the number of an average that is written in place of the weights that it has; `masters` keeps the type
-    that the optimizer works on. Raises `UsageError` where there is no such average, or nothing can be written.
+    that the optimizer works on. Raises `UsageError` where there is no such average, nothing can be written, or
+    the folder is that of a run.
     """
     entries, tied = _entries(saved, average, masters=masters)
     metadata = {other: first for first, others in tied.items() for other in others}  # as safetensors' save_model does
     num_bytes = sum(entry.nbytes for entry in entries)
     if output.suffix == SUFFIX:
+        require_no_step(output.parent)
         _write_one(saved, output, sorted(entries, key=lambda entry: -entry.dtype.itemsize), metadata)
         return Exported((output,), len(entries), num_bytes, tied)
+    require_no_run(output)
     files = cut_into_files(entries, max_file_bytes)
     names = [weight_file_name(number, len(files)) for number in range(1, len(files) + 1)]
 

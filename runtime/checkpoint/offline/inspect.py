@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.errors import InputError, QuintschedError, UsageError, printable
 from quintsched.files.plain import open_plain, read_plain
 
 from ..manifest import MANIFEST, MOST_BYTES, WHAT, DcpManifest, Manifest, parse_manifest
@@ -139,7 +139,9 @@ def as_text(found: list[FoundStep]) -> str:
         what = "interrupted" if manifest is None else "whole" if one.fault is None else "damaged"
         mesh = manifest.mesh if isinstance(manifest, Manifest) else "any mesh (dcp)" if manifest is not None else "-"
         run = f"run {manifest.run}" if manifest is not None and manifest.run else ""
-        lines.append(f"step {one.saved.step:>8}  {mesh:<24} {_size(one.num_bytes):>10}  {what:<11} {run}".rstrip())
+        lines.append(
+            f"step {one.saved.step:>8}  {printable(mesh):<24} {_size(one.num_bytes):>10}  {what:<11} {run}".rstrip()
+        )
         if one.fault is not None:
             lines.append(f"    {one.fault}")
     return "\n".join(lines) + "\n"

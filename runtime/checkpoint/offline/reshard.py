@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -33,9 +34,9 @@ from ...resharding.saved_state import AVERAGE, MODEL, STATE, SavedState
 from ...stage.build import cut, cut_as_planned
 from ..manifest import MANIFEST, WHAT, Manifest, RankFile, file_name, make_manifest
 from ..reading import LOADER
-from ..run_folder import RunFolder
 from ..shard_file import hash_file
 from .export import WINDOW_BYTES
+from .new_folder import new_run_folder
 
 ALL = 2**31
 """How many checkpoints stay: all."""
@@ -59,7 +60,7 @@ def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> 
     """Write a checkpoint for a plan's ranks into the folder `output`, and return where it lies.
 
     Raises `MisfitError` for states of optimizers that have no place in a whole tensor, `UsageError` where nothing can
-    be written.
+    be written, or a run's steps are.
     """
     if saved.beside:
         raise MisfitError(
@@ -94,13 +95,19 @@ def _write_step(
     write: Callable[[Path], list[RankFile]],
     manifest_of: Callable[[Sequence[RankFile]], Manifest],
 ) -> Path:
-    """Write a checkpoint into the folder of a run; it counts only when all of it is on the disk."""
-    folder = RunFolder(output, _new_run())
-    attempt = folder.next_attempt()
-    with writing(output, WHAT):
-        attempt.mkdir(parents=True)
-        write_whole(attempt / MANIFEST, manifest_of(write(attempt)).to_json(), WHAT, durable=True)
-        folder.complete(attempt, step, ALL)
+    """Write a checkpoint into the folder of a new run; it counts only when all of it is on the disk.
+
+    Raises `UsageError` where a run saves there, or has saved.
+    """
+    with new_run_folder(output) as folder, writing(output, WHAT):
+        attempt = folder.next_attempt()
+        try:
+            attempt.mkdir()
+            write_whole(attempt / MANIFEST, manifest_of(write(attempt)).to_json(), WHAT, durable=True)
+            folder.complete(attempt, step, ALL)
+        except BaseException:
+            shutil.rmtree(attempt, ignore_errors=True)
+            raise
     return folder.step_folder(step)
 
 

@@ -92,6 +92,7 @@ class FramedMessages(Transport):
 
     def _receiver(self, buffer: Tensor, peer: int, tag: int, label: Label, room: Tensor | None) -> Callable[[], Work]:
         rank, post, stamp = self.rank, self._post_receive, self.stamp
+        self.publisher.note_room(buffer.nbytes + room_for(buffer.nbytes) if room is None else room.nbytes)
         return FramedReceive(rank, post, stamp, buffer, room, peer, tag, label, verify=self.checks_everything).post
 
     def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
@@ -102,9 +103,7 @@ class FramedMessages(Transport):
             key = tensor.dtype, tensor.shape
             head = heads.get(key)
             if head is None:
-                if len(heads) >= MOST_KINDS:
-                    heads.clear()
-                head = heads[key] = head_of(label, *key, self.rank, peer)
+                head = heads[key] = self._head_of_new_kind(heads, label, tensor, peer)
             free = stagings.get(key)
             if free is None:
                 free = self._new_kind(key)
@@ -118,6 +117,14 @@ class FramedMessages(Transport):
             return _SentWork(post(staging.memory, key, peer, tag), staging, free)
 
         return send
+
+    def _head_of_new_kind(self, heads: dict[Key, bytes], label: Label, tensor: Tensor, peer: int) -> bytes:
+        """Return what both ends know of a message; of one that is longer than all before it the watch is told."""
+        if heads and tensor.nbytes > max(shape.numel() * dtype.itemsize for dtype, shape in heads):
+            self.publisher.note_longer(tensor.nbytes + FRAME_BYTES, label.instruction)
+        if len(heads) >= MOST_KINDS:
+            heads.clear()
+        return head_of(label, tensor.dtype, tensor.shape, self.rank, peer)
 
     def _new_kind(self, key: Key) -> list[_Staging]:
         if len(self._free) >= MOST_KINDS:

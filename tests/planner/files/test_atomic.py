@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import InputError, UsageError
-from quintsched.files.atomic import read_whole, same_file, write_whole
+from quintsched.files import atomic
+from quintsched.files.atomic import read_whole, same_file, write_plain, write_whole
 
 
 def everything_in(folder: Path) -> list[str]:
@@ -156,9 +157,64 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
         file.truncate(2**40)
     with pytest.raises(InputError, match=rf"huge: it has {2**40} bytes, more than the 10 that are read"):
         read_whole(path, 10, "the plan")
-    with pytest.raises(InputError, match="it has more bytes than the 10 that are read"):
-        read_whole(Path("/dev/zero"), 10, "the plan")
+    with Path("/dev/zero").open("rb") as zero, pytest.raises(InputError, match="more bytes than the 10 that are read"):
+        read_whole(Path(f"/dev/fd/{zero.fileno()}"), 10, "the plan")
     path.write_bytes(b"0123456789")
     assert read_whole(path, 10, "the plan") == b"0123456789"
     with pytest.raises(UsageError, match="cannot read the plan: Is a directory"):
         read_whole(tmp_path, 10, "the plan")
+
+
+def test_only_files_are_read_and_nothing_is_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "plan").write_bytes(b"{}")
+    (tmp_path / "link").symlink_to("plan")
+    for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "zero", "a device"), (Path("/dev/full"), "a device")):
+        with pytest.raises(UsageError, match=f"cannot read the plan: it is {kind}, not a file"):
+            read_whole(path, 10, "the plan")
+    assert read_whole(tmp_path / "link", 10, "the plan") == b"{}"
+    assert read_whole(Path("/proc/self/stat"), 2**16, "the plan").startswith(str(os.getpid()).encode())
+
+
+def test_a_pipe_that_is_open_is_read_to_its_end(monkeypatch):
+    reads, writes = os.pipe()
+    os.write(writes, b"{}")
+    os.close(writes)
+    assert read_whole(Path(f"/dev/fd/{reads}"), 10, "the plan") == b"{}"
+    os.close(reads)
+    monkeypatch.setattr(atomic, "MOST_STREAMED", 10)
+    with Path("/dev/zero").open("rb") as zero, pytest.raises(InputError, match="more bytes than the 10 that are read"):
+        read_whole(Path(f"/dev/fd/{zero.fileno()}"), 100, "the plan")
+
+
+def test_what_is_written_unasked_goes_through_no_link_and_into_no_fifo(tmp_path):
+    precious, link, fifo = tmp_path / "precious", tmp_path / "link", tmp_path / "fifo"
+    precious.write_text("mine")
+    link.symlink_to(precious)
+    os.mkfifo(fifo)
+    for path, kind in ((link, "a symbolic link"), (fifo, "a FIFO"), (tmp_path, "a directory")):
+        with pytest.raises(UsageError, match=f"cannot write the report: it is {kind}, not a file"):
+            write_plain(path, "new", "the report")
+    assert precious.read_text() == "mine"
+    for text in ("first", "second"):
+        write_plain(tmp_path / "stall.json", text, "the report")
+        assert (tmp_path / "stall.json").read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "precious", "stall.json"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a link to another user")
+def test_another_users_link_in_a_folder_of_all_leads_nowhere(tmp_path):
+    precious, shared = tmp_path / "precious", tmp_path / "shared"
+    precious.write_text("mine")
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "plan.json").symlink_to(precious)
+    write_whole(shared / "plan.json", "by my own link", "the plan")
+    for name in ("plan.json", "fifo"):
+        if name == "fifo":
+            os.mkfifo(shared / name)
+        os.chown(shared / name, 12345, 12345, follow_symlinks=False)
+        with pytest.raises(UsageError, match="of another user in a folder that all may write to"):
+            write_whole(shared / name, "new", "the plan")
+    assert precious.read_text() == "by my own link"

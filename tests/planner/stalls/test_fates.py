@@ -1,8 +1,11 @@
 """Processes that ended: who ended first is to blame, who ended by that is not; and what is said of it."""
 
+from dataclasses import replace
+
 import pytest
 
 import quintsched as qs
+from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate, RankState, Wait
 from quintsched.stalls.verdict import find_culprit
 
@@ -148,20 +151,51 @@ def test_a_message_of_an_earlier_step_was_passed_over_by_its_receiver():
 
 
 @pytest.mark.parametrize("fate", [Fate("signal", 6), Fate("exit", 134)])
-def test_who_aborts_while_messages_come_may_have_been_sent_too_much(fate):
-    def find_with(sender, awaits):
-        return find_culprit(PLAN, [state(0, index=sender), state(1, fate, index=1, awaits=awaits), state(2), state(3)])
+def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fate):
+    def find_with(sender, awaits, **sent):
+        first = replace(state(0, index=sender), **sent)
+        aborted = replace(state(1, fate, index=1, awaits=awaits), room=4096)
+        return find_culprit(PLAN, [first, aborted, state(2), state(3)])
 
-    one = find_with(2, Wait("receive", 0))
-    assert one.ranks == (0,)
-    assert one.culprits[0].place.index == 1
-    several = find_with(6, Wait("receive", 0))
-    assert several.ranks == (0,)
-    assert "sent what does not fit in step 3 (rank 1: it was aborted in its wait for messages)" in several.words()
-    unknown = find_with(6, Wait("nothing"))
-    assert unknown.ranks == (), "it may have done so itself"
-    assert "rank 1 (host a) was killed by SIGABRT" in unknown.words() or fate.kind == "exit"
-    assert find_with(0, Wait("nothing")).ranks == (1,), "nothing was on its way"
+    for sender in (2, 6):
+        report = find_with(sender, Wait("receive", 0), sent=5000, sent_at=1)
+        assert report.ranks == (0,)
+        assert report.culprits[0].place.index == 1
+        assert "rank 0 (host a, dp=0, pp=0) sent what does not fit in step 3: its instruction 1 of 20" in report.words()
+        assert "(rank 1: it was aborted as 5000 bytes came, where it had room for 4096)" in report.words()
+    for sent in ({}, {"sent": 4000, "sent_at": 1}, {"sent": 5000, "sent_at": 3}):
+        for awaits in (Wait("receive", 0), Wait("nothing")):
+            report = find_with(6, awaits, **sent)
+            assert report.ranks == (1,)
+            assert "it did so itself, or gloo did as more came than there was room for" in report.words()
+            assert "messages of rank 0 were on the way" in report.words()
+    report = find_with(0, Wait("nothing"))
+    assert report.ranks == (1,)
+    assert "gloo" not in report.words(), "nothing was on its way"
+
+
+def test_an_error_of_a_ranks_own_is_its_own_though_it_waited_for_a_message():
+    for text in ("TimeoutError: my own time limit", "RuntimeError: DataLoader worker (pid 7) is killed by signal"):
+        fate = Fate("error", 1, text)
+        report = find_culprit(PLAN, [state(0), state(1, fate, index=1, awaits=Wait("receive", 0)), state(2), state(3)])
+        assert report.ranks == (1,)
+        assert f"raised {text} (exit code 1), in step 3" in report.words()
+
+
+def test_who_leaves_with_4_of_its_own_accord_is_no_victim():
+    assert find(None, Fate("exit", 4, "by sys.exit"), None, None).ranks == (1,)
+    assert find(None, Fate("exit", 4), None, None).ranks == ()
+
+
+def test_what_ranks_and_files_say_is_fit_for_a_terminal():
+    fate = Fate("error", 1, "ValueError: \udcff\x1b[31mred\nerror: rank 0 did it\x00\u202e")
+    words = find_culprit(PLAN, [state(0), state(1, fate, host="h\n\x1b[2J"), state(2), state(3)]).words()
+    assert "(host h \\x1b[2J, " in words
+    assert "raised ValueError: \\udcff\\x1b[31mred error: rank 0 did it\\x00\\u202e (exit code 1)" in words
+    report = find_culprit(PLAN, [state(0), state(1, Fate("error", 1, "x" * 10**6)), state(2), state(3)])
+    assert len(report.words()) < 1000
+    assert "… (cut) (exit code 1)" in report.words()
+    assert StallReport.from_json(report.to_json()).words() == report.words()
 
 
 def test_a_phase_that_others_wait_for():

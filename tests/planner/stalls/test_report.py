@@ -69,6 +69,15 @@ def test_a_broken_report_is_refused_with_the_place(report, change, says, tmp_pat
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["culprits", "chain", "states"])
+def test_more_of_them_than_the_mesh_has_ranks_are_not_looked_at(report, name, monkeypatch):
+    data = json.loads(report.to_json())
+    data[name] = data[name][:1] * 17
+    monkeypatch.setattr("quintsched.stalls.report._File", None)
+    with pytest.raises(InputError, match=f"^/{name}: there are 17, but the mesh dp=2,pp=2 has 4 ranks$"):
+        StallReport.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "nothing", '{"format": "quintsched.stall", "format": 1}', "[" * 10**5])
 def test_what_is_no_report_is_refused(text):
     with pytest.raises(InputError):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.errors import UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import Blocks, build_model
 from quintsched.runtime.checkpoint.checkpoints import Checkpoints
@@ -21,6 +22,7 @@ from quintsched.runtime.checkpoint.manifest import MANIFEST, read_manifest
 from quintsched.runtime.checkpoint.offline import export as exporting
 from quintsched.runtime.checkpoint.offline import reshard as resharding
 from quintsched.runtime.checkpoint.offline.__main__ import main
+from quintsched.runtime.checkpoint.run_lock import lock_folder
 from quintsched.runtime.checkpoint.shard_file import hash_file
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
@@ -281,3 +283,51 @@ def test_files_that_do_not_say_how_they_lie(tmp_path: Path, capsys: pytest.Captu
     (path.parent / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).to_json())
     said = run(capsys, "export", tmp_path / "out", "--output", tmp_path / "a.safetensors", code=3)
     assert f"{path}: the file does not say where its tensors lie" in said
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_folder_of_a_run_is_not_written_into(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, one = made[0], made[0].parent / "one.safetensors"
+    step = folder / "step-00000002"
+    run(capsys, "export", folder, "--output", one)
+    before = contents(folder)
+    saved = "a run has saved there, up to step 2; give -o another folder"
+    for words in (["import", one], ["reshard", folder, "--mesh", "dp=2"], ["export", folder]):
+        assert f"error: {folder}: {saved}\n" == run(capsys, *words, "--output", folder, code=2)
+    for output in (step, step / "rank-00000.safetensors"):
+        said = run(capsys, "export", folder, "--output", output, code=2)
+        assert said == f"error: {step}: it is a checkpoint of a run; give -o another folder\n"
+    assert contents(folder) == before
+
+
+def test_the_folder_of_a_run_that_lives_is_not_written_into(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, folder = tmp_path / "one.safetensors", tmp_path / "live"
+    run(capsys, "export", made[0], "--output", one)
+    folder.mkdir()
+    lock = lock_folder(folder, "0" * 16, 0.0)
+    try:
+        for words in (["import", one], ["reshard", made[0], "--mesh", "dp=2"], ["export", made[0]]):
+            said = run(capsys, *words, "--output", folder, code=2)
+            assert said.startswith(f"error: {folder}: another run saves its checkpoints there (process ")
+            assert said.endswith("; give -o another folder\n")
+        assert [path.name for path in folder.iterdir()] == ["run.lock"]
+    finally:
+        lock.release()
+    run(capsys, "import", one, "--output", folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["run.lock", "step-00000000"]
+
+
+def test_what_fails_leaves_no_half_of_a_step(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise UsageError("no room")
+
+    monkeypatch.setattr(resharding, "hash_file", fails)
+    assert "no room" in run(capsys, "reshard", made[0], "--mesh", "dp=2", "--output", tmp_path / "new", code=2)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.lock"]

@@ -182,7 +182,9 @@ class TestYaml:
             ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1:"),
             ("a: !!python/object:os.system x", "job.yaml, line 1, column 4:"),
             ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not a list"),
-            ("a: 2020-13-45", "job.yaml: is not YAML"),
+            ("a: 2020-13-45", "job.yaml:\n  a: unknown key"),
+            ("a: !!timestamp 2020-13-45", "job.yaml, line 1, column 4: !!timestamp is no plain data"),
+            ("a: !!int 2020-13-45", "job.yaml, line 1, column 4: '2020-13-45' is not a !!int"),
             ("a: \x00", "job.yaml: is not YAML"),
             pytest.param("[" * 5000, "job.yaml, line 1, column 66: nested too deeply", id="deep"),
         ],
@@ -190,15 +192,26 @@ class TestYaml:
     def test_broken_files(self, fault: Refuse, text: str, words: str) -> None:
         assert words in fault(text)
 
+    def test_keys_make_no_lines_of_their_own(self, fault: Refuse) -> None:
+        said = fault('train: {"lr\\e[31m\\nerror: x": 1, epochs: "a\\nb"}').splitlines()[1:]
+        assert said[0] == "  train.epochs: input should be a valid integer, not 'a\\nb'"
+        assert said[1].startswith("  train.lr\\x1b[31m error: x: unknown key")
+        assert len(said) == 2
+
     def test_merged_keys_are_not_given_twice(self, job: Load) -> None:
         config = job("model: {options: {a: &a {x: 1}, b: {c: &b {<<: *a, x: 2}}, d: {<<: *b, x: 3}}}")
         assert config.model.options == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 3}}
 
     def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"nowhere.yaml: the job file cannot be read: No such file"):
+        with pytest.raises(UsageError, match=r"nowhere.yaml: cannot read the job file: No such file"):
             load_job(tmp_path / "nowhere.yaml")
         with pytest.raises(UsageError, match="Is a directory"):
             load_job(tmp_path)
+        with pytest.raises(UsageError, match="it is a device, not a file"):
+            load_job("/dev/zero")
+        (tmp_path / "long.yaml").write_bytes(b"#" * 2**19)
+        with pytest.raises(UsageError, match=f"it has {2**19} bytes, more than the {2**18} that are read"):
+            load_job(tmp_path / "long.yaml")
 
     @settings(deadline=None)
     @given(content=st.binary(max_size=60) | st.text("abc:[]{}-&*!'\"\n 0<?,|>%@`", max_size=60).map(str.encode))

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.watch.cell import INDEX, Cell, CellReader
+from quintsched.runtime.watch import verdict
+from quintsched.runtime.watch.cell import INDEX, START, Cell, CellReader
 from quintsched.runtime.watch.connection import KEY
 from quintsched.runtime.watch.frames import HEAD, JSON
 from quintsched.runtime.watch.hub import Hub
+from quintsched.runtime.watch.roster import Member
 from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.runtime.watch.waiting import WORLD_CODE
 from quintsched.stalls.report import StallReport
+from quintsched.stalls.states import Fate
 
 RANK = """
 import sys, time
@@ -73,12 +77,12 @@ def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
     ranks = [start_rank(0), start_rank(1)]
     ranks[1].kill()
     began = time.monotonic()
-    verdict = hub.wait(5)
-    assert verdict is not None
+    found = hub.wait(5)
+    assert found is not None
     assert time.monotonic() - began < 2
-    assert verdict.culprits == (1,)
-    assert verdict.exit_code == 4
-    assert "was killed by SIGKILL in step 3 at instruction 5 of " in verdict.message
+    assert found.culprits == (1,)
+    assert found.exit_code == 4
+    assert "was killed by SIGKILL in step 3 at instruction 5 of " in found.message
     report = StallReport.load(tmp_path / "stall.json")
     (culprit,) = report.culprits
     assert (culprit.rank, culprit.step, culprit.place.index) == (1, 3, 5)
@@ -93,10 +97,10 @@ def test_a_stopped_rank_is_named_when_the_limit_is_passed(
 ) -> None:
     ranks = [start_rank(0), start_rank(1)]
     ranks[0].send_signal(signal.SIGSTOP)
-    verdict = hub.wait(8)
-    assert verdict is not None
-    assert verdict.culprits == (0,)
-    assert "stop" in verdict.message
+    found = hub.wait(8)
+    assert found is not None
+    assert found.culprits == (0,)
+    assert "stop" in found.message
     assert [process.wait(10) for process in ranks] == [-signal.SIGKILL, 4]  # it never goes on
 
 
@@ -146,3 +150,49 @@ def test_a_cell_is_read_through_its_file() -> None:
 def _frame(message: dict[str, object]) -> bytes:
     payload = json.dumps(message).encode()
     return HEAD.pack(JSON, len(payload)) + payload
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "slow"])
+def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path, precious = tmp_path / "stall.json", tmp_path / "precious"
+    precious.write_text("mine")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(precious)
+    else:
+        writes = verdict.write_plain
+        monkeypatch.setattr(verdict, "write_plain", lambda *given: (time.sleep(1.5), writes(*given)))
+    plans = verdict.Plans(qs.compile("1f1b", mesh="pp=2", microbatches=2))
+    members = [Member(0, has_come=True), Member(1, has_come=True, fate=Fate("signal", 9))]
+    began = time.monotonic()
+    made = verdict.make_verdict(members, plans, path, 1.0, still_s=1.0)
+    assert time.monotonic() - began < 1.2
+    assert made.culprits == (1,)
+    assert {"fifo": "it is a FIFO", "link": "it is a symbolic link", "slow": "still being written"}[
+        kind
+    ] in made.message
+    made.finish()
+    assert precious.read_text() == "mine"
+    assert kind != "slow" or StallReport.load(path).ranks == (1,)
+
+
+def test_before_there_is_a_plan_there_are_words_as_well() -> None:
+    plans, stopped = verdict.Plans(None), Fate("error", 1, "ValueError: no such file")
+    waits = START._replace(wait=WORLD_CODE)
+    members = [Member(0, "a", place=waits, has_come=True), Member(1, "b", fate=stopped), Member(2, "c", place=waits)]
+    made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
+    assert made.culprits == (1,)
+    assert made.message == (
+        "rank 1 (host b) raised ValueError: no such file (exit code 1), setting up\n"
+        "rank 0 waits for it since 4.0 s, rank 2 waits for it since 4.0 s"
+    )
+    assert made.exit_code == 1
+    members[1] = Member(1, "b", has_come=True)
+    made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
+    assert made.culprits == (1,)
+    assert made.message.startswith("rank 1 (host b) has not gone on for 4.0 s setting up\nrank 0 waits for it")
+    members[1] = Member(1, "b", place=waits)
+    made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
+    assert made.culprits == ()
+    assert made.message.startswith("nobody can be told from the others")

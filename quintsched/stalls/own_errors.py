@@ -1,0 +1,116 @@
+"""Whose error it is that a rank raised: its own code's, or the consequence of another rank's end.
+
+    in a wait for a message     ┬─ torch raised it           frames of ours and of torch.distributed: a peer is gone
+                                └─ a signal's handler did    a frame of somebody else's: this rank's own error
+
+A signal's handler (torch's for a DataLoader worker that died, a time limit of the user's) runs wherever Python is, so
+also inside of what catches errors of the same kind.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+from quintsched.errors import QuintschedError, StallError, printable
+
+_WORDS_OF_WIRES = re.compile(r"gloo/|\bNCCL\b|TCPStore|ProcessGroup|Connection (closed|reset) by peer")
+"""What torch's errors say that are raised where a user's code calls it directly."""
+
+_WIRE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+"""Kinds of torch's."""
+
+MOST_CAUSES = 20
+_OWN_NAME = re.compile(r"\Arank \d+ \([^)]*\),? ")
+"""How an error begins that says itself whose it is."""
+
+
+def came_from_handler(error: BaseException) -> bool:
+    """Whether an error was raised by somebody else's code than ours and torch's, in the midst of these.
+
+    To be asked where it is caught, around calls that run no code of the user's.
+    """
+    return any(not _is_known(name) for name in _modules(error))
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error is of this rank's own making: no consequence of what became of others, and no Ctrl-C."""
+    if isinstance(error, SystemExit):
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return type(error) is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return not any(isinstance(cause, StallError) or _is_of_wires(cause) for cause in _causes(error))
+
+
+def headline(error: BaseException) -> str:
+    """Return an error's kind and message on one line, fit for a terminal; without the rank that it begins with."""
+    return printable(_OWN_NAME.sub("", said(error), count=1))
+
+
+def said(error: BaseException) -> str:
+    """Return an error as the last line of a traceback has it; one of ours says enough by itself."""
+    text = message_of(error)
+    kind = type(error).__name__
+    return text if isinstance(error, QuintschedError) else f"{kind}: {text}" if text else kind
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's message, also of one that fails to say it."""
+    try:
+        return str(error)
+    except Exception:
+        return "an error that cannot say what it is"
+
+
+class Suppressed:
+    """A context that leaves out errors of some kinds, unless it is a signal's handler that raises them."""
+
+    def __init__(self, *kinds: type[Exception]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return isinstance(error, self._kinds) and not came_from_handler(error)
+
+
+def _is_of_wires(error: BaseException) -> bool:
+    """Whether torch raised an error since a peer is gone or late."""
+    if not isinstance(error, RuntimeError):
+        return False
+    last = list(_modules(error))[-1:]
+    is_torchs = any(name == "torch.distributed" or name.startswith("torch.distributed.") for name in last)
+    is_plain = type(error) is RuntimeError and _WORDS_OF_WIRES.search(message_of(error)) is not None
+    return is_torchs or is_plain or type(error).__name__ in _WIRE_ERRORS
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from, and what that was raised from."""
+    cause: BaseException | None = error
+    for _ in range(MOST_CAUSES):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _modules(error: BaseException) -> Iterator[str]:
+    """Yield the names of the modules whose frames an error has passed, the last one raised it."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+
+
+def _is_known(name: str) -> bool:
+    """Whether a module is ours, torch's or Python's; torch's handler of signals counts as the user's."""
+    root = name.partition(".")[0]
+    if root == "torch":
+        return not name.startswith("torch.utils.data")
+    return root == "quintsched" or root in sys.stdlib_module_names

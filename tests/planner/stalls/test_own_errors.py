@@ -1,0 +1,85 @@
+"""Whose error it is: torch's in a wait, a signal's handler's in the same place, the user's own code's."""
+
+import asyncio
+import signal
+
+import pytest
+
+from quintsched.errors import CodeError, StallError
+from quintsched.stalls.own_errors import Suppressed, came_from_handler, headline, is_own
+
+
+def caught(code, handler=None, name="quintsched.runtime.comm.torch_groups"):
+    """Return what code raises in a module, as it is caught there."""
+    found = []
+    code = f"try:\n    {code}\nexcept BaseException as error:\n    found.append(error)\n"
+    exec(code, {"__name__": name, "found": found, "handler": handler})
+    return found[0]
+
+
+def handle(number, frame):
+    raise TimeoutError("my own time limit")
+
+
+def test_what_a_handler_raises_in_a_wait_is_told_from_what_the_wait_raises():
+    assert not came_from_handler(caught("raise RuntimeError('connection closed by peer')"))
+    assert not came_from_handler(caught("int('x')"))
+    assert came_from_handler(caught("handler(1, None)", handle))
+    before = signal.signal(signal.SIGUSR2, handle)
+    try:
+        assert came_from_handler(caught("import signal; signal.raise_signal(signal.SIGUSR2)"))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    dead = {"__name__": "torch.utils.data._utils.signal_handling"}
+    exec("def handler(number, frame): raise RuntimeError('DataLoader worker is killed')", dead)
+    assert came_from_handler(caught("handler(1, None)", dead["handler"]))
+
+
+def test_a_handler_is_heard_where_errors_of_its_kind_are_left_out():
+    namespace = {"__name__": "quintsched.runtime.watch.watcher", "Suppressed": Suppressed, "handler": handle}
+    exec("with Suppressed(OSError): raise BrokenPipeError", namespace)
+    with pytest.raises(TimeoutError, match="my own"):
+        exec("with Suppressed(OSError): handler(1, None)", namespace)
+
+
+def of_torch(text):
+    return caught(f"raise RuntimeError({text!r})", name="torch.distributed.distributed_c10d")
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (TimeoutError("s3"), True),
+        (ConnectionResetError("connection reset by peer"), True),
+        (BrokenPipeError(32, "Broken pipe"), True),
+        (RuntimeError("timed out"), True),
+        (asyncio.CancelledError(), True),
+        (GeneratorExit(), True),
+        (CodeError("the loss function raised TimeoutError: s3"), True),
+        (of_torch("Timed out waiting 8000ms for recv operation"), False),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), False),
+        (StallError("rank 0 died"), False),
+        (SystemExit(4), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_is_of_a_ranks_own_making(error, own):
+    assert is_own(error) is own
+
+
+def test_the_consequence_of_a_stall_is_no_error_of_ones_own():
+    error = ValueError("the step failed")
+    error.__context__ = StallError("rank 0 died")
+    assert not is_own(error)
+    error.__suppress_context__ = True
+    assert is_own(error)
+
+
+def test_an_error_that_cannot_say_what_it_is_has_a_headline():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError
+
+    assert headline(Mute()) == "Mute: an error that cannot say what it is"
+    assert headline(asyncio.CancelledError()) == "CancelledError"
+    assert headline(CodeError("rank 1 (pp=1), stage 1: ValueError: x\ny")) == "stage 1: ValueError: x y"
