@@ -223,12 +223,12 @@ class RankModel:
             for module in trained:
                 module.training = True
 
-    @property
+    @cached_property
     def needs_inputs(self) -> bool:
         """Whether this rank holds a first stage, and so has to be given inputs."""
         return any(route.stages[0] in self.stages for route in self.plan.routes)
 
-    @property
+    @cached_property
     def needs_targets(self) -> bool:
         """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
         lasts = {route.stages[-1] for route in self.plan.routes}
