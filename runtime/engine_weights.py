@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from quintsched.errors import MisfitError, UsageError
 
+from .blocks.module_state import saved_tensors
 from .interchange.exchange import Exchange
+from .interchange.save_dcp import STEP
 from .interpreter.plan_runner import PlanRunner
 from .optim.chained import LRSchedulers
 from .optim.loss_scale import LossScale
@@ -100,8 +102,9 @@ class EngineWeights:
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
 
-        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on, and "ema.…" are
-        averages.
+        Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on, "ema.…" are
+        averages, and "engine.optimizer.…" and "engine.module.…" what optimizers and modules keep elsewhere. Raises
+        `UsageError` for what an optimizer keeps if no file can hold it.
         """
         return {**self._state.read(), **self._averages.state_dict(), **self._progress()}
 
@@ -139,14 +142,15 @@ class EngineWeights:
     def fits_state(self, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bool:
         """Whether a file has just this rank's weights, cut as they are here, so that `load_state_dict` can take it.
 
-        One that does not say how its tensors lie is taken to have them so.
+        One that does not say how its tensors lie is taken to have them so. One without the number of steps is part of
+        what `checkpoint reshard` wrote, where another rank's file has it.
         """
         theirs = StateLayout.of_metadata(metadata)
         mine = {f"model.{one.name}" for one in self._exchange.held() if one.numbers is not None}
         if theirs is None:
             return True
         names = {name for name in state if name.startswith("model.")}
-        return names == mine and theirs.holds_as(layout_of(self._exchange, []))
+        return names == mine and STEP in state and theirs.holds_as(layout_of(self._exchange, []))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the full weights of this rank's blocks (collective over tp, and replicas that hold shards).
@@ -179,7 +183,7 @@ class EngineWeights:
         Names of other ranks' blocks are passed over; unknown ones raise `UsageError`, other shapes `MisfitError`.
         """
         blocks = enumerate(self._model.outlines)
-        known = {f"{number}.{name}" for number, block in blocks for name in block.state_dict(keep_vars=True)}
+        known = {f"{number}.{name}" for number, block in blocks for name in saved_tensors(block)}
         unknown = sorted(weights.keys() - known)
         if unknown:
             raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")
@@ -198,11 +202,11 @@ class EngineWeights:
         self._averages.require_none_applied("saving")
         if self._runner.accumulates:
             raise UsageError("gradients wait for engine.step(…, last=True), and no state has them; save after that")
-        return {"engine.step": torch.tensor(self._runner.steps.total), **self._scale.state_dict()}
+        return {STEP: torch.tensor(self._runner.steps.total), **self._scale.state_dict()}
 
     def _load_progress(self, state: Mapping[str, Tensor]) -> None:
         steps = self._runner.steps
-        steps.before = int(state.get("engine.step", 0)) - steps.in_run
+        steps.before = int(state.get(STEP, 0)) - steps.in_run
         self._scale.load_state_dict(state)
 
     def _require_steppable(self) -> None:

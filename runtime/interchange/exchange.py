@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.control import ControlGroup
+from ..optim.own_state import BESIDE as OPTIMIZERS
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
+from ..state.state_dict import require_alike
 from ..state.training_state import TrainingState
 from .held import HeldTensor, held_tensors
 from .load_dcp import load_dcp
 from .load_pretrained import LoadedWeights, load_pretrained
 from .model_names import ModelNames
-from .save_dcp import Kept, SavedWeight, save_dcp
+from .save_dcp import BESIDE, Kept, SavedWeight, save_dcp
 from .save_pretrained import save_pretrained
 
 
@@ -71,14 +73,16 @@ class Exchange:
     def save_dcp(self, path: str | Path, beside: Mapping[str, object]) -> None:
         """See `CheckpointFiles.save_dcp`; `beside` are values of this rank's own, by name."""
         weights = self._weights(self.held())
-        save_dcp(Path(path), weights, self.steps.total, beside, self.everyone, self.groups.world.index)
+        kept_beside = self.everyone.together(self.state.read_beside)
+        require_alike(kept_beside, self.groups.world)
+        save_dcp(Path(path), weights, self.steps.total, kept_beside, beside, self.everyone, self.groups.world.index)
 
     def load_dcp(
         self, path: str | Path, fresh: Sequence[str], *, strict: bool, optimizer: bool, beside: Sequence[str]
     ) -> LoadedWeights:
         """See `CheckpointFiles.load_dcp`."""
         with self.writing() as held:
-            loaded, step = load_dcp(
+            loaded, step, found = load_dcp(
                 Path(path),
                 self._weights(held),
                 self.everyone,
@@ -87,8 +91,16 @@ class Exchange:
                 optimizer=optimizer,
                 beside=beside,
             )
+            self.everyone.together(lambda: self._load_beside(found, optimizer=optimizer))
         self.steps.before = step - self.steps.in_run
         return loaded
+
+    def _load_beside(self, found: Mapping[str, Tensor], *, optimizer: bool) -> None:
+        """Take over what modules and optimizers kept beside; a checkpoint of others lacks it, and theirs stays."""
+        mine = self.state.read_beside()
+        taken = {name: tensor for name, tensor in found.items() if optimizer or not name.startswith(OPTIMIZERS)}
+        has = tuple(kind for kind in BESIDE if any(name.startswith(kind) for name in taken))
+        self.state.load_beside({**{n: t for n, t in mine.items() if not n.startswith(has)}, **taken})
 
     def _weights(self, held: Sequence[HeldTensor]) -> list[SavedWeight]:
         """Return this rank's tensors, each by all names that it has in the model; of copies, the first one speaks."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..blocks.dtensor import comes_summed, counts_here, local_of
+from ..blocks.module_state import saved_tensors
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import shard_of
@@ -54,9 +54,7 @@ def held_tensors(stages: Mapping[int, Stage], masters: Masters, groups: MeshGrou
     """Yield the weights and buffers of a rank's stages; one that has several names by each of them."""
     for number, stage in stages.items():
         experts = _of_experts(stage)
-        for full_name, tensor in stage.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, Tensor):
-                continue
+        for full_name, tensor in saved_tensors(stage).items():
             name = full_name.removeprefix("blocks.")
             span = None
             numbers: Tensor | None = local_of(tensor)
@@ -87,9 +85,4 @@ class _Identities(set[int]):
 def _of_experts(stage: nn.Module) -> _Identities:
     """Return the tensors of experts that ranks along ep do not have in common."""
     shared_out = [layer for layer in mixtures(stage).values() if layer.group.size > 1]
-    return _Identities(
-        id(tensor)
-        for layer in shared_out
-        for tensor in layer.experts.state_dict(keep_vars=True).values()
-        if isinstance(tensor, torch.Tensor)
-    )
+    return _Identities(id(tensor) for layer in shared_out for tensor in saved_tensors(layer.experts).values())

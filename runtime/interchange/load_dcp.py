@@ -14,16 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from quintsched.errors import InputError, MisfitError, nearest
 
+from ..blocks.plain_values import is_text
 from ..comm.control import ControlGroup
+from ..optim.kept import kept_of
 from .boxes import Box
 from .dcp_format import TABLE, PieceReader, read_table
 from .load_pretrained import LoadedWeights, listed
 from .names import Prefix, find_prefix, matches
-from .save_dcp import MODEL, STATE, STEP, Kept, SavedWeight
+from .save_dcp import BESIDE, MODEL, STATE, STEP, Kept, SavedWeight
 
 
 @torch.no_grad()
@@ -36,8 +39,11 @@ def load_dcp(
     strict: bool,
     optimizer: bool,
     beside: Sequence[str] = (),
-) -> tuple[LoadedWeights, int]:
-    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_dcp`. Return also its step."""
+) -> tuple[LoadedWeights, int, dict[str, Tensor]]:
+    """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_dcp`.
+
+    Return also its step, and what modules and optimizers kept beside.
+    """
     table = everyone.together(lambda: read_table(path))
     everyone.together(lambda: _require_sane(path, table))
     with PieceReader(path, table) as pieces:
@@ -45,7 +51,7 @@ def load_dcp(
         loaded = loader.compare(weights, everyone, fresh, strict=strict)
         everyone.together(lambda: loader.load(weights, optimizer=optimizer))
         step, values = everyone.together(lambda: (loader.step(), {name: loader.value(name) for name in beside}))
-        return replace(loaded, beside=values), step
+        return replace(loaded, beside=values), step, everyone.together(loader.beside)
 
 
 def _require_sane(path: Path, table: Metadata) -> None:
@@ -124,21 +130,23 @@ class _Loader:
 
     def _load_kept(self, weight: SavedWeight, kept: Kept) -> None:
         kept.state.clear()
+        flat: dict[str, object] = {}
         for called in map(self._in_states.in_file, weight.names):
             for key in self._states.get(called, ()):
-                if key not in kept.state:
-                    kept.state[key] = self._state(f"{STATE}{called}.{key}", key, weight, kept)
+                if key not in flat:
+                    flat[key] = self._state(f"{STATE}{called}.{key}", key, weight, kept)
+        kept.state.update(kept_of(flat, weight.held.tensor.device))
 
     def _state(self, name: str, key: str, weight: SavedWeight, kept: Kept) -> object:
         if name in self._values:
             return self._pieces.value(name)
         stored, device = self._tensors[name], weight.held.tensor.device
         size = tuple(stored.size)
-        if size == kept.placement.shape and size:
+        if size == kept.placement.shape and size and not is_text(key):
             value = torch.empty(kept.shape, dtype=stored.properties.dtype, device=device)
             self._fill(name, list(kept.placement.boxes(value)))
             return value
-        if size and not kept.placement.is_whole:
+        if size and not kept.placement.is_whole and not is_text(key):
             raise MisfitError(
                 f"{self._path}: {name!r} is {size}, and its weight {kept.placement.shape}: of such a state no rank "
                 "of this mesh can say which part is its own; load it with optimizer=False"
@@ -173,6 +181,16 @@ class _Loader:
         value = torch.zeros((), dtype=torch.int64)
         self._fill(STEP, [Box((), value)])
         return int(value)
+
+    def beside(self) -> dict[str, Tensor]:
+        """Return what modules and optimizers keep beside tensors of weights."""
+        found = {}
+        for name in self._tensors:
+            if name.startswith(BESIDE):
+                size = tuple(self._tensors[name].size)
+                found[name] = torch.empty(size, dtype=self._tensors[name].properties.dtype)
+                self._fill(name, [Box((0,) * len(size), found[name])])
+        return found
 
     def value(self, name: str) -> object:
         """Return a value of this rank's own; None where there is none."""

@@ -11,6 +11,7 @@ from torch import nn
 from quintsched.errors import UsageError, nearest
 
 from ..blocks.blocks import Blocks
+from ..blocks.module_state import saved_tensors
 from ..stage.build import Stage
 from .gpt2 import gpt2_origins, is_gpt
 from .names import Origin
@@ -46,11 +47,7 @@ class ModelNames:
     @property
     def ours(self) -> list[str]:
         """The names of all tensors that are saved, in the order of the blocks."""
-        return [
-            f"{number}.{name}"
-            for number, block in enumerate(self.outlines)
-            for name in block.state_dict(keep_vars=True)
-        ]
+        return [f"{number}.{name}" for number, block in enumerate(self.outlines) for name in saved_tensors(block)]
 
     def own_of(self, stages: Mapping[int, Stage]) -> dict[str, str]:
         """Return what the model itself calls the weights of some stages that are trained, by our names."""
@@ -99,7 +96,7 @@ def _same_within(blocks: Sequence[nn.Module]) -> list[list[str]]:
     found: list[list[str]] = []
     for number, block in enumerate(blocks):
         groups: dict[int, list[str]] = {}
-        for name, tensor in block.state_dict(keep_vars=True).items():
+        for name, tensor in saved_tensors(block).items():
             groups.setdefault(id(tensor), []).append(f"{number}.{name}")
         found += [group for group in groups.values() if len(group) > 1]
     return found

@@ -3,6 +3,7 @@
     model.<name>                            masters where there are any, and buffers, under the model's own names
     optimizer.state.<name>.<key>            what the optimizer keeps for a weight
     optimizer.param_groups.<name>.<key>     the settings of its group
+    engine.optimizer.…, engine.module.…     what optimizers and modules keep beside (`state.state_dict`)
     engine.step                             steps that were made
 
 That is what `get_state_dict` of `torch.distributed.checkpoint.state_dict` gives with `flatten_optimizer_state_dict`.
@@ -26,7 +27,9 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 from quintsched.files.atomic import writing
 
+from ..blocks.plain_values import is_text, quoted
 from ..comm.control import ControlGroup
+from ..optim.kept import SCALARS, flat_of
 from .boxes import Box, Placement
 from .dcp_format import Entry, append, file_name, write_table
 from .folders import replace_folder
@@ -34,6 +37,9 @@ from .held import HeldTensor
 
 MODEL, STATE, GROUPS, STEP = "model.", "optimizer.state.", "optimizer.param_groups.", "engine.step"
 FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+BESIDE = ("engine.module.", "engine.optimizer.")
+"""How names begin of what modules and optimizers keep beside tensors of weights."""
+
 UNSAVED = ("params", "param_names")
 """What of an optimizer's groups names parameters, and is no setting."""
 
@@ -70,15 +76,22 @@ def save_dcp(
     path: Path,
     weights: Sequence[SavedWeight],
     step: int,
+    kept_beside: Mapping[str, Tensor],
     beside: Mapping[str, object],
     everyone: ControlGroup,
     rank: int,
 ) -> None:
-    """Write the folder; see `CheckpointFiles.save_dcp`. All ranks call this; `beside` are values of this rank alone."""
+    """Write the folder; see `CheckpointFiles.save_dcp`. All ranks call this.
+
+    `kept_beside` is what modules and optimizers keep, the same on all ranks that have it, `beside` are values of this
+    rank alone.
+    """
     everyone.together(lambda: _require_whole_states(weights))
 
     def write(folder: Path) -> None:
-        entries = everyone.together(lambda: _write_file(folder / file_name(rank), weights, step, beside, rank))
+        entries = everyone.together(
+            lambda: _write_file(folder / file_name(rank), weights, step, kept_beside, beside, rank)
+        )
         mine = json.dumps([asdict(entry) for entry in entries]).encode()
         shared = [Entry(**_tuples(fields)) for theirs in everyone.share_bytes(mine) for fields in json.loads(theirs)]
         everyone.together(lambda: write_table(folder, shared, _paths(shared)) if rank == 0 else None)
@@ -102,8 +115,8 @@ def _require_whole_states(weights: Sequence[SavedWeight]) -> None:
         kept = weight.kept
         if kept is None or kept.placement.is_whole:
             continue
-        for key, value in kept.state.items():
-            if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != kept.shape:
+        for key, value in flat_of(kept.state, weight.held.name).items():
+            if value.dim() and tuple(value.shape) != kept.shape and not is_text(key):
                 raise MisfitError(
                     f"the optimizer's {key!r} of {weight.held.name} is {tuple(value.shape)}, its weight here "
                     f"{kept.shape}: a shard of such a state has no place in a whole one; save with "
@@ -112,7 +125,12 @@ def _require_whole_states(weights: Sequence[SavedWeight]) -> None:
 
 
 def _write_file(
-    path: Path, weights: Sequence[SavedWeight], step: int, beside: Mapping[str, object], rank: int
+    path: Path,
+    weights: Sequence[SavedWeight],
+    step: int,
+    kept_beside: Mapping[str, Tensor],
+    beside: Mapping[str, object],
+    rank: int,
 ) -> list[Entry]:
     with writing(path, "the checkpoint"), path.open("wb") as file:
         entries: list[Entry] = []
@@ -124,6 +142,8 @@ def _write_file(
                 entries += _write_kept(file, weight.names, weight.kept)
         if rank == 0:
             entries += _pieces(file, (STEP,), [Box((), torch.tensor(step))], ())
+        for name, tensor in kept_beside.items():
+            entries += _pieces(file, (name,), [Box((0,) * tensor.dim(), tensor)], tuple(tensor.shape))
         entries += [_value(file, (name,), value) for name, value in beside.items()]
         file.flush()
         os.fsync(file.fileno())
@@ -131,11 +151,13 @@ def _write_file(
 
 
 def _write_kept(file: BinaryIO, names: Sequence[str], kept: Kept) -> Iterator[Entry]:
-    for key, value in kept.state.items():
+    scalars = {quoted(key): value for key, value in kept.state.items() if type(key) is str and type(value) in SCALARS}
+    others = {key: value for key, value in kept.state.items() if type(key) is not str or type(value) not in SCALARS}
+    for key, value in {**scalars, **flat_of(others, names[0])}.items():
         called = tuple(f"{STATE}{name}.{key}" for name in names)
         if not isinstance(value, Tensor):
             yield _value(file, called, value)
-        elif tuple(value.shape) == kept.shape:
+        elif tuple(value.shape) == kept.shape and not is_text(key):
             yield from _pieces(file, called, kept.placement.boxes(value), kept.placement.shape)
         else:
             whole = Box((0,) * value.dim(), value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -241,7 +242,7 @@ def explain(error: BaseException, rank: int) -> int:
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
     words = said(error)
     trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
-    is_named = "RANK" not in os.environ or words.startswith(f"rank {rank} ")  # else a note says which
+    is_named = "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
     whose = "" if is_named else f"rank {rank}: "
     write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
     return error.exit_code if isinstance(error, QuintschedError) else 1

@@ -198,9 +198,9 @@ class OptimizerBuilds:
                         ours.setdefault(self._names[parameter], []).append(master)
                 gathered += self._gather(optimizer, coupling, ours)
                 parts.append(self._over(optimizer, ours, made))
-            parts = [part for part in parts if any(group["params"] for group in part.param_groups)]
-            if parts:
-                found[step] = Stepper(chained(parts), gathered)
+            numbers = [n for n, part in enumerate(parts) if any(group["params"] for group in part.param_groups)]
+            if numbers:
+                found[step] = Stepper(chained([parts[n] for n in numbers]), gathered, numbers)
         return found
 
     def _bind_directly(self, masters: Masters) -> dict[Step, Stepper]:

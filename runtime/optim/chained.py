@@ -11,6 +11,7 @@ from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -87,6 +88,8 @@ class LRSchedulers:
         return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.schedulers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on the same mesh."""
+        """Take over what `state_dict` gave on the same mesh, and let groups have its learning rates."""
         for number, scheduler in enumerate(self.schedulers):
             scheduler.load_state_dict(state_dict[str(number)])
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate

@@ -10,18 +10,23 @@ in one process. It takes the memory of its matrices and of their state on every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, UsageError
 
 from ..comm import Group
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from .chained import parts_of
+from .kept import flat_of
+from .own_state import OwnState, words_of
+
+_logger = logging.getLogger("quintsched.runtime")
 
 
 class GatheredMatrix:
@@ -59,17 +64,55 @@ class GatheredMatrix:
 class Stepper:
     """Steps an optimizer, with whole matrices where it needs them."""
 
-    def __init__(self, optimizer: Optimizer, gathered: Iterable[GatheredMatrix]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, gathered: Iterable[GatheredMatrix], numbers: Sequence[int] | None = None
+    ) -> None:
         self.optimizer, self._gathered = optimizer, tuple(gathered)
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
         parts = parts_of([optimizer])
         self._part_of = {p: part for part in parts for group in part.param_groups for p in group["params"]}
+        self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
+        self._foreign = [own for own in self._own if own.is_foreign]
+        self._was_tried = not self._foreign
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
         """Return what the optimizer keeps for a parameter; of one that it does not step, nothing."""
         parameter = self._handles.get(master, master)
         part = self._part_of.get(parameter)
         return {} if part is None else part.state[parameter]
+
+    def read_beside(self, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return what the optimizers keep beside, as tensors; `masters` are this rank's, by the names of weights."""
+        if not self._foreign:
+            return {}
+        weights = self._weights(masters)
+        names = {id(tensor): words for words, tensor in reversed(words_of(weights).items())}
+        packed = [{**own.pack(names), **own.pack_shared(self._of(own, weights))} for own in self._foreign]
+        return {name: tensor for one in packed for name, tensor in one.items()}
+
+    def require_beside(self, names: Collection[str]) -> None:
+        """Raise `MisfitError` where names of a state are of other optimizers."""
+        for own in self._own:
+            own.require_loadable(names)
+
+    def load_beside(self, state: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter]) -> None:
+        """Take over what `read_beside` gave, when the parameters' own states are there."""
+        if not self._foreign:
+            return
+        weights = self._weights(masters)
+        device = next((parameter.device for parameter, _ in weights.values()), torch.device("cpu"))
+        for own in self._foreign:
+            own.share(state, self._of(own, weights))
+            own.load(state, device, words_of(weights))
+
+    def _weights(self, masters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+        handles = {name: self._handles.get(master, master) for name, master in masters.items()}
+        return {name: (p, self._part_of[p].state[p]) for name, p in handles.items() if p in self._part_of}
+
+    def _of(
+        self, own: OwnState, weights: Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
+    ) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+        return {name: (p, kept) for name, (p, kept) in weights.items() if self._part_of[p] is own.optimizer}
 
     def gathers(self, master: nn.Parameter) -> bool:
         """Whether a parameter is stepped as a whole matrix, of which `master` is this rank's shard."""
@@ -88,6 +131,23 @@ class Stepper:
         """Make a step; collective over tp where matrices are gathered."""
         for matrix in self._gathered:
             matrix.gather()
+        for own in self._foreign:
+            own.begin_step()
         self.optimizer.step()
+        for own in self._foreign:
+            own.end_step()
         for matrix in self._gathered:
             matrix.scatter()
+        if not self._was_tried:
+            self._was_tried = True
+            self._warn_of_lost()
+
+    def _warn_of_lost(self) -> None:
+        """Write a warning, after the first step, where nothing could be saved."""
+        weights = {str(n): p for n, p in enumerate(self._part_of)}
+        try:
+            self.read_beside(weights)
+            for name, (_, kept) in self._weights(weights).items():
+                flat_of(kept, f"parameter {name}")
+        except UsageError as error:
+            _logger.warning("%s; saving will be refused", error)

@@ -7,7 +7,7 @@
                                                 · ▓ · ▓ · ▓
 
 A tensor of which the layout says nothing is whole. `beside` are states of an optimizer that have not the shape of the
-weight, where that is cut: only a rank that cuts it alike can take them.
+weight, where that is cut: only a rank that cuts it alike can take them, unless they are values that all have alike.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch import Tensor
 from quintsched.errors import InputError
 from quintsched.files.strictjson import describe_faults, parse_strict
 
+from ..blocks.plain_values import is_text
 from ..interchange.boxes import Placement
 from ..interchange.exchange import Exchange
+from ..optim.kept import flat_of
 from ..parallel.tensor.shard import Shard
 from ..weights.average import WeightAverage
 
@@ -175,9 +177,9 @@ def layout_of(exchange: Exchange, averages: Sequence[WeightAverage]) -> StateLay
                 found[f"ema.{number}.{one.name}"] = mine
         kept = exchange.state.kept_for(*trained[one.name])
         of_weight, shape = (mine, one.numbers.shape) if kept.is_shard else (mine.gathered(), torch.Size(mine.shape))
-        for key, value in kept.state.items():
-            if isinstance(value, Tensor) and value.dim():
-                homes = found if value.shape == shape else beside
+        for key, value in flat_of(kept.state, one.name).items():
+            if value.dim():
+                homes = found if value.shape == shape and not is_text(key) else beside
                 homes[f"optimizer.{one.name}.{key}"] = of_weight
     names, own = exchange.names, exchange.names.own or {}
     return StateLayout(

@@ -3,24 +3,30 @@
 files of ranks 0 … 7, dp=2,pp=4 ──▶ SavedState ──▶ weights, averages     the boxes of this rank's masters or segments
                                               ──▶ optimizers' states    the same boxes where they have the weight's
                                                                         shape; else whole
-                                              ──▶ steps, loss scale
+                                              ──▶ steps, loss scale, and what lies beside, if all ranks had it alike
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
+from ..blocks.module_state import BESIDE as MODULES
+from ..blocks.plain_values import is_text
 from ..interchange.boxes import Placement
 from ..interchange.exchange import Exchange
 from ..interchange.held import HeldTensor
+from ..optim.kept import kept_of
+from ..optim.own_state import BESIDE as OPTIMIZERS
+from ..state.state_dict import MARK, same
 from ..weights.average import WeightAverage
-from .layout import stored
+from .layout import layout_of, stored
 from .saved_state import AVERAGE, MODEL, STATE, SavedState
 
 PROGRESS = "engine."
@@ -38,7 +44,18 @@ def load_saved(saved: SavedState, exchange: Exchange, averages: Sequence[WeightA
         loader = _Loader(saved, exchange, averages)
         exchange.everyone.together(lambda: loader.require(held))
         exchange.everyone.together(lambda: loader.load(held))
+        exchange.everyone.together(loader.load_beside)
     return {name: saved.whole(name) for name in saved.pieces if name.startswith(PROGRESS)}
+
+
+def require_of_any_mesh(saved: SavedState, name: str) -> None:
+    """Raise `MisfitError` for what lies beside tensors of weights, if ranks, or optimizers of one, had it otherwise."""
+    saved.require_alike(name)
+    if name.startswith(f"{OPTIMIZERS}{MARK}"):
+        raise MisfitError(
+            f"{saved.paths[0].parent}: {name!r} differs between the optimizers of a rank, so that nobody can say what "
+            "it is on another mesh; resume on the mesh that wrote it"
+        )
 
 
 class _Loader:
@@ -67,6 +84,7 @@ class _Loader:
                 raise MisfitError(
                     f"{self._where}: {one.name} is {self._saved.shape(name)} in the checkpoint, {shape} in the model"
                 )
+        self._exchange.state.require_beside(self._saved.pieces)
         kept = {name.split(".")[1] for name in self._saved.pieces if name.startswith(AVERAGE)}
         if len(kept) > len(self._averages):
             raise UsageError(
@@ -129,16 +147,55 @@ class _Loader:
         weight = next((called for called in self._called[one.name] if self._saved.keys_of(called)), None)
         if self._saved.has_states:
             kept.state.clear()
+        flat: dict[str, Tensor] = {}
         for key in self._saved.keys_of(weight) if weight is not None else ():
             name = f"{STATE}{weight}.{key}"
-            if name in self._saved.beside:
+            if is_text(key):
+                value = self._text(name, placement)
+            elif name in self._saved.beside:
                 value = self._beside(name, placement)
             elif self._saved.shape(name) == placement.shape and shape:
                 value = torch.empty(shape, dtype=self._saved.dtype(name))
                 self._saved.fill(name, list(placement.boxes(value)))
             else:
                 value = self._whole(name, placement)
-            kept.state[key] = value if key == "step" else value.to(kept.handle.device)
+            flat[key] = value if key == "step" else value.to(kept.handle.device)
+        kept.state.update(kept_of(flat, kept.handle.device))
+
+    def _text(self, name: str, placement: Placement) -> Tensor:
+        """Return a value that is no tensor: of a rank that had the same boxes, or what all ranks have."""
+        pieces = self._saved.beside.get(name, [])
+        mine = next((p for p in pieces if list(_places(p.placement)) == list(_places(placement))), None)
+        if mine is None and any(not same(piece.whole(), pieces[0].whole()) for piece in pieces[1:]):
+            raise MisfitError(self._has_no_place(name, pieces[0].whole().shape, placement))
+        if not pieces:
+            self._saved.require_alike(name)
+        return self._saved.whole(name) if not pieces else (mine or pieces[0]).whole()
+
+    def load_beside(self) -> None:
+        """Read what modules and optimizers keep beside tensors of weights."""
+        names = [name for name in self._saved.pieces if name.startswith((MODULES, OPTIMIZERS))]
+        try:
+            for name in names:
+                require_of_any_mesh(self._saved, name)
+            found = {name: self._saved.whole(name) for name in names}
+        except MisfitError:
+            path = self._own_file()
+            if path is None:
+                raise
+            found = {n: p.whole() for n in names for p in self._saved.pieces[n] if p.path == path}
+        self._exchange.state.load_beside(found)
+
+    def _own_file(self) -> Path | None:
+        """Return the file of the rank that held what this rank holds, cut alike; None: there was none."""
+        mine = layout_of(self._exchange, [])
+        names = {MODEL + one.name for one in self._exchange.held() if one.numbers is not None}
+        for path, theirs in zip(self._saved.paths, self._saved.layouts, strict=True):
+            pieces = self._saved.pieces.items()
+            held = {name for name, of in pieces if name.startswith(MODEL) and any(p.path == path for p in of)}
+            if theirs.replica == mine.replica and theirs.holds_as(mine) and names == held:
+                return path
+        return None
 
     def _whole(self, name: str, placement: Placement) -> Tensor:
         """Return a state that has not its weight's shape, of which a whole weight needs all."""

@@ -20,10 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, MisfitError
 
 from ..interchange.boxes import Box, Placement
 from ..interchange.save_pretrained import TYPES
+from ..state.state_dict import same
 from .layout import StateLayout, is_plain
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
@@ -135,6 +136,15 @@ class SavedState:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor."""
         return self.pieces[name][0].placement.shape
+
+    def require_alike(self, name: str) -> None:
+        """Raise `MisfitError` where ranks have kept other numbers of what is not cut."""
+        pieces = [piece for piece in self.pieces.get(name, ()) if is_plain(piece.placement)]
+        if any(not same(piece.whole(), pieces[0].whole()) for piece in pieces[1:]):
+            raise MisfitError(
+                f"{self.paths[0].parent}: {name!r} is not the same on all ranks that saved it, so that nobody can say "
+                "what it is on another mesh; resume on the mesh that wrote it"
+            )
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.blocks import Block
+from ..blocks.module_state import saved_tensors
 from ..comm.device import GENERATORS, fork_generators
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
@@ -183,7 +184,7 @@ def _found(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str])
     own_names = {
         f"{number}.{name}": f"{prefix}{name}"
         for number, (block, prefix) in enumerate(zip(made, prefixes, strict=True))
-        for name in block.state_dict()
+        for name in saved_tensors(block)
     }
     is_known = transformers.is_one(model)
     return Split(
@@ -224,16 +225,16 @@ def _sequential(model: nn.Sequential) -> Split:
     """Return the entries of a row, of which one module may be several."""
     made = apart(model)
     keys = list(model._modules)
-    own_names = {f"{n}.{name}": f"{keys[n]}.{name}" for n, block in enumerate(made) for name in block.state_dict()}
+    own_names = {f"{n}.{name}": f"{keys[n]}.{name}" for n, block in enumerate(made) for name in saved_tensors(block)}
     return Split(made, tied=untie(made), own_names=own_names)
 
 
 def _traced(model: nn.Module, parts: Sequence[nn.Module]) -> Split:
     """Return segments, whose weights have the names that they have in the model."""
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in saved_tensors(model).items():
         first.setdefault(id(tensor), name)
-    saved = [(k, name, t) for k, part in enumerate(parts) for name, t in part.state_dict(keep_vars=True).items()]
+    saved = [(k, name, t) for k, part in enumerate(parts) for name, t in saved_tensors(part).items()]
     own_names = {f"{number}.{name}": first[id(tensor)] for number, name, tensor in saved}
     return Split(parts, tied=untie(parts), own_names=own_names, config=getattr(model, "pretrained_cfg", None))
 

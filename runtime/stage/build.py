@@ -22,6 +22,7 @@ from quintsched.ir.plan_data import PlanData, listed
 from ..blocks.blocks import Block, Blocks, build_block
 from ..blocks.costs import estimate_costs
 from ..blocks.dtensor import local_of, prepare_sharded
+from ..blocks.module_state import spread_buffers
 from ..comm import Group
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
@@ -158,6 +159,7 @@ def build_stages(
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
         _require_own(number, module)
+        spread_buffers(module)
         prepare_sharded(module, number, groups.tensor, groups.replicas)
         for held in (*module.parameters(), *module.buffers()):
             _same_everywhere(local_of(held), groups.copies_of(held))

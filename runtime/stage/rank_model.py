@@ -26,6 +26,7 @@ from ..agreement.engine_records import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
+from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
@@ -108,8 +109,9 @@ class RankModel:
     def _cut(self, blocks: Blocks) -> None:
         """Settle which blocks are a stage, and how tensor parallelism cuts them, before any is built."""
         options, tensor = self.options, self._groups.tensor
-        self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         built = [on_meta(block) for block in blocks]
+        require_saved(built)
+        self.cuts = cuts_of(self.plan, blocks, options.block_costs)
         require_separate(built, self.cuts, tensor)
         agree_on_blocks(built, self.cuts, self._groups.world)
         is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1

@@ -1,15 +1,20 @@
 """The state of a rank as a flat mapping from names to tensors: what checkpoints hold.
 
 model.3.attn.qkv.weight              this rank's shard, by its name in the whole model
-optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it
+optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it (`optim.kept`)
+engine.optimizer.…                   what it keeps beside, in groups and attributes (`optim.own_state`)
+engine.module.3.attn.…               what modules give beside tensors: get_extra_state (`blocks.module_state`)
 
 Where replicas shard what they step (ZeRO), both are this rank's segment, of one dimension; weights of which it has
-none are left out.
+none are left out. Each tensor is by itself and without gaps, as files have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +23,15 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import MisfitError
 
 from ..blocks.dtensor import full_of, local_of
+from ..blocks.module_state import BESIDE as MODULES
+from ..blocks.module_state import load_beside as load_module_beside
+from ..blocks.module_state import pack_beside, saved_tensors
+from ..blocks.plain_values import is_text
 from ..comm import Group
+from ..comm.control import gather_texts
 from ..optim.gathered import Stepper
+from ..optim.kept import flat_of, kept_of
+from ..optim.own_state import BESIDE
 from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage
 from .master_weights import Masters
@@ -27,12 +39,22 @@ from .master_weights import Masters
 Stages = Mapping[int, Stage]
 Steppers = Mapping[tuple[int, ...], Stepper]
 
+Value = TypeVar("Value")
+
+MARK = "@"
+"""How the part of a name begins that says which stages an optimizer steps."""
+
 
 def _weights(stages: Stages, masters: Masters) -> dict[str, Tensor]:
     """Return weights, as their masters where there are any, and buffers; of DTensors what lies on this rank."""
-    held = (named for stage in stages.values() for named in stage.state_dict(keep_vars=True).items())
+    held = (named for stage in stages.values() for named in saved_tensors(stage).items())
     kept = ((name, masters.of(tensor) if isinstance(tensor, nn.Parameter) else tensor) for name, tensor in held)
-    return {name.removeprefix("blocks."): local_of(tensor) for name, tensor in kept if tensor is not None}
+    return {of_model(name): local_of(tensor) for name, tensor in kept if tensor is not None}
+
+
+def of_model(name: str) -> str:
+    """Return the name in the whole model of a tensor of a stage."""
+    return name.removeprefix("blocks.")
 
 
 def _optimizer_state(
@@ -47,13 +69,116 @@ def _optimizer_state(
 
 
 def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, Tensor]:
-    """Return weights (float32 masters where there are any), buffers and optimizer state; numbers become tensors."""
+    """Return weights (float32 masters where there are any), buffers, what modules give beside, and optimizer state.
+
+    Raises `UsageError` for state of an optimizer that no file of tensors can hold.
+    """
     state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages, masters).items()}
     for name, _, kept in _optimizer_state(stages, steppers, masters):
-        for key, value in kept.items():
-            if value is not None:
-                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+        state |= {f"optimizer.{name}.{key}": value.detach() for key, value in flat_of(kept, name).items()}
+    return _apart({**state, **read_beside(stages, steppers, masters)})
+
+
+def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors that have gaps, or numbers in common, a place for themselves."""
+    seen: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
+    for name, tensor in state.items():
+        if not tensor.is_contiguous():
+            state[name] = tensor.contiguous()
+        elif tensor.numel():
+            start = tensor.data_ptr()
+            spans = seen.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
+            if any(start < end and first < start + tensor.nbytes for first, end in spans):
+                state[name] = tensor.clone()
+            spans.append((start, start + tensor.nbytes))
     return state
+
+
+def named_masters(stages: Stages, masters: Masters) -> dict[str, nn.Parameter]:
+    """Return what this rank steps, by the names of weights."""
+    named = ((name, masters.of(p)) for stage in stages.values() for name, p in stage.named_weights().items())
+    return {name: master for name, master in named if master is not None}
+
+
+def read_beside(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, Tensor]:
+    """Return what modules and optimizers keep beside tensors of weights.
+
+    What several optimizers of a rank have not alike goes by the stages that each steps.
+    """
+    found: dict[str, Tensor] = {}
+    for stage in stages.values():
+        found |= pack_beside(stage, of_model)
+    named = named_masters(stages, masters)
+    each = {_mark(step): stepper.read_beside(named) for step, stepper in steppers.items()}
+    joined = {name: tensor for one in each.values() for name, tensor in one.items()}
+    if all(same(tensor, joined[name]) for one in each.values() for name, tensor in one.items()):
+        return {**found, **joined}
+    marked = {f"{BESIDE}{mark}{n.removeprefix(BESIDE)}": t for mark, one in each.items() for n, t in one.items()}
+    return {**found, **marked}
+
+
+def _mark(step: tuple[int, ...]) -> str:
+    return f"{MARK}{'+'.join(map(str, step))}."
+
+
+def load_beside(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
+    """Take over what `read_beside` gave, when weights and their optimizer state are there."""
+    for stage in stages.values():
+        load_module_beside(stage, of_model, state)
+    named = named_masters(stages, masters)
+    for step, stepper in steppers.items():
+        stepper.load_beside(_of_step(state, step), named)
+
+
+def require_beside(stages: Stages, steppers: Steppers, names: Iterable[str]) -> None:
+    """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
+    given = dict.fromkeys(names)
+    for stage in stages.values():
+        lacking = [name for name in pack_beside(stage, of_model) if is_text(name) and name not in given]
+        if lacking:
+            raise MisfitError(f"the state is of another model: {lacking[0]!r} is only on one side")
+    for step, stepper in steppers.items():
+        stepper.require_beside(_of_step(given, step))
+
+
+def _of_step(state: Mapping[str, Value], step: tuple[int, ...]) -> Mapping[str, Value]:
+    """Return what belongs to the optimizer of some stages."""
+    marks = f"{BESIDE}{MARK}"
+    if not any(name.startswith(marks) for name in state):
+        return state
+    mine = f"{BESIDE}{_mark(step)}"
+    return {BESIDE + name.removeprefix(mine): tensor for name, tensor in state.items() if name.startswith(mine)}
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit."""
+    if one is other:
+        return True
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def require_alike(beside: Mapping[str, Tensor], world: Group) -> None:
+    """Raise `MisfitError`, on all ranks, where ranks keep otherwise what is to fit any mesh (collective)."""
+    known: dict[str, str] = {}
+    for said in gather_texts(world, json.dumps({name: _digest(tensor) for name, tensor in beside.items()})):
+        for name, digest in json.loads(said).items():
+            if known.setdefault(name, digest) != digest or name.startswith(f"{BESIDE}{MARK}"):
+                raise MisfitError(
+                    f"{name!r} is not the same on all ranks, so that no state for any mesh can have it; save what "
+                    "engine.state_dict() gives of each rank (checkpoint.format: native)"
+                )
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(
+        f"{tensor.dtype} {tuple(tensor.shape)}".encode() + _bits(tensor).numpy().tobytes()
+    ).hexdigest()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
@@ -72,6 +197,11 @@ def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state
         parts = name.split(".") if name.startswith("optimizer.") else []
         if parts and not any(".".join(parts[:end]) in kept for end in range(2, len(parts))):
             raise MisfitError(f"the state is of another optimizer, model or stage: {name!r} is of no weight here")
+    mine = {name for stage in stages.values() for name in pack_beside(stage, of_model) if is_text(name)}
+    odd = sorted(name for name in state if name.startswith(MODULES) and is_text(name) and name not in mine)
+    if odd:
+        raise MisfitError(f"the state is of another model: {odd[0]!r} is only on one side")
+    require_beside(stages, steppers, state)
 
 
 def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
@@ -84,7 +214,9 @@ def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapp
         prefix = f"optimizer.{name}."
         brought = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
         kept.clear()
-        kept.update({key: tensor.to(_home(key, tensor, parameter), copy=True) for key, tensor in brought.items()})
+        flat = {key: tensor.to(_home(key, tensor, parameter), copy=True) for key, tensor in brought.items()}
+        kept.update(kept_of(flat, parameter.device))
+    load_beside(stages, steppers, masters, state)
 
 
 def _home(key: str, tensor: Tensor, parameter: Tensor) -> torch.device:
@@ -99,5 +231,5 @@ def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:
             full_of(tensor) if isinstance(tensor, DTensor) else gather_full(tensor, group).detach().clone()
         )
         for stage in stages.values()
-        for name, tensor in stage.state_dict(keep_vars=True).items()
+        for name, tensor in saved_tensors(stage).items()
     }

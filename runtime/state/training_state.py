@@ -6,7 +6,7 @@ ZeRO                 ShardedMasters    ShardedGradBucket    every replica holds,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +31,15 @@ from .grad_reducer import GradReducer
 from .grad_sums import GradSums
 from .master_weights import Masters, is_low
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
-from .state_dict import full_weights, load_state, require_loadable, state_of
+from .state_dict import (
+    full_weights,
+    load_beside,
+    load_state,
+    read_beside,
+    require_beside,
+    require_loadable,
+    state_of,
+)
 from .zero_grads import ShardedGradBucket
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket, require_shardable
 
@@ -261,5 +269,19 @@ class TrainingState:
     def read_bytes(self) -> StateBytes:
         """Return the most bytes that were resident since the last call."""
         states = (kept for optimizer in self.optimizers.values() for kept in optimizer.state.values())
-        tensors = (value for kept in states for value in kept.values() if isinstance(value, Tensor))
+        values = (value for kept in states for value in (kept.values() if isinstance(kept, Mapping) else [kept]))
+        tensors = (value for value in values if isinstance(value, Tensor))
         return self._stats.read(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))
+
+    def read_beside(self) -> dict[str, Tensor]:
+        """Return what modules and optimizers keep beside tensors of weights: see `state_dict`."""
+        return read_beside(self._stages, self.steppers, self.masters)
+
+    def require_beside(self, names: Iterable[str]) -> None:
+        """Raise `MisfitError` where names of a state are of other optimizers, or lack what modules give beside."""
+        require_beside(self._stages, self.steppers, names)
+
+    def load_beside(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `read_beside` gave; raises `MisfitError` as `require_beside` does."""
+        self.require_beside(state)
+        load_beside(self._stages, self.steppers, self.masters, state)

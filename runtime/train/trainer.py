@@ -19,6 +19,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
 from ..agreement.resuming import require_kept
@@ -121,6 +122,7 @@ class Trainer:
             transport=transport,
         )
         self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
+        self._export_dir = None if job.checkpoint.export is None else whole_path(job.checkpoint.export)
         self._saves: OpenCheckpoints | None = None
         self.progress = Progress(self._feed.num_batches)
         self._stop_asked = False
@@ -374,11 +376,10 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the trained weights for others, if the job wants them."""
-        directory = self.job.checkpoint.export
-        if directory is not None:
+        if self._export_dir is not None:
             with self._publisher.phase("save"):
-                self.engine.save_pretrained(directory)
-            self._reporter.say(f"weights saved in {directory}")
+                self.engine.save_pretrained(self._export_dir)
+            self._reporter.say(f"weights saved in {self.job.checkpoint.export}")
 
     def _resume(self) -> bool:
         """Go on from the newest checkpoint that is whole; rank 0 says which that is. Return whether there was one."""

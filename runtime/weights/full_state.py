@@ -6,7 +6,8 @@
 
 "model.<name>" are weights (of bf16 and fp16 the float32 masters) and buffers, "optimizer.<name>.<key>" what the
 optimizer keeps, "ema.<number>.<name>" averages. What has the shape of the parameter is cut as the parameter is; all
-else, such as counts of steps and Adafactor's factors, is whole on some replica, and goes as it is.
+else, such as counts of steps and Adafactor's factors, is whole on some replica, and goes as it is. So does what modules
+and optimizers keep beside, "engine.module.…" and "engine.optimizer.…", if all ranks have it alike.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, nearest
 
 from ..blocks.dtensor import is_sharded
+from ..blocks.module_state import saved_tensors
+from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import gather_texts
+from ..optim.kept import flat_of, kept_of
+from ..optim.own_state import BESIDE
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from ..stage.build import Stage
 from ..stage.rank_model import RankModel
+from ..state.state_dict import require_alike
 from ..state.training_state import TrainingState
 from .average import WeightAverage
 
@@ -43,7 +49,10 @@ class FullState:
     def gather(self) -> dict[str, Tensor]:
         """Return full tensors of this rank's blocks, on the CPU."""
         self._state.weights.settle()
-        return {name: tensor.detach().cpu() for name, tensor in self._gathered()}
+        full = {name: tensor.detach().cpu() for name, tensor in self._gathered()}
+        beside = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._state.read_beside().items()}
+        require_alike(beside, self._groups.world)
+        return {**full, **beside}
 
     def gather_all(self) -> dict[str, Tensor]:
         """Return full tensors of all blocks, on every rank."""
@@ -58,10 +67,8 @@ class FullState:
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for stage in self._model.stages.values():
             trained = stage.named_weights()
-            for full_name, tensor in stage.state_dict(keep_vars=True).items():
+            for full_name, tensor in saved_tensors(stage).items():
                 name = full_name.removeprefix("blocks.")
-                if not isinstance(tensor, Tensor):
-                    continue
                 if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                     yield f"model.{name}", self._full(tensor, self._state.masters.of(tensor))
                 else:
@@ -91,9 +98,10 @@ class FullState:
         kept = self._state.kept_for(stage.index, parameter)
         handle = kept.handle
         mine: dict[str, list[object]] = {}
-        for key, value in kept.state.items():
-            tensor = torch.as_tensor(value)
+        flat = flat_of(kept.state, name)
+        for key, tensor in flat.items():
             cut = kept.is_shard and handle is not None and tensor.dim() > 0 and tensor.shape == handle.shape
+            cut = cut and not is_text(key)
             mine[key] = [cut, str(tensor.dtype).removeprefix("torch."), *tensor.shape]
         group = self._state.replicas_of(parameter)
         homes: dict[str, tuple[int, list[object]]] = {}
@@ -102,14 +110,13 @@ class FullState:
             for key, spec in json.loads(text).items():
                 homes.setdefault(key, (rank, spec))
         for key, (rank, (is_cut, *spec)) in sorted(homes.items()):
-            value = kept.state.get(key)
+            value = flat.get(key)
             if is_cut:
                 yield f"optimizer.{name}.{key}", self._full(parameter, value)
             elif self._state.weights:
-                held = None if value is None else torch.as_tensor(value)
-                yield f"optimizer.{name}.{key}", _shared(held, rank, spec, group)
-            else:
-                yield f"optimizer.{name}.{key}", torch.as_tensor(value).clone()
+                yield f"optimizer.{name}.{key}", _shared(value, rank, spec, group)
+            elif value is not None:
+                yield f"optimizer.{name}.{key}", value.clone()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -117,9 +124,8 @@ class FullState:
         has_optimizers = any(name.startswith("optimizer.") for name in state)
         with self._state.writing():
             for stage in self._model.stages.values():
-                for full_name, tensor in stage.state_dict(keep_vars=True).items():
-                    if isinstance(tensor, Tensor):
-                        self._load_tensor(state, full_name.removeprefix("blocks."), tensor, strict=strict)
+                for full_name, tensor in saved_tensors(stage).items():
+                    self._load_tensor(state, full_name.removeprefix("blocks."), tensor, strict=strict)
                 for name, parameter in stage.named_weights().items():
                     if has_optimizers:
                         self._load_optimizer(state, stage, name, parameter)
@@ -129,6 +135,14 @@ class FullState:
                             held.copy_(self._mine(parameter, found, held.dtype).view_as(held))
         for number, average in enumerate(self._averages):
             average.updates = int(state.get(f"ema.{number}.updates", average.updates))
+        if strict:
+            self._load_beside(state, has_optimizers=has_optimizers)
+
+    def _load_beside(self, state: Mapping[str, Tensor], *, has_optimizers: bool) -> None:
+        """Take over what modules and optimizers keep beside; where the state has weights alone, theirs stays."""
+        mine = {name: tensor for name, tensor in self._state.read_beside().items() if name not in state}
+        kept = {name: tensor for name, tensor in mine.items() if not has_optimizers and name.startswith(BESIDE)}
+        self._state.load_beside({**kept, **state})
 
     def _load_tensor(self, state: Mapping[str, Tensor], name: str, tensor: Tensor, *, strict: bool) -> None:
         found = self._find(state, "model.", name)
@@ -155,15 +169,17 @@ class FullState:
         names = [name, *self._ties(name)]
         prefix = next((p for p in (f"optimizer.{n}." for n in names) if any(key.startswith(p) for key in state)), None)
         kept.state.clear()
+        flat: dict[str, Tensor] = {}
         for full_key, found in state.items():
             if prefix is None or not full_key.startswith(prefix):
                 continue
             key = full_key.removeprefix(prefix)
-            if kept.is_shard and found.dim() > 0 and list(found.shape) == _full_shape(parameter):
-                mine = self._mine(parameter, found, found.dtype).view_as(kept.handle)
-                kept.state[key] = mine.clone()
+            is_cut = kept.is_shard and found.dim() > 0 and list(found.shape) == _full_shape(parameter)
+            if is_cut and not is_text(key):
+                flat[key] = self._mine(parameter, found, found.dtype).view_as(kept.handle).clone()
             else:
-                kept.state[key] = found.to("cpu" if key == "step" else kept.handle.device, copy=True)
+                flat[key] = found.to("cpu" if key == "step" else kept.handle.device, copy=True)
+        kept.state.update(kept_of(flat, kept.handle.device))
 
     def _mine(self, parameter: nn.Parameter, full: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what this rank steps of a full tensor: flat where replicas hold shards."""

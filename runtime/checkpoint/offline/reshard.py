@@ -30,6 +30,7 @@ from ...interchange.boxes import Placement
 from ...interchange.safetensors_folder import Lying, open_folder
 from ...interchange.save_pretrained import FileEntry, TensorFile
 from ...resharding.layout import LAYOUT, StateLayout
+from ...resharding.load_saved import PROGRESS, require_of_any_mesh
 from ...resharding.saved_state import AVERAGE, MODEL, STATE, SavedState
 from ...stage.build import cut, cut_as_planned
 from ..manifest import MANIFEST, WHAT, Manifest, RankFile, file_name, make_manifest
@@ -121,6 +122,8 @@ def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
         if name == LOADER:
             continue
         shape = saved.shape(name)
+        if name.startswith(PROGRESS):
+            require_of_any_mesh(saved, name)
         ranks, count = holders[pp_of.get(block_of(name), 0)], prod(shape)
         if not shape or count < len(ranks):
             found[ranks[0]].append(Share(name, shape, None))

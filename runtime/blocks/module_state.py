@@ -1,0 +1,187 @@
+"""What a module's state dict has: its parameters and buffers, and what modules give beside them.
+
+    "l.weight"          a parameter, or a buffer that is saved            one tensor of the model
+    "_extra_state"      what get_extra_state gives                       plain data, goes back by set_extra_state
+    "calls"             what an own _save_to_state_dict, or a hook, adds  plain data, goes back by load_state_dict
+
+What lies beside belongs to the rank that has the block, and is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from quintsched.errors import MisfitError
+
+from .plain_values import TEXT, NotPlainError, pack, unpack
+
+BESIDE = "engine.module."
+"""How names begin of what modules give beside their tensors."""
+
+_EXTRA = "_extra_state"
+
+
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module saves, themselves, by their names in its state dict."""
+    try:
+        state = module.state_dict(keep_vars=True)
+    except Exception:  # what it gives beside may need numbers, which an outline lacks
+        return _own(module)
+    known = {id(tensor) for tensor in _own(module).values()}
+    return {name: tensor for name, tensor in state.items() if id(tensor) in known}
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    passing = {
+        f"{path}.{name}".lstrip(".")
+        for path, one in module.named_modules(remove_duplicate=False)
+        for name in one._non_persistent_buffers_set
+    }
+    saved = {name: buffer for name, buffer in buffers.items() if name not in passing}
+    return {**dict(module.named_parameters(remove_duplicate=False)), **saved}
+
+
+def saved_beside(module: nn.Module) -> dict[str, Any]:
+    """Return what a module's state dict has beside parameters and buffers."""
+    if not any(map(_gives_more, module.modules())):
+        return {}
+    state = module.state_dict(keep_vars=True)
+    own = {id(tensor) for tensor in _own(module).values()}
+    return {name: value for name, value in state.items() if id(value) not in own}
+
+
+def _gives_more(module: nn.Module) -> bool:
+    kind = type(module)
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.state_dict is not nn.Module.state_dict
+        or bool(module._state_dict_hooks)
+    )
+
+
+def pack_beside(module: nn.Module, of_name: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return what a module gives beside its tensors, as tensors; `of_name` makes its names those of the model."""
+    found: dict[str, Tensor] = {}
+    for name, value in saved_beside(module).items():
+        called = of_name(name)
+        try:
+            plain = value.detach() if isinstance(value, Tensor) else value
+            found |= pack(f"{BESIDE}{called}", plain)
+        except NotPlainError as error:
+            raise MisfitError(_refusal(called, str(error))) from None
+    return found
+
+
+@torch.no_grad()
+def load_beside(module: nn.Module, of_name: Callable[[str], str], state: Mapping[str, Tensor]) -> None:
+    """Let a module have what `pack_beside` gave; raises `MisfitError` where the state lacks some of it."""
+    for name, mine in saved_beside(module).items():
+        called = f"{BESIDE}{of_name(name)}"
+        if f"{called}{TEXT}" not in state:
+            raise MisfitError(f"the state is of another model: it has no {name!r} of {of_name(name)}")
+        device = mine.device if isinstance(mine, Tensor) else None
+        value = unpack(called, state, device)
+        owner, path = _owner(module, name)
+        if name.endswith(_EXTRA):
+            owner.set_extra_state(value)
+        else:
+            tensors = saved_tensors(owner)
+            owner.load_state_dict({**tensors, name.removeprefix(path): value}, strict=False)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that takes back what is saved under a name, and how names of it begin."""
+    found = [
+        (one, f"{path}." if path else "")
+        for path, one in module.named_modules()
+        if name.startswith(f"{path}." if path else "") and (name.endswith(_EXTRA) or _takes_more(one))
+    ]
+    return max(found, key=lambda pair: len(pair[1]))
+
+
+def _takes_more(module: nn.Module) -> bool:
+    kind = type(module)
+    return (
+        kind._load_from_state_dict is not nn.Module._load_from_state_dict
+        or kind.load_state_dict is not nn.Module.load_state_dict
+        or bool(module._load_state_dict_pre_hooks)
+    )
+
+
+def spread_buffers(module: nn.Module) -> None:
+    """Give a module's saved buffers a place for each number, where several share one (`expand`): to be written to."""
+    made: dict[int, Tensor] = {}
+    for one in module.modules():
+        for name, buffer in list(one._buffers.items()):
+            if buffer is not None and name not in one._non_persistent_buffers_set and _is_expanded(buffer):
+                spread = made.setdefault(id(buffer), buffer.clone(memory_format=torch.contiguous_format))
+                one._buffers[name] = spread
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def require_saved(blocks: Sequence[nn.Module]) -> None:
+    """Raise `MisfitError` for blocks of which no state can be saved and taken back whole."""
+    for number, block in enumerate(blocks):
+        for refusal in _refusals(number, block):
+            raise MisfitError(refusal)
+
+
+def _refusals(number: int, block: nn.Module) -> Iterator[str]:
+    where = f"block {number} ({type(block).__name__})"
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if is_lazy(tensor):
+            yield (
+                f"{where}: {name!r} has no shape before the first forward (a lazy module), so that nothing can be cut, "
+                "sent or saved; give its sizes (nn.Linear in place of nn.LazyLinear), or run the block once before"
+            )
+    if not any(map(_gives_more, block.modules())):
+        return
+    try:
+        state = block.state_dict(keep_vars=True)
+    except Exception as error:
+        if not any(parameter.is_meta for parameter in block.parameters()):
+            yield f"{where}: its state_dict raises {type(error).__name__}: {error}"
+        return
+    lacking = [name for name, tensor in _own(block).items() if not any(tensor is value for value in state.values())]
+    if lacking:
+        yield (
+            f"{where}: its state_dict does not have the parameter or buffer {lacking[0]!r} itself, so that checkpoints "
+            "would lack it; let _save_to_state_dict and hooks add to what there is, and leave that as it is"
+        )
+    for name, value in saved_beside(block).items():
+        yield from _beside_refusals(number, block, name, value)
+
+
+def _beside_refusals(number: int, block: nn.Module, name: str, value: object) -> Iterator[str]:
+    try:
+        pack(name, value.detach() if isinstance(value, Tensor) else value)
+    except NotPlainError as error:
+        yield _refusal(f"{number}.{name}", str(error))
+    if name.endswith(_EXTRA):
+        owner = block.get_submodule(name.removesuffix(_EXTRA).rstrip("."))
+        if type(owner).set_extra_state is nn.Module.set_extra_state:
+            yield f"block {number}: {type(owner).__name__} has get_extra_state without set_extra_state; write that too"
+    elif not any(
+        name.startswith(f"{path}." if path else "") and _takes_more(one) for path, one in block.named_modules()
+    ):
+        yield (
+            f"block {number} ({type(block).__name__}): its state_dict has {name!r}, which is no parameter or buffer, "
+            "and no module takes it back; write _load_from_state_dict too, or use get_extra_state and set_extra_state"
+        )
+
+
+def _refusal(name: str, why: str) -> str:
+    return (
+        f"{name!r} of the state_dict cannot be saved exactly: {why}; modules give numbers, strings, tensors, and lists "
+        "and dicts of these"
+    )

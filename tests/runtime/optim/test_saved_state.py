@@ -1,0 +1,214 @@
+"""Some steps, a save, a load into a new engine and as many steps are twice as many steps, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn, optim
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+
+from .optimizers import Lookahead
+from .stateful import (
+    ODD,
+    ByParameter,
+    Elsewhere,
+    InAttributes,
+    InGroups,
+    InObject,
+    KeepsObject,
+    Numbers,
+    OfAll,
+    Wrapping,
+)
+
+STEPS = 3
+INPUTS = torch.randn(2 * STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(2 * STEPS, 8, 3, generator=torch.Generator().manual_seed(2))
+
+TORCH: dict[str, Callable[..., Any]] = {
+    "SGD": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": partial(optim.Adam, lr=0.01, amsgrad=True),
+    "fused Adam": partial(optim.Adam, lr=0.01, fused=True),
+    "capturable": partial(optim.Adam, lr=torch.tensor(0.01)),
+    "RMSprop": partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
+    "Adagrad": partial(optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
+    "ASGD": partial(optim.ASGD, lr=0.05, t0=2, lambd=0.01),
+    "Muon and Adam": lambda ps: [
+        optim.Muon([p for p in ps if p.dim() == 2]),
+        optim.Adam([p for p in ps if p.dim() < 2]),
+    ],
+    **{n: partial(getattr(optim, n), lr=0.01) for n in ("AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop")},
+    "Adafactor": partial(optim.Adafactor, lr=0.01),
+    "Lookahead": lambda ps: Lookahead(optim.Adam(ps, lr=0.01)),
+}
+KINDS = {**TORCH, **{kind.__name__: kind for kind in ODD}}
+
+
+def make(optimizer: Any, mesh: str = "dp=1", transport: Transport | None = None, zero: int = 0) -> Engine:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+    blocks = [partial(nn.Linear, 6, 5), nn.Tanh, partial(nn.Linear, 5, 3)]
+    return Engine(plan, blocks, nn.MSELoss(), optimizer, transport=transport, dtype=torch.float64)
+
+
+def train(engine: Engine, steps: Sequence[int]) -> None:
+    for step in steps:
+        share = slice(engine.replica, None, engine.num_replicas)
+        engine.step(INPUTS[step, share].double(), TARGETS[step, share].double())
+
+
+def save(engine: Engine, folder: Path) -> None:
+    save_file(engine.state_dict(), folder / f"{engine.transport.rank}.safetensors", metadata=engine.state_metadata())
+    engine.everyone.barrier()
+
+
+def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    odd = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not odd
+
+
+FIRST, SECOND = range(STEPS), range(STEPS, 2 * STEPS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_run_is_the_unbroken_one_whatever_the_form_of_saving(name: str, tmp_path: Path) -> None:
+    engine = make(KINDS[name])
+    train(engine, FIRST)
+    save(engine, tmp_path)
+    full = engine.full_state_dict()
+    engine.save_dcp(tmp_path / "dcp")
+    train(engine, SECOND)
+    expected = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    loads: list[Callable[[Engine], object]] = [
+        lambda engine: engine.load_state_dict(load_file(tmp_path / "0.safetensors")),
+        lambda engine: engine.load_state_files([tmp_path / "0.safetensors"]),
+        lambda engine: engine.load_full_state_dict(full),
+        lambda engine: engine.load_dcp(tmp_path / "dcp"),
+    ]
+    for load in loads:
+        again = make(KINDS[name])
+        load(again)
+        train(again, SECOND)
+        require_same(again.state_dict(), expected)
+
+
+@pytest.mark.parametrize("kind", [InGroups, InAttributes, OfAll, Wrapping, Numbers])
+def test_a_state_goes_into_an_engine_that_has_stepped(kind: Any) -> None:
+    engine, other = make(kind), make(kind)
+    fresh, weights = engine.state_dict(), engine.full_weights()
+    start = {name: tensor.clone() for name, tensor in fresh.items()}
+    train(engine, FIRST)
+    stepped = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    train(engine, SECOND)
+    expected = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    engine.load_state_dict(stepped)
+    train(engine, SECOND)
+    require_same(engine.state_dict(), expected)
+    engine.load_state_dict(start)
+    other.set_weights({name.removeprefix("model."): start[f"model.{name}"] for name in weights})
+    train(engine, FIRST)
+    train(other, FIRST)
+    require_same(engine.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("kind", [InObject, Elsewhere, KeepsObject])
+def test_what_cannot_be_saved_is_said_after_the_first_step_and_refused(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(kind)
+    train(engine, [0])
+    assert "saving will be refused" in caplog.text
+    with pytest.raises(UsageError, match=r"keeps (what no checkpoint can hold|for 0\.\w+ cannot be saved)"):
+        engine.state_dict()
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    engine = make(InGroups)
+    train(engine, FIRST)
+    state = engine.state_dict()
+    with pytest.raises(MisfitError, match="of another optimizer"):
+        make(optim.Adam).load_state_dict(state)
+    with pytest.raises(MisfitError, match="of another optimizer"):
+        make(optim.Adam).load_full_state_dict(state)
+
+
+MESHES = [("dp=2", 0), ("pp=2", 0), ("dp=2", 1), ("dp=2", 3)]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+@pytest.mark.parametrize("kind", [InGroups, InAttributes, Numbers])
+def test_what_belongs_to_all_ranks_goes_to_another_mesh(kind: Any, mesh: str, zero: int, tmp_path: Path) -> None:
+    alone = make(kind)
+    train(alone, [*FIRST, *SECOND])
+
+    def first(transport: Transport) -> None:
+        engine = make(kind, mesh, transport, zero)
+        train(engine, FIRST)
+        save(engine, tmp_path)
+        engine.save_dcp(tmp_path / "dcp")
+        same = make(kind, mesh, transport, zero)
+        same.load_full_state_dict(engine.full_state_dict(all_blocks=True))
+        train(engine, SECOND)
+        train(same, SECOND)
+        require_same(same.state_dict(), engine.state_dict())
+
+    run_local(2, first, timeout_s=60)
+    paths = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
+    for load in (lambda one: one.load_state_files(paths), lambda one: one.load_dcp(tmp_path / "dcp")):
+        again = make(kind)
+        load(again)
+        train(again, SECOND)
+        found, expected = again.state_dict(), alone.state_dict()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            if tensor.dtype is torch.uint8:
+                assert torch.equal(found[name], tensor)
+            torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-12)
+
+
+def test_what_is_of_one_rank_goes_back_to_it_and_to_no_other_mesh(tmp_path: Path) -> None:
+    def run(transport: Transport) -> None:
+        engine = make(ByParameter, "pp=2", transport)
+        train(engine, FIRST)
+        save(engine, tmp_path)
+        with pytest.raises(MisfitError, match="not the same on all ranks"):
+            engine.save_dcp(tmp_path / "dcp")
+        same = make(ByParameter, "pp=2", transport)
+        same.load_state_files([tmp_path / f"{rank}.safetensors" for rank in range(2)])
+        train(engine, SECOND)
+        train(same, SECOND)
+        require_same(same.state_dict(), engine.state_dict())
+
+    run_local(2, run, timeout_s=60)
+    with pytest.raises(MisfitError, match="not the same on all ranks that saved it"):
+        make(ByParameter).load_state_files([tmp_path / f"{rank}.safetensors" for rank in range(2)])
+
+
+def test_a_learning_rate_scheduler_goes_on_where_it_was() -> None:
+    def scheduled() -> tuple[Engine, Any]:
+        engine = make(partial(optim.SGD, lr=0.1))
+        return engine, engine.lr_schedulers(lambda one: optim.lr_scheduler.StepLR(one, 2, 0.5))
+
+    def go(engine: Engine, schedulers: Any, steps: Sequence[int]) -> None:
+        for step in steps:
+            train(engine, [step])
+            schedulers.step()
+
+    engine, schedulers = scheduled()
+    go(engine, schedulers, FIRST)
+    again, others = scheduled()
+    again.load_state_dict(engine.state_dict())
+    others.load_state_dict(schedulers.state_dict())
+    go(engine, schedulers, SECOND)
+    go(again, others, SECOND)
+    require_same(again.state_dict(), engine.state_dict())
