@@ -148,19 +148,21 @@ def run(
     overrides: Sequence[str] = (),
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
-    from ..comm import run_local
+    from ..comm import LocalTransport, run_local
     from ..comm.connection import connect_for, patience_s
+    from ..rendezvous.attempt import meet_alone
 
     timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":
-        rules = job.runtime.rules or "mailbox"
-        start = "resume" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else start
-        run_local(
-            plan.mesh.size,
-            lambda transport: train(job, plan, transport, start, notes, stop, overrides),
-            timeout_s,
-            rules=rules,
-        )
+        attempt = meet_alone(timeout_s)
+        start = "resume" if attempt is not None and attempt.goes_on else start
+
+        def train_here(transport: Transport) -> None:
+            if isinstance(transport, LocalTransport):
+                transport.attempt = attempt
+            train(job, plan, transport, start, notes, stop, overrides)
+
+        run_local(plan.mesh.size, train_here, timeout_s, rules=job.runtime.rules or "mailbox")
         return
     watch = watch_options(job, timeout_s)
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)

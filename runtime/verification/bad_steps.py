@@ -107,6 +107,7 @@ class BadSteps:
                 model.stages,
                 len(model.outlines),
                 state.compute.tally.losses,
+                state.compute.tally.weights,
                 self._weights,
             )
             if part is parts[0]:
