@@ -24,6 +24,7 @@ from .resharding.layout import LAYOUT, StateLayout, layout_of
 from .resharding.load_saved import load_saved
 from .resharding.saved_state import SavedState
 from .stage.build import Stage
+from .stage.mean_losses import WeighedLoss
 from .stage.rank_model import RankModel
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
@@ -89,6 +90,24 @@ class EngineWeights:
     def masters(self) -> Masters:
         """The weights that the optimizer works on, where they are not those that blocks compute with."""
         return self._state.masters
+
+    @property
+    def usual_samples(self) -> int:
+        """For how many samples a loss weighs 1 that has no weight of its own: those of the largest microbatch at first.
+
+        0 before the first step; a run that goes on sets it to what it was.
+        """
+        return self._runner.usual_samples
+
+    @usual_samples.setter
+    def usual_samples(self, number: int) -> None:
+        self._runner.usual_samples = number
+
+    @property
+    def loss_is_bare(self) -> bool:
+        """Whether the loss, where this rank has found it, had no weight of its own."""
+        loss = self._runner.loss
+        return isinstance(loss, WeighedLoss) and loss.is_bare
 
     def ema(self, decay: Decay) -> WeightAverage:
         """Return a moving average of the weights, float32 or wider, which takes in every step from now on.

@@ -77,9 +77,10 @@ def test_experts_that_overlap_learn_what_one_rank_learns(tmp_path: Path) -> None
     assert len(overlapped) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "microbatches", "max_bytes"),
-    [pytest.param("text_4d", 4, 9000, marks=pytest.mark.slow), ("full_5d", 8, 4000)],
+    [("text_4d", 4, 9000), ("full_5d", 8, 4000)],
 )
 def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(
     name: str, microbatches: int, max_bytes: int, tmp_path: Path

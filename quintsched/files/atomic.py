@@ -83,6 +83,17 @@ def writing(path: Path, what: str) -> Iterator[None]:
         raise UsageError(f"{path}: cannot write {what}: {error.strerror or error}") from error
 
 
+def whole_path(path: str | Path) -> Path:
+    """Return a path that leads to the same place when the current directory is another; links stay as they are.
+
+    Raises `UsageError` for a relative path where there is no current directory any more.
+    """
+    try:
+        return Path(path).absolute()
+    except OSError as error:
+        raise UsageError(f"{path}: the current directory cannot be found: {error.strerror or error}") from error
+
+
 def sync_directory(path: Path) -> None:
     """Bring what was made and renamed in a directory to the disk; raises `OSError`."""
     directory = os.open(path, os.O_RDONLY)

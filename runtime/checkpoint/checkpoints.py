@@ -91,7 +91,7 @@ class OpenCheckpoints:
         self._settings = settings
         self.moved = opened.words
         self._keep, self._patience_s = keep, patience_s
-        self._writer = Writer(background=background)
+        self._writer, self._is_background = Writer(), background
         self._buffer = HostBuffer(engine.transport.device)
 
     @property
@@ -125,7 +125,7 @@ class OpenCheckpoints:
         """
         self.finish()
         self._begin_save(step, progress, loader)
-        if not self._writer.is_background:
+        if not self._is_background:
             self.finish()
 
     @property
@@ -136,7 +136,7 @@ class OpenCheckpoints:
     def finish(self) -> None:
         """Return when the last save is on the disk; raises `UsageError` on all ranks where one could not write."""
         if self._writer.is_under_way:
-            self.engine.everyone.together(self._writer.wait)
+            self._writer.finish(self.engine.everyone)
 
     def give_up(self) -> None:
         """End because the run fails: a save that is under way counts if all ranks have written their parts."""

@@ -4,6 +4,8 @@
     rank 0   sees all notes ─▶ manifest.json ─▶ fsync ─▶ renames the folder: only now the checkpoint counts
     rank r   sees that the folder is gone: done; or that it has a file `failed`: so the save has failed
 
+What failed the ranks also tell each other as they end the save (`writer`): a disk that is full takes no note.
+
 So a save needs no collective, and runs beside the steps of training, whose messages it does not disturb. Whoever waits
 does so as long as something changes in the folder.
 """
@@ -62,9 +64,7 @@ class JointWrite:
         Raises `UsageError` on all ranks where one of them fails.
         """
         try:
-            with writing(self._final, WHAT):
-                self._attempt.mkdir(exist_ok=True)
-                note = Note(file=write(self._attempt))
+            note = self._write_part(write)
             if self._rank == 0:
                 complete(self._all_parts(note))
             else:
@@ -73,6 +73,16 @@ class JointWrite:
         except QuintschedError as error:
             self._report(error)
             raise
+
+    def _write_part(self, write: Callable[[Path], RankFile]) -> Note:
+        try:
+            with writing(self._final, WHAT):
+                self._attempt.mkdir(exist_ok=True)
+                return Note(file=write(self._attempt))
+        except UsageError as error:
+            if self._ranks == 1:
+                raise
+            raise UsageError(f"rank {self._rank}: {error}") from error
 
     def write_manifest(self, content: bytes) -> None:
         """Write the manifest, and bring all that is in the folder to the disk."""

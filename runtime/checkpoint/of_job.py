@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import write_whole, writing
+from quintsched.files.atomic import whole_path, write_whole, writing
 from quintsched.files.plain import read_plain
 from quintsched.files.strictjson import parse_strict
 
@@ -21,11 +21,14 @@ MOST_COSTS = 2**20
 
 
 def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints | None:
-    """Return the checkpoints of a job, in the format that it names; None where it saves nothing."""
+    """Return the checkpoints of a job, in the format that it names; None where it saves nothing.
+
+    Their folder is known from now on by its whole path: whatever becomes of the current directory, it is the same.
+    """
     if config.dir is None:
         return None
     kind = OpenDcpCheckpoints if config.format == "dcp" else OpenCheckpoints
-    return Checkpoints(Path(config.dir), config.keep, config.background, patience_s, kind)
+    return Checkpoints(whole_path(config.dir), config.keep, config.background, patience_s, kind)
 
 
 def remembered_costs(directory: Path, blocks: int, measure: Callable[[], list[float]]) -> list[float]:

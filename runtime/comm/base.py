@@ -258,7 +258,7 @@ class Transport(ABC):
 
     def begin_run(self) -> None:
         """Note that the run has begun: if its ranks are started again, they go on with it. Rank 0 calls this."""
-        return  # where the ranks are not processes, they are not started again
+        return  # where nothing would start them again
 
     def make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         """Split the world into groups and return the caller's.

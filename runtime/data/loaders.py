@@ -6,21 +6,25 @@
 
 A batch is (inputs, targets), (inputs, targets, extras), or a mapping with the targets under "labels" or "targets", the
 inputs first. A loader with `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, is saved in
-checkpoints and goes on where it was.
+checkpoints and goes on where it was; one without them draws again what it drew.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from quintsched.errors import MisfitError, UsageError
 
 from .dataset import DataSpec
+from .generators import Generators, State, is_alike
+from .torch_loaders import can_pass_over, knows_indices, passed_over, samplers_of, with_epochs
 
 TARGETS = ("labels", "targets")
 """The names of targets in a mapping."""
@@ -30,6 +34,25 @@ UNKNOWN = DataSpec(input_shape=(), num_classes=0)
 
 Batch = tuple[Any, Any, Mapping[str, Any]]
 """Inputs, targets, extras."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Past:
+    """What a loader without a state has given.
+
+    Attributes:
+        begin: where generators were when its latest pass began: an iterator was made.
+        given: how many batches it has given in that pass.
+        jumps: by epoch, where those generators were at its beginning that others had drawn from since the one before.
+        after: where generators were at the end of the latest epoch.
+    """
+
+    begin: State = field(default_factory=list)
+    given: int = 0
+    jumps: dict[int, State] = field(default_factory=dict)
+    after: State | None = None
 
 
 @dataclass(frozen=True)
@@ -51,12 +74,16 @@ class Loaders:
 
 
 class LoaderFeed:
-    """Batches of a loader, epoch by epoch, and where it is.
+    """Batches of a loader, epoch by epoch, and where it is; `beside` it others may hold the same generators.
+
+        a state of its own                     saved, and loaded
+        torch's DataLoader over its samplers   generators are set to where its latest pass began, and it passes over
+        any other                              generators are set to where the run began, and it gives all batches again
 
     Raises `UsageError` for a loader of which nobody knows how many batches it has.
     """
 
-    def __init__(self, loader: Any, batches: int | None) -> None:
+    def __init__(self, loader: Any, batches: int | None, *, beside: Any = None) -> None:
         self._loader, self._goes_on = loader, batches is not None
         self._batches: Iterator[Any] | None = None
         if batches is None and not hasattr(loader, "__len__"):
@@ -65,32 +92,57 @@ class LoaderFeed:
                 "Loaders(loader, batches=1000)"
             )
         self.num_batches = len(loader) if batches is None else batches
+        self._length = _length_of(loader)
+        self._generators = Generators(loader, beside)
+        self._past = Past()
+        self._reads = True
 
     @property
     def has_state(self) -> bool:
         """Whether the loader says where it is."""
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was given is the last of several of a pass."""
+        return self._past.given == self._length > 1
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on, which the loader's state has to be at.
 
         Raises `MisfitError` where the loader ends before its length, or goes on behind it.
         """
-        sampler: Any = getattr(self._loader, "sampler", None)
-        if not self._goes_on and start == 0 and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        for given in self._epoch(epoch, start):
+            yield batch_of(given)
+
+    def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        past = self._past
+        if start == 0:
+            self._set_epoch(epoch)
+            changes = self._generators.changes(past.after)
+            if any(state is not None for state in changes):
+                past.jumps[epoch] = changes
         for number in range(start, self.num_batches):
-            yield batch_of(self._next(number))
+            yield self._next(number)
         if not self._goes_on:
             left, self._batches = self._batches, None
+            past.given = 0
             if left is not None and next(left, None) is not None:
                 raise MisfitError(f"the loader has more batches than the {self.num_batches} that its length says")
+        past.after = self._generators.states()
+
+    def _set_epoch(self, epoch: int) -> None:
+        for sampler in () if self._goes_on else with_epochs(self._loader):
+            sampler.set_epoch(epoch)
 
     def _next(self, number: int) -> Any:
         for batches in (self._batches, None):
+            if batches is None:
+                self._past.begin, self._past.given = self._generators.states(), 0
             self._batches = iter(self._loader) if batches is None else batches
-            found = next(self._batches, None)
+            found = next(self._batches, None) if self._reads else passed_over(self._batches)
             if found is not None:
+                self._past.given += 1
                 return found
             if not self._goes_on:
                 raise MisfitError(f"the loader ended after {number} batches; its length says {self.num_batches}")
@@ -99,8 +151,10 @@ class LoaderFeed:
     def state(self) -> bytes:
         """Return where the loader is, as plain data; raises `UsageError` where it keeps anything else."""
         saved = io.BytesIO()
-        drawn = [generator.get_state() for generator in _generators(self._loader)]
-        torch.save({"loader": self._loader.state_dict(), "generators": drawn}, saved)
+        kept: dict[str, Any] = {"loader": self._loader.state_dict()} if self.has_state else {"past": asdict(self._past)}
+        if can_pass_over(self._loader, goes_on=self._goes_on):
+            kept["past"]["jumps"] = {}
+        torch.save(kept | {"drawn": self._generators.states()}, saved)
         try:
             torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
         except Exception as error:
@@ -110,45 +164,93 @@ class LoaderFeed:
             ) from error
         return saved.getvalue()
 
-    def skip(self, epoch: int, batch: int) -> None:
-        """Let a loader that has not begun be `batch` batches into an epoch: it gives all that come before, for nobody.
+    def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
+        """Let a loader that has not begun be `batch` batches into an epoch, as `state` says.
 
-        Of a sampler with `set_epoch` these are the epoch's, of any other all since the first epoch.
+        Without a state, or with that of a loader of another kind, it gives all that come before, for nobody: of a
+        sampler with `set_epoch` the epoch's, of any other all since the first epoch. `say` is told that it does so.
         """
-        sampler: Any = getattr(self._loader, "sampler", None)
-        if self._goes_on:
-            for number in range(epoch * self.num_batches + batch):
-                self._next(number)
+        saved = {} if state is None else torch.load(io.BytesIO(state), weights_only=True)
+        if "drawn" not in saved or self.has_state != ("loader" in saved):
+            first = epoch if not self._goes_on and with_epochs(self._loader) else 0
+            self._give_again(first, epoch, batch, {}, say)
             return
-        for earlier in range(0 if hasattr(sampler, "set_epoch") else epoch):
-            for _ in self.epoch(earlier):
-                pass
-        if batch and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        for number in range(batch):
-            self._next(number)
+        if self.has_state:
+            self._load(saved["loader"], batch)
+        elif can_pass_over(self._loader, goes_on=self._goes_on):
+            self._pass_over(Past(**saved["past"]), epoch)
+        else:
+            early = self._give_again(0, epoch, batch, saved["past"]["jumps"], say)
+            if _is_shared(early, self._generators.states(), saved["drawn"]):
+                say(
+                    "the loader has no state, and the training draws from a generator that it draws its batches from: "
+                    "it goes on with other batches than before; give it a generator of its own, or state_dict and "
+                    "load_state_dict"
+                )
+        self._generators.set(saved["drawn"])
 
-    def restore(self, state: bytes, batch: int) -> None:
-        """Let the loader be where `state` says, `batch` batches into an epoch.
+    def _load(self, state: Any, batch: int) -> None:
+        """Give the loader its state.
 
         torchdata's loader draws from its generator whenever an iterator is made, and what was drawn is no part of its
-        state; so generators are set behind that.
+        state; so it is made before generators are set.
         """
-        saved = torch.load(io.BytesIO(state), weights_only=True)
-        self._loader.load_state_dict(saved["loader"])
-        generators = _generators(self._loader)
-        begun = iter(self._loader) if generators or batch or self._goes_on else None
+        self._loader.load_state_dict(state)
+        self._past.given = batch
+        holders = [self._loader, *samplers_of(self._loader)]
+        draws = any(isinstance(getattr(holder, "generator", None), torch.Generator) for holder in holders)
+        begun = iter(self._loader) if draws or batch or self._goes_on else None
         self._batches = begun if batch or self._goes_on else None
-        for generator, drawn in zip(generators, saved["generators"], strict=True):
-            generator.set_state(drawn)
+
+    def _pass_over(self, past: Past, epoch: int) -> None:
+        """Begin the latest pass again, and pass over the batches that it has given."""
+        self._past = past
+        if not past.given:
+            return
+        self._set_epoch(epoch)
+        self._generators.set(past.begin)
+        self._batches = iter(self._loader)
+        self._reads = not knows_indices(self._batches)
+        for number in range(past.given):
+            if (next(self._batches, None) if self._reads else passed_over(self._batches)) is None:
+                raise MisfitError(f"the loader ended after {number} batches; it had given {past.given}")
+        self._reads = True
+
+    def _give_again(self, first: int, epoch: int, batch: int, jumps: Mapping[int, State], say: Say) -> State:
+        """Give all batches from those of epoch `first` on, for nobody, with generators where they were then.
+
+        Return where these were after the first batch of the epoch that has begun; nothing where none has.
+        """
+        batches = (epoch - first) * self.num_batches + batch
+        if batches:
+            say(f"there is no state that the loader could go on from: it gives {batches} batches once more")
+        if type(self._loader) is DataLoader and can_pass_over(self._loader, goes_on=self._goes_on):
+            self._reads = self._loader.num_workers > 0
+        for earlier in range(first, epoch):
+            self._generators.set(jumps.get(earlier, []))
+            for _ in self._epoch(earlier):
+                pass
+        drawn: State = []
+        if batch:
+            self._generators.set(jumps.get(epoch, []))
+            for _ in islice(self._epoch(epoch), batch):
+                drawn = drawn or self._generators.states()
+        self._reads = True
+        return drawn
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers draw from, each once."""
-    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    samplers.append(getattr(samplers[1], "sampler", None))
-    found = (getattr(holder, "generator", None) for holder in (loader, *samplers))
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+def _is_shared(first: State, reached: State, saved: State) -> bool:
+    """Whether a generator is not where it was that moves from batch to batch: then others drew from it in between."""
+    states = zip(first, reached, saved, strict=False)
+    return any(not is_alike(before, now) and not is_alike(now, was) for before, now, was in states)
+
+
+def _length_of(loader: Any) -> int:
+    """Return how many batches a pass has; 0: nobody says."""
+    try:
+        return len(loader)
+    except TypeError:
+        return 0
 
 
 def batch_of(given: Any) -> Batch:

@@ -116,8 +116,8 @@ class PlanRunner:
         recorder: writes down when the instructions of training steps ran.
 
     Attributes:
-        interpreters: those that ran last, by the mode of their plan.
-        steps: how many steps the training has made.
+        interpreters, steps: those that ran last, by the mode of their plan; how many steps the training has made.
+        usual_samples, loss: for so many samples, a loss without a weight weighs 1 (0: not known yet); what finds it.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class PlanRunner:
         self.steps = StepCount()
         self._latest: Interpreter | None = None
         self._is_broken = False
-        self._usual_samples = self._samples_before = 0
-        self._loss: LossFn = options.loss_fn
+        self.usual_samples = self._samples_before = 0
+        self.loss: LossFn = options.loss_fn
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
@@ -184,9 +184,9 @@ class PlanRunner:
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         agree("the inputs and extras of a step", given, self._alike)
         agree("the shapes of what travels", " ".join(map(str, shapes)), self._alike)
-        if not self._usual_samples:
-            self._usual_samples = self._most(max(map(len, units.samples), default=0))
-            self._loss = WeighedLoss(self._loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
+        if not isinstance(self.loss, WeighedLoss):
+            self.usual_samples = self.usual_samples or self._most(max(map(len, units.samples), default=0))
+            self.loss = WeighedLoss(self.loss, tells_apart=not any(parcel.has_loss for parcel in shapes))
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
@@ -331,9 +331,9 @@ class PlanRunner:
             forwards=self._forwards(flows, shape, current),
             shape=shape,
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
-            usual_samples=self._usual_samples,
+            usual_samples=self.usual_samples,
             device=self._transport.device,
-            loss_fn=self._loss,
+            loss_fn=self.loss,
             scale=options.scale,
             metrics=options.metrics,
             gradients=gradients,

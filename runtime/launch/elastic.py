@@ -8,7 +8,11 @@ the order of additions. All other axes are kept: they say how the model is cut.
 
 from __future__ import annotations
 
-from quintsched.errors import MisfitError, UsageError
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
@@ -35,6 +39,44 @@ def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobC
             f"{processes // replica * replica or replica}"
         )
     return _with_mesh(job, _with_dp(mesh, processes // replica))
+
+
+class Worlds:
+    """How many ranks each attempt of a run has.
+
+        attempt 1   8 ranks, one is lost                   attempt 3   8 ranks again: what was wrong may have passed
+        attempt 2   6 ranks, a step is saved, one is lost  attempt 4   6 ranks, if the third saved nothing
+
+    Args:
+        sizes: of the first attempt, and of those after so many that have lost a rank; the last counts for all further.
+        saves: the folder of the run's checkpoints; None: attempts never have more ranks than those before.
+    """
+
+    def __init__(self, sizes: Sequence[int], saves: Path | None = None) -> None:
+        self._sizes, self._saves = sizes, saves
+        self._losses, self._newest = 0, self._newest_step()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the next attempt."""
+        return self._sizes[min(self._losses, len(self._sizes) - 1)]
+
+    def ended(self, *, lost_one: bool) -> None:
+        """Take in that an attempt has failed, and whether it has lost a rank."""
+        before, self._newest = self._newest, self._newest_step()
+        if self._losses and self._newest != before:
+            self._losses = 0
+        else:
+            self._losses += lost_one
+
+    def _newest_step(self) -> int | None:
+        if self._saves is None:
+            return None
+        from ..checkpoint.run_folder import saved_steps
+
+        with suppress(InputError):
+            return max((saved.step for saved in saved_steps(self._saves)), default=None)
+        return None
 
 
 def smaller_worlds(job: JobConfig, plan: Plan, min_dp: int, machines: int = 1) -> list[int]:

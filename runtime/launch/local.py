@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
@@ -24,6 +25,7 @@ from quintsched.files.terminal import write_error, write_line
 
 from ..rendezvous.addresses import LOOPBACK, listen, listen_for_others
 from . import worker
+from .elastic import Worlds, for_processes, smaller_worlds
 from .machines import DIED, Machines
 from .processes import Place, Ranks, taking_signals
 from .supervise import supervise, wait_for_machines
@@ -53,22 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         worlds, in_process, more = _worlds(worker.parse(rest), known)
         command = ["quintsched.runtime", *rest, *more]
         if known.nnodes > 1:
-            place, listener = _place_of(known, worlds[0])
+            place, listener = _place_of(known, worlds.size)
             return start_here(place, command, known.restarts, listener, worlds)
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
     if in_process and not known.restarts:
         return worker.main(command[1:])
-    return start_ranks([1] if in_process else worlds, command[0], command[1:], known.restarts)
+    return start_ranks(Worlds([1]) if in_process else worlds, command[0], command[1:], known.restarts)
 
 
-def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[list[int], bool, list[str]]:
+def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[Worlds, bool, list[str]]:
     """Return how many ranks to start, and how many once ranks were lost; also whether this process can run them itself,
     and what they are told besides.
     """
     from ..job.jobfile import load_job
-    from .elastic import for_processes, smaller_worlds
     from .to_plan import plan_of
 
     job, wanted = load_job(arguments.config, arguments.set), known.nproc and known.nproc * known.nnodes
@@ -82,9 +83,11 @@ def _worlds(arguments: argparse.Namespace, known: argparse.Namespace) -> tuple[l
         more = ["--set", f"parallel.auto.world={num_ranks}"]
     else:
         num_ranks = wanted or plan_of(job, arguments.plan).mesh.size
-    worlds = [num_ranks]
+    worlds = Worlds([num_ranks])
     if known.min_dp is not None:
-        worlds = smaller_worlds(job, plan_of(job), known.min_dp, known.nnodes) or worlds
+        saves = job.checkpoint.dir if known.nnodes == 1 else None  # launchers elsewhere may not see the same folder
+        sizes = smaller_worlds(job, plan_of(job), known.min_dp, known.nnodes) or [num_ranks]
+        worlds = Worlds(sizes, None if saves is None else Path(saves))
     return worlds, job.runtime.transport == "local" or num_ranks == 1, more
 
 
@@ -100,38 +103,37 @@ def _measure_first(job: JobConfig) -> None:
     subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
 
 
-def start_ranks(worlds: Sequence[int], module: str, arguments: Sequence[str], restarts: int = 0) -> int:
+def start_ranks(worlds: Worlds, module: str, arguments: Sequence[str], restarts: int = 0) -> int:
     """Run a module on ranks of this machine, a process each; return the exit code of the run.
 
-    There are `worlds[0]` ranks, and `worlds[k]` after k attempts that have lost some; then as many as the last says.
-    That is 0, or the code of the rank that failed first; 128 + n where signal n ended the run before it could stop.
+    `worlds` says how many ranks each attempt has. The exit code is 0, or that of the rank that failed first; 128 + n
+    where signal n ended the run before it could stop.
     After a failure all ranks are started again, up to `restarts` times, unless it is one that would come again.
     """
     listener = listen(LOOPBACK)
-    place = Place(LOOPBACK, listener.getsockname()[1], worlds[0])
+    place = Place(LOOPBACK, listener.getsockname()[1], worlds.size)
     return start_here(place, [module, *arguments], restarts, listener, worlds)
 
 
 def start_here(
-    place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Sequence[int]
+    place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Worlds
 ) -> int:
     """Start this machine's ranks, and return the run's exit code; who listens at the run's port serves its store."""
     store: Store | None = None
-    losses = 0
     with taking_signals() as wakes:
         for attempt in range(restarts + 1):
-            place = replace(place, num_ranks=worlds[min(losses, len(worlds) - 1)] // place.num_nodes)
+            place = replace(place, num_ranks=worlds.size // place.num_nodes)
             with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
                 store = store or _serve(listener)
                 machines = _machines(place, store, attempt)
-                ended = supervise(ranks, wakes, machines, partial(note_end, hub))
+                ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
             if hub is not None and hub.verdict is not None:
                 ended = replace(ended, code=hub.verdict.exit_code)
             if machines is not None:
                 ended = wait_for_machines(wakes, machines, ended)
             if ended.is_final or attempt == restarts:
                 break
-            losses += ended.code == DIED
+            worlds.ended(lost_one=ended.code == DIED)
             write_line(
                 f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}"
             )

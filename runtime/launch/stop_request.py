@@ -2,7 +2,7 @@
 
     SIGTERM, SIGUSR1, SIGHUP, Ctrl-C ──▶ StopRequest.asked ──rides along with the step's figures──▶ all ranks know,
                                                                                                     after the same step
-    Ctrl-C again                     ──▶ StopNow, a KeyboardInterrupt
+    Ctrl-C again                     ──▶ StopNow; torchrun then sends SIGTERM
 
 A signal may come before a rank can take it. So the launcher starts ranks with these signals held back, and a rank lets
 them through once it has handlers.
@@ -29,6 +29,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        self._by_interrupt = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,8 +50,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.asked:
+        if (number == signal.SIGINT and self.asked) or (number == signal.SIGTERM and self._by_interrupt):
             raise StopNow
+        self._by_interrupt = number == signal.SIGINT
         self.asked = True
 
 

@@ -71,11 +71,12 @@ def verify(arguments: Sequence[str], steps: int) -> Comparison:
     job, plan, _ = worker.prepare(worker.parse(arguments), alone=True)
     if job.runtime.transport == "local" or plan.mesh.size == 1:
         return verify_here(job, plan, steps)
+    from .elastic import Worlds
     from .local import start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         given = ("--steps", str(steps), "--into", folder, *arguments)
-        code = start_ranks([plan.mesh.size], "quintsched.runtime.launch.verify", given)
+        code = start_ranks(Worlds([plan.mesh.size]), "quintsched.runtime.launch.verify", given)
         if code:
             raise RanksFailed(code)
         mesh = [load(Path(folder), rank) for rank in range(plan.mesh.size)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -147,19 +148,21 @@ def run(
     overrides: Sequence[str] = (),
 ) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for."""
-    from ..comm import run_local
+    from ..comm import LocalTransport, run_local
     from ..comm.connection import connect_for, patience_s
+    from ..rendezvous.attempt import meet_alone
 
     timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
     if job.runtime.transport == "local":
-        rules = job.runtime.rules or "mailbox"
-        start = "resume" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else start
-        run_local(
-            plan.mesh.size,
-            lambda transport: train(job, plan, transport, start, notes, stop, overrides),
-            timeout_s,
-            rules=rules,
-        )
+        attempt = meet_alone(timeout_s)
+        start = "resume" if attempt is not None and attempt.goes_on else start
+
+        def train_here(transport: Transport) -> None:
+            if isinstance(transport, LocalTransport):
+                transport.attempt = attempt
+            train(job, plan, transport, start, notes, stop, overrides)
+
+        run_local(plan.mesh.size, train_here, timeout_s, rules=job.runtime.rules or "mailbox")
         return
     watch = watch_options(job, timeout_s)
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
@@ -241,7 +244,7 @@ def explain(error: BaseException, rank: int) -> int:
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
     words = said(error)
     trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
-    is_named = "RANK" not in os.environ or words.startswith(f"rank {rank} ")  # else a note says which
+    is_named = "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
     whose = "" if is_named else f"rank {rank}: "
     write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
     return error.exit_code if isinstance(error, QuintschedError) else 1

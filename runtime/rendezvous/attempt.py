@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from quintsched.errors import StallError
 
-from .store import within
+from .store import has_launchers_store, open_store, within
 
 ROOM = "quintsched"
 POLL_S = 0.01
@@ -62,6 +62,19 @@ def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
     attempt = _attempt(store, number)
     attempt.store.set(f"here/{rank}", "1")
     return attempt
+
+
+def meet_alone(timeout_s: float) -> Attempt | None:
+    """Return the attempt of a run whose ranks are all in this process; None: nothing outlives it to start it again.
+
+    Raises `StallError` where the launcher's store does not answer within the timeout.
+    """
+    if not has_launchers_store():
+        return None
+    try:
+        return meet(open_store(timeout_s), 0, 1, timeout_s)
+    except RuntimeError as error:
+        raise StallError(f"waiting {timeout_s:g} s for the launcher's store: {error}") from error
 
 
 def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:

@@ -165,21 +165,23 @@ class WeighedLoss:
 
     Attributes:
         watches_blocks: whether it may be blocks that find the mean, which are to run within `means`.
+        is_bare: whether some loss had no weight.
     """
 
     def __init__(self, loss_fn: Callable[..., Found], *, tells_apart: bool) -> None:
         self._loss_fn, self._tells_apart = loss_fn, tells_apart
         self._is_watched, self._is_told, self._is_checked = True, False, False
-        self.watches_blocks = True
+        self.watches_blocks, self.is_bare = True, False
         self.means = Means()
         self._divides: bool | None = None
         """Whether the loss is a sum divided by something, which only a graph shows; None: not known yet."""
 
     def __call__(self, output: Any, targets: Any) -> Found:
         """Return the loss of a microbatch, or its sum and weight."""
-        if not torch.is_grad_enabled() and self._divides is not False:
-            return self._evaluate(output, targets)
-        return self._find(output, targets)
+        evaluates = not torch.is_grad_enabled() and self._divides is not False
+        found = self._evaluate(output, targets) if evaluates else self._find(output, targets)
+        self.is_bare = self.is_bare or not isinstance(found, tuple)
+        return found
 
     def _evaluate(self, output: Any, targets: Any) -> Found:
         """Return the same where nobody needs gradients, by a graph all the same."""

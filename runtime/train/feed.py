@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
 from ..agreement.comparison import Plain, Record, Section, require_same
@@ -21,7 +20,7 @@ from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
 from ..comm.control import ControlGroup
 from ..data import BatchSampler, Dataset, DataSpec, Split, gather_batch, knows_replica, load_dataset
-from ..data.loaders import Batch, LoaderFeed, Loaders
+from ..data.loaders import Batch, LoaderFeed, Loaders, Say
 from ..job.config import DataConfig, TrainConfig
 from ..stage.batches.microbatches import most_rows
 
@@ -33,6 +32,12 @@ class Feed(Protocol):
     settings: Record
     """What the data are like, where this rank reads them: a run goes on with the same."""
     num_batches: int
+    is_of_loaders: bool
+    """Whether loaders say how many samples a batch has."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was given is the last of several of a pass over the data, and so may be smaller."""
 
     def train(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
@@ -46,7 +51,7 @@ class Feed(Protocol):
     def state(self) -> bytes | None:
         """Return where the loader of training is; None: that follows from the epoch and the batch."""
 
-    def restore(self, state: bytes | None, epoch: int, batch: int) -> None:
+    def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
         """Go on from a state, `batch` batches into an epoch; None: there is none of this replica."""
 
 
@@ -70,6 +75,8 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
 
 class DatasetFeed:
     """A data set in memory; `dataset` is None on ranks that do not read it."""
+
+    is_of_loaders = is_last = False
 
     def __init__(
         self,
@@ -118,17 +125,19 @@ class DatasetFeed:
         """Return None: batches follow from the epoch."""
         return None
 
-    def restore(self, state: bytes | None, epoch: int, batch: int) -> None:
+    def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
         """Do nothing: batches follow from the epoch."""
 
 
 class UserFeed:
     """The loaders of one replica."""
 
+    is_of_loaders = True
+
     def __init__(self, loaders: Loaders, world: Group) -> None:
         self.spec = loaders.spec
         self.settings: Record = {}
-        self._train = LoaderFeed(loaders.train, loaders.batches)
+        self._train = LoaderFeed(loaders.train, loaders.batches, beside=loaders.validation)
         self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None)
         self.num_batches = self._train.num_batches
         said = {
@@ -151,25 +160,18 @@ class UserFeed:
         """Return zeros of the shape of inputs."""
         return torch.zeros(samples, *self.spec.input_shape)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that was given is the last of several of a pass, and so may be smaller."""
+        return self._train.is_last
+
     def state(self) -> bytes | None:
-        """Return where the loader of training is; None where it does not say."""
-        return self._train.state() if self._train.has_state else None
+        """Return where the loader of training is, or how to bring it there."""
+        return self._train.state()
 
-    def restore(self, state: bytes | None, epoch: int, batch: int) -> None:
-        """Go on from a state, or where there is none for as many replicas, behind the batches that were.
-
-        Raises `MisfitError` in the middle of an epoch for a loader that does not say where it is.
-        """
-        if self._train.has_state:
-            if state is None:
-                self._train.skip(epoch, batch)
-            else:
-                self._train.restore(state, batch)
-        elif batch:
-            raise MisfitError(
-                f"the checkpoint is {batch} batches into an epoch, but the loader has no state to go on from; use one "
-                "with state_dict and load_state_dict (torchdata's StatefulDataLoader), or save at the ends of epochs"
-            )
+    def restore(self, state: bytes | None, epoch: int, batch: int, say: Say) -> None:
+        """Go on from a state, or where there is none for as many replicas, behind the batches that were."""
+        self._train.restore(state, epoch, batch, say)
 
 
 def _replica(plan: Plan, rank: int) -> tuple[int, int]:

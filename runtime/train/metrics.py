@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from torch import Tensor
+import torch
 
 from ..comm.clock import now_s
 from ..interpreter.tally import StepResult
@@ -18,15 +18,22 @@ class Sums:
     """Sums of results over batches; they stay tensors until they are read.
 
     The latest results are not looked at yet: looking waits until they are reduced over the ranks.
+
+    Args:
+        start: sums of batches before.
+        scale: says by what those are multiplied; asked when the first batch is added.
     """
 
-    def __init__(self, start: dict[str, float]) -> None:
-        self._start = start
-        self._sums: dict[str, Tensor] = {}
+    def __init__(self, start: dict[str, float], scale: Callable[[], float] | None = None) -> None:
+        self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in start.items()}
+        self._scale = scale
         self._latest: deque[StepResult] = deque()
 
     def add(self, result: StepResult) -> None:
         """Add a batch's sums."""
+        if self._scale is not None:
+            factor, self._scale = self._scale(), None
+            self._sums = {name: value * factor for name, value in self._sums.items()} if factor != 1 else self._sums
         self._latest.append(result)
         if len(self._latest) > UNDER_WAY:
             self._add_oldest()
@@ -39,7 +46,7 @@ class Sums:
         """Return the sums as numbers."""
         while self._latest:
             self._add_oldest()
-        return {name: self._start.get(name, 0.0) + value.item() for name, value in self._sums.items()}
+        return {name: value.item() for name, value in self._sums.items()}
 
 
 class Window:

@@ -22,8 +22,29 @@ def _nan_for_null(value: object) -> object:
 
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
+class Weighing:
+    """What a loss without a weight of its own weighs in sums.
+
+    Attributes:
+        samples: as many samples weigh 1: those of the largest microbatch of the run's first step.
+        microbatches: how many a step has, over all replicas.
+        is_used: whether the loss has no weight of its own.
+    """
+
+    samples: int
+    microbatches: int
+    is_used: bool
+
+    def rescales(self, before: Weighing | None) -> float:
+        """Return by what to multiply sums of before, so that samples weigh as much in them as they do now."""
+        if before is None or not (self.is_used and before.is_used):
+            return 1.0
+        return before.samples / self.samples
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class Progress:
-    """How far a training has come; `epoch_batches` are those of one epoch."""
+    """How far a training has come; `epoch_batches` are those of one epoch, `totals` its sums, weighed so."""
 
     epoch_batches: int
     step: int = 0
@@ -34,6 +55,7 @@ class Progress:
     stopped: bool = False
     totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
     history: list[Record] = field(default_factory=list)
+    weighing: Weighing | None = None
 
 
 _PROGRESS = TypeAdapter(Progress)

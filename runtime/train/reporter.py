@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quintsched.errors import UsageError
+from quintsched.stalls.own_errors import came_from_handler
 
 from .sinks import Sinks
 
@@ -41,13 +43,12 @@ class Reporter:
     def record(self, record: Mapping[str, object]) -> None:
         """Write one record to the log, and give it to the sinks; raises `UsageError` if the log fails."""
         self.sinks.take(record)
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
-        try:
-            self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise UsageError(f"{self._file.name}: cannot write the log: {error.strerror}") from error
+        with _writing(file):
+            file.write(json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n")
+            file.flush()
 
     def say(self, line: str) -> None:
         """Tell people something."""
@@ -79,9 +80,26 @@ class Reporter:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._file is not None:
-            self._file.close()
-        self.sinks.__exit__(kind, error, trace)
+        try:
+            if self._file is not None:
+                with _writing(self._file):
+                    self._file.close()
+        except UsageError:
+            if error is None:
+                raise  # else that says why the run ends: a log that could not be written cannot be closed
+        finally:
+            self.sinks.__exit__(kind, error, trace)
+
+
+@contextmanager
+def _writing(file: TextIO) -> Iterator[None]:
+    """A context in which a log that cannot be written is a `UsageError`; what a signal's handler raises is not."""
+    try:
+        yield
+    except OSError as error:
+        if came_from_handler(error):
+            raise
+        raise UsageError(f"{file.name}: cannot write the log: {error.strerror or error}") from error
 
 
 def _progress_bar() -> Progress:

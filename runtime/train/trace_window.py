@@ -5,9 +5,8 @@ A run that ends sooner, since training stopped early, writes what it has. Steps 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from quintsched.errors import MisfitError, UsageError
+from quintsched.files.atomic import whole_path
 
 from ..engine import Engine
 from ..job.config import RuntimeConfig
@@ -27,7 +26,7 @@ class TracedSteps:
     """
 
     def __init__(self, runtime: RuntimeConfig, num_steps: int) -> None:
-        self._directory = None if runtime.trace is None else Path(runtime.trace)
+        self._directory = None if runtime.trace is None else whole_path(runtime.trace)
         self._left = runtime.trace_first + runtime.trace_steps
         if self._directory is None:
             return

@@ -19,9 +19,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
-from ..agreement.resuming import require_kept
 from ..blocks.blocks import Blocks, undecayed_weights
 from ..blocks.costs import estimate_costs, measure_costs
 from ..checkpoint.checkpoints import OpenCheckpoints
@@ -41,8 +41,9 @@ from .feed import open_feed, parts_of
 from .losses import accuracy_of, loss_of
 from .metrics import Sums, Window, figures_in_words
 from .optimizer import build_optimizer, learning_rate_factor
-from .progress import Progress, progress_of
+from .progress import Progress
 from .reporter import Record, Reporter
+from .resuming import Scale, StepSamples, go_on_from
 from .sinks import Sink, Sinks
 from .start import agree_on_start, agreed_settings, spike_dir_of
 from .trace_window import TracedSteps, traced_steps
@@ -121,8 +122,11 @@ class Trainer:
             transport=transport,
         )
         self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
+        self._export_dir = None if job.checkpoint.export is None else whole_path(job.checkpoint.export)
         self._saves: OpenCheckpoints | None = None
         self.progress = Progress(self._feed.num_batches)
+        self._samples = StepSamples(self.engine, self._feed, self.settings, tuple(overrides))
+        self._scale = Scale(self.engine, job.train.accumulate)
         self._stop_asked = False
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
@@ -235,7 +239,7 @@ class Trainer:
         window = Window(self.job.log.every)
         self.engine.clock.read_s()  # what validation computed belongs to no window
         began, first_batch = now_s(), progress.batch
-        totals = Sums(progress.totals)
+        totals = Sums(progress.totals, lambda: self._scale.of_sums(progress))
         for result in self._steps(traced):
             totals.add(result)
             reporter.advance()
@@ -260,6 +264,7 @@ class Trainer:
         progress = self.progress
         for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self._set_learning_rate()
+            self._samples.take((inputs, targets))
             *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), self.job.train.accumulate)
             earlier = [self.engine.step(x, y, last=False, **beside) for x, y, beside in before]
             result = self.engine.step(inputs, targets, **extras).with_earlier(earlier)
@@ -356,6 +361,7 @@ class Trainer:
         if self._saves is None:
             return
         with self._publisher.phase("save"):
+            self._samples.note_varying()
             state = self.engine.everyone.together(self._feed.state)
             self._saves.save(self.progress.step, asdict(self.progress), state)
             if waits:
@@ -374,11 +380,10 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the trained weights for others, if the job wants them."""
-        directory = self.job.checkpoint.export
-        if directory is not None:
+        if self._export_dir is not None:
             with self._publisher.phase("save"):
-                self.engine.save_pretrained(directory)
-            self._reporter.say(f"weights saved in {directory}")
+                self.engine.save_pretrained(self._export_dir)
+            self._reporter.say(f"weights saved in {self.job.checkpoint.export}")
 
     def _resume(self) -> bool:
         """Go on from the newest checkpoint that is whole; rank 0 says which that is. Return whether there was one."""
@@ -386,14 +391,8 @@ class Trainer:
         if found is None:
             self._reporter.say("no checkpoint to resume from: starting at the beginning")
             return False
-        for step, fault in found.skipped:
-            self._reporter.say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
-        where, kept = f"the checkpoint {found.folder}", found.manifest.settings
-        for words in self.engine.everyone.together(lambda: require_kept(kept, self.settings, self._overrides, where)):
-            self._reporter.say(words)
-        progress = progress_of(found, self.progress.epoch_batches)
-        found.load()
-        self.engine.everyone.together(lambda: self._feed.restore(found.loader(), progress.epoch, progress.batch))
-        self.progress = progress
-        self._reporter.say(f"resumed after step {found.step}")
+        say, overrides = self._reporter.say, tuple(self._overrides)
+        self.progress = go_on_from(found, self.engine, self._feed, self.settings, overrides, say)
+        self._samples.expect(found)
+        self._scale.take_over(self.progress)
         return True

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from quintsched.errors import NotFiniteError, QuintschedError, UsageError
-from quintsched.files.atomic import write_whole
+from quintsched.files.atomic import whole_path, write_whole
 
 from ..blocks.trees import tensors_of
 from ..comm import Group
@@ -61,7 +61,7 @@ class BadSteps:
             raise UsageError(f"max_skipped is {most}; give how many steps in a row may be skipped, or 0 for any number")
         self._runner, self._model, self._state, self._held = runner, model, state, held
         self._world, self._most = world, most
-        self._directory = None if directory is None else Path(directory)
+        self._directory = None if directory is None else whole_path(directory)
         self._parts: list[PreparedStep] = []
         self._in_row = 0
 
@@ -107,6 +107,7 @@ class BadSteps:
                 model.stages,
                 len(model.outlines),
                 state.compute.tally.losses,
+                state.compute.tally.weights,
                 self._weights,
             )
             if part is parts[0]:

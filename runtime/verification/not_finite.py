@@ -90,7 +90,7 @@ class FiniteChecks:
         first_unit: the number of this replica's first unit among those of all.
         stages: what the rank holds.
         num_blocks: how many the whole model has.
-        losses: the losses that were collected so far, by unit.
+        losses, loss_weights: the losses that were collected so far, and what they weigh, by unit.
         weights: returns the weights that the rank holds, and what its optimizer steps of each.
 
     Attributes:
@@ -104,10 +104,11 @@ class FiniteChecks:
         stages: Mapping[int, Stage],
         num_blocks: int,
         losses: Sequence[tuple[int, Tensor | float]],
+        loss_weights: Sequence[tuple[int, Tensor | float]],
         weights: Callable[[], Iterable[tuple[HeldTensor, nn.Parameter | None]]],
     ) -> None:
         self._program, self._first_unit, self._stages, self._losses = program, first_unit, stages, losses
-        self._num_blocks, self._weights = num_blocks, weights
+        self._loss_weights, self._num_blocks, self._weights = loss_weights, num_blocks, weights
         self._has_gradients = False
         self._unit, self._is_forward = ALL, False
         self.found: list[NotFinite] = []
@@ -139,7 +140,7 @@ class FiniteChecks:
 
     def _run(self, unit: int, is_forward: bool, call: Call) -> None:
         self._unit, self._is_forward = self._first_unit + unit, is_forward
-        known = len(self._losses)
+        known, weighed = len(self._losses), len(self._loss_weights)
         try:
             call()
         finally:
@@ -147,6 +148,9 @@ class FiniteChecks:
         for _, loss in self._losses[known:]:
             if not is_finite(torch.as_tensor(loss)):
                 self._note("loss", self._first_unit + unit, LOSS, f"the loss is {float(loss)}")
+        for _, weight in self._loss_weights[weighed:]:
+            if not is_finite(torch.as_tensor(weight)):
+                self._note("loss", self._first_unit + unit, LOSS, f"the weight that it gives is {float(weight)}")
 
     def _run_step(self, call: Call) -> None:
         """Look at the sums of gradients before they are stepped by; nobody knows of which unit they come."""
@@ -164,7 +168,7 @@ class FiniteChecks:
             handle
             for stage in self._stages.values()
             for number, block in stage.blocks.items()
-            for handle in self._handles(int(number), block)
+            for handle in self._handles(int(number), block, is_last=int(number) == max(map(int, stage.blocks)))
         ]
         try:
             yield
@@ -172,13 +176,14 @@ class FiniteChecks:
             for handle in handles:
                 handle.remove()
 
-    def _handles(self, number: int, block: nn.Module) -> Iterator[Any]:
-        yield block.register_forward_hook(partial(self._gave, number))
+    def _handles(self, number: int, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
+        """Yield the hooks of a block, which may be the last one of its stage."""
+        yield block.register_forward_hook(partial(self._gave, number, is_last))
         for name, parameter in block.named_parameters():
             if parameter.requires_grad:
                 yield parameter.register_hook(partial(self._look_at_gradient, number, f"gradient of its {name}", None))
 
-    def _gave(self, number: int, block: nn.Module, given: Any, result: Any) -> None:
+    def _gave(self, number: int, is_last: bool, block: nn.Module, given: Any, result: Any) -> None:
         unit = self._unit
         output, riders, loss = split_result(result)
         gives = [*tensors_of(output), *riders.values()]
@@ -188,11 +193,14 @@ class FiniteChecks:
                     self._note("activations", unit, number, f"its output: {describe(tensor)}")
             if loss is not None and not is_finite(loss):
                 self._note("loss", unit, number, f"the loss that it returns is {loss.item()}")
-        for taker, tensors in ((number, tensors_of(given)), (number + 1, gives)):
-            at = taker if taker < self._num_blocks else LOSS
+        taken = "gradient of what it is given"
+        behind = (LOSS, taken) if number + 1 == self._num_blocks else (number + 1, taken)
+        if is_last and number + 1 < self._num_blocks:  # who takes it is elsewhere, and looks at what it sends back
+            behind = number, "gradient of its output, which was finite as the next stage sent it"
+        for (at, words), tensors in (((number, taken), tensors_of(given)), (behind, gives)):
             for tensor in tensors:
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._look_at_gradient, at, "gradient of what it is given", unit))
+                    tensor.register_hook(partial(self._look_at_gradient, at, words, unit))
 
     def _look_at_gradient(self, number: int, words: str, unit: int | None, gradient: Tensor) -> None:
         if not is_finite(local_of(gradient)):

@@ -20,6 +20,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ...job.choices import Rules
+from ...rendezvous.attempt import Attempt
 from ...watch.waiting import NOTHING, WaitCell
 from ..base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from ..checked.frame import Label
@@ -38,9 +39,10 @@ _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class LocalTransport(Transport):
-    """One rank of a LocalWorld."""
+    """One rank of a LocalWorld; `attempt` is that of a process that may be started again."""
 
     name = "local"
+    attempt: Attempt | None = None
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(rank, world.world_size, world.device)
@@ -49,6 +51,11 @@ class LocalTransport(Transport):
         self._wire = world.wire
         self._copies = world.rules != "nccl"
         self._num_groups = 0
+
+    def begin_run(self) -> None:
+        """Note that the run has begun, where its process may be started again."""
+        if self.attempt is not None:
+            self.attempt.begin()
 
     def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         call, self._num_groups = self._num_groups, self._num_groups + 1

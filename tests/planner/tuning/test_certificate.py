@@ -37,13 +37,18 @@ def test_a_search_for_the_front_has_a_certificate_too():
 pytestmark = pytest.mark.xdist_group("certificate")
 
 
+LIKELY = 150
+"""The problem to begin with: its certificate had all, when this was written."""
+
+
 @pytest.fixture(scope="module")
 def good() -> Iterator[Certificate]:
     """A certificate with all that one may have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quintsched.tuning.search.FIRST_ROWS", 16)
         patch.setattr("quintsched.tuning.search.ROWS_AT_ONCE", 64)
-        found = (certify(search(seed)) for seed in range(200) if groups(problem(seed)))
+        seeds = (seed for seed in (*range(LIKELY, 200), *range(LIKELY)) if groups(problem(seed)))
+        found = (certify(search(seed)) for seed in seeds)
         yield next(made for made in found if _has_all(made))
 
 

@@ -8,6 +8,7 @@ another rank, microbatches, stages and buckets renumbered, forwards and backward
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from random import Random
 
 import quintsched as qs
@@ -69,7 +70,8 @@ BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
 """Not those that other tests have registered."""
 
 
-def small_plans() -> list[Plan]:
+@cache
+def small_plans() -> tuple[Plan, ...]:
     """Every schedule there is at those small shapes that it takes; with slices where it takes them.
 
     Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with skips
@@ -97,7 +99,7 @@ def small_plans() -> list[Plan]:
                 if "2" in mesh.split("pp")[0]:
                     plans += zero_plans(schedule, shape, recompute, tied)
                 found += [plan for plan in plans if plan.num_instructions <= MOST_INSTRUCTIONS]
-    return found
+    return tuple(found)
 
 
 def skips_between(last: int) -> dict[str, tuple[int, ...]]:
@@ -114,7 +116,8 @@ def zero_plans(schedule: Schedule, shape: dict, recompute: list[int], tied: dict
     return [qs.compile(schedule, **shape, **kind) for kind in kinds]
 
 
-def spelled_plans() -> list[Plan]:
+@cache
+def spelled_plans() -> tuple[Plan, ...]:
     """Plans whose buckets are exchanged in messages: by rings, by trees, by whatever is fastest; with ZeRO 1 to 3."""
     found = []
     for name in ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b"):
@@ -128,10 +131,11 @@ def spelled_plans() -> list[Plan]:
                 qs.compile(name, mesh=mesh, microbatches=2 if name != "dualpipe" else 4, **kind) for kind in kinds
             ]
     found += [qs.compile("1f1b", mesh="dp=4", microbatches=1, communication=means) for means in ("ring", "tree")]
-    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+    return tuple(plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS)
 
 
-def offloaded_plans() -> list[Plan]:
+@cache
+def offloaded_plans() -> tuple[Plan, ...]:
     """Plans of every schedule that move as many activations to the host as they can: recomputed in part, and ZeRO-3."""
     found, light = [], qs.Costs(activation_after_input=0.25)
     for schedule in BUILT_IN:
@@ -143,10 +147,11 @@ def offloaded_plans() -> list[Plan]:
             shape |= {"recompute": [stage % 2 for stage in range(stages)]} if "recompute" in shape else {}
             plan = qs.compile(schedule, **shape)
             found.append(qs.compile(schedule, **shape, offload=least_cap(plan, light), costs=light))
-    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+    return tuple(plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS)
 
 
-def overlapping_plans() -> list[Plan]:
+@cache
+def overlapping_plans() -> tuple[Plan, ...]:
     """Every schedule that has pairs, with them: plainly, recomputed and tied in part, with skips, with ZeRO 1 to 3."""
     found = []
     for schedule, mesh, microbatches in PAIRED:
@@ -166,10 +171,11 @@ def overlapping_plans() -> list[Plan]:
         qs.compile(schedule, mesh=mesh, microbatches=4, stage_to_pp=where, overlap=True)
         for schedule, mesh, where in uneven
     ]
-    return [plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS]
+    return tuple(plan for plan in found if plan.num_instructions <= MOST_INSTRUCTIONS)
 
 
-def uneven_plans() -> list[Plan]:
+@cache
+def uneven_plans() -> tuple[Plan, ...]:
     """Plans whose stages are runs of the schedule's, or missing, with as many blocks as they say."""
     shapes: list[tuple[str, str, int, list[int], dict]] = [
         ("1f1b", "dp=2,pp=2", 3, [0, 0, 1], {"stages": [1, 2, 0], "zero": 1}),
@@ -179,10 +185,10 @@ def uneven_plans() -> list[Plan]:
         ("dualpipe", "pp=2", 4, [0, 0, 1, 1, 1, 0], {"stages": [1, 3, 0, 1, 3, 0]}),
         ("v-min", "pp=3", 3, [0, 1, 2, 1, 0], {"stages": [1, 1, 1, 1, 0]}),
     ]
-    return [
+    return tuple(
         qs.compile(schedule, mesh=mesh, microbatches=microbatches, stage_to_pp=where, **more)
         for schedule, mesh, microbatches, where, more in shapes
-    ]
+    )
 
 
 def mutant(plan: Plan, random: Random) -> Plan:

@@ -20,6 +20,7 @@ from quintsched.runtime.checkpoint.host_buffer import HostBuffer
 from quintsched.runtime.checkpoint.joint_write import JointWrite
 from quintsched.runtime.checkpoint.manifest import RankFile, read_manifest
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.clock import now_s
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
@@ -116,6 +117,58 @@ def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(
     assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
     assert "resumed after step 4" in fit(job(data_file, checkpoint={"dir": str(tmp_path)}), resume=True)[0][2]
+
+
+@pytest.mark.parametrize(("rank", "background"), [(0, True), (1, True), (1, False)])
+def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
+    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
+) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 4, "background": background})
+    plan, write, say = plan_of(config), shard_file.write_shard, JointWrite._say
+    full = qs.UsageError("no room for a note")
+
+    def write_shard(path: Path, *arguments: Any) -> Any:
+        if path.name == f"rank-{rank:05d}.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *arguments)
+
+    def say_nothing(joint: JointWrite, *arguments: Any) -> None:
+        if joint._rank == rank:
+            raise full
+        say(joint, *arguments)
+
+    def run(transport: Transport) -> str:
+        with pytest.raises(qs.UsageError) as error:
+            Trainer(config, plan, transport, Reporter(None, lambda _: None)).fit()
+        return str(error.value)
+
+    monkeypatch.setattr(checkpoints, "write_shard", write_shard)
+    monkeypatch.setattr(JointWrite, "_say", say_nothing)
+    began = now_s()
+    (words,) = set(run_local(plan.mesh.size, run))
+    assert now_s() - began < 60, "the patience is 300 s"
+    assert words.startswith(f"rank {rank}: {tmp_path}/step-")
+    assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
+
+
+def test_checkpoints_go_where_they_began_to_whatever_becomes_of_the_current_directory(
+    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = job(data_file, checkpoint={"dir": "ck", "every": 4})
+    plan = plan_of(config)
+    (tmp_path / "elsewhere").mkdir()
+    are_made = threading.Barrier(plan.mesh.size)
+
+    def run(transport: Transport) -> None:
+        trainer = Trainer(config, plan, transport, Reporter(None, lambda _: None))
+        are_made.wait(60)
+        os.chdir(tmp_path / "elsewhere")
+        trainer.fit()
+
+    run_local(plan.mesh.size, run)
+    assert list((tmp_path / "ck").glob("step-*/manifest.json"))
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:

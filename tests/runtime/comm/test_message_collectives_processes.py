@@ -78,5 +78,6 @@ def run_rank() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_three_processes_over_gloo() -> None:
     assert run_ranks(run_rank, WORLD) == [0] * WORLD

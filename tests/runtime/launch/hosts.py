@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,8 @@ class Hosts:
 
     def connect(self) -> None:
         """Make the namespaces; raises `CalledProcessError` where that may not be done."""
+        lines = [f"{address} host{number}" for number, address in enumerate(self.addresses)]
+        (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "switch", "up")
@@ -91,7 +94,9 @@ class Hosts:
         """Start the process of a host that is there as long as the host is, and return its number."""
         name = self.names[number]
         unshare = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        words = ["ip", "netns", "exec", name, *unshare, "sh", "-c", f"hostname host{number} && exec sleep infinity"]
+        known = f"mount --bind {self._folder / 'hosts'} /etc/hosts"
+        does = f"hostname host{number} && {known} && exec sleep infinity"
+        words = ["ip", "netns", "exec", name, *unshare, "sh", "-c", does]
         init = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._started.append(init)
         for _ in range(200):
@@ -160,13 +165,14 @@ def why_no_hosts() -> str | None:
     missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
     if missing or not Path("/proc/self/ns/net").exists():
         return f"network namespaces need Linux and the commands {', '.join(missing)}"
-    made = Hosts(1, Path.cwd())
-    try:
-        made.connect()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"network namespaces may not be made here: {getattr(error, 'stderr', '') or error}"
-    finally:
-        made.close()
+    with tempfile.TemporaryDirectory() as folder:
+        made = Hosts(1, Path(folder))
+        try:
+            made.connect()
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"network namespaces may not be made here: {getattr(error, 'stderr', '') or error}"
+        finally:
+            made.close()
     return None
 
 

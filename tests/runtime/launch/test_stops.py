@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,7 @@ WAYS = {
         pytest.param("quintsched", "getppid", "SIGINT", marks=pytest.mark.slow),
         pytest.param("torchrun", "getpid", "SIGTERM", marks=pytest.mark.slow),
         pytest.param("torchrun", "getppid", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("torchrun", "getppid", "SIGINT", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
@@ -65,3 +69,32 @@ def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str
         assert found[1] == "3"
     assert code == (1 if (launcher, whom) == ("torchrun", "getppid") else 0)  # torchrun says so of any signal it gets
     assert "Traceback" not in err or launcher == "torchrun"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", WAYS)
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    slow = MODEL.replace("os.kill(os.WHOM(), signal.SIGNAL)", "print(os.getpid(), flush=True); time.sleep(60)")
+    (tmp_path / "model.py").write_text(slow.replace("import os", "import os, time"))
+    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
+    command = [sys.executable, "-m", *WAYS[launcher], "--config", str(tmp_path / "job.yaml")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        rank = int(next(line for line in process.stdout if line.strip().isdecimal()))
+        process.send_signal(signal.SIGINT)
+        time.sleep(2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.communicate()
+    assert time.monotonic() - began < 10, err
+    assert process.returncode == (130 if launcher == "quintsched" else 1), err
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{rank}").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,40 @@ def whole(replica, num_replicas):
 def whole_endless(replica, num_replicas):
     return Loaders(Whole(replica, num_replicas, True), batches=7)
 
+def plain(replica, num_replicas):
+    from torch.utils.data import DataLoader
+    random = torch.Generator().manual_seed(7 + replica)
+    return DataLoader(ROWS[replica::num_replicas], batch_size=4, shuffle=True, generator=random, drop_last=True)
+
+class Numbers(torch.utils.data.IterableDataset):
+    '''Goes on and on, where no one sees.'''
+
+    def __init__(self, first):
+        self.at = first
+
+    def __iter__(self):
+        while True:
+            self.at = self.at * 5 % 1013
+            yield ROWS[self.at % 40]
+
+def stream(replica):
+    return Loaders(torch.utils.data.DataLoader(Numbers(17 + replica), batch_size=4), batches=5)
+
+def shared(replica, num_replicas):
+    from torch.utils.data import DataLoader, default_collate
+    random = torch.Generator().manual_seed(7)
+    share = lambda rows: default_collate(rows[replica::num_replicas])
+    return DataLoader(ROWS, batch_size=8, shuffle=True, generator=random, collate_fn=share)
+
+def four(replica):
+    return [(INPUTS[replica : replica + 4], TARGETS[replica : replica + 4])] * 5
+
+def endless_four(replica):
+    return Loaders(Shuffled(0, 1, True), batches=5)
+
+def ragged():
+    return torch.utils.data.DataLoader(ROWS[:30], batch_size=8)
+
 def forgetful():
     return [(INPUTS[:4], TARGETS[:4])] * 5
 
@@ -148,11 +183,11 @@ def job(tmp_path: Path, load: str, mesh: str = "dp=2,pp=2", **checkpoint: Any) -
     )
 
 
-def fit(job: JobConfig, *, resume: bool = False) -> list[dict[str, Tensor]]:
+def fit(job: JobConfig, *, resume: bool = False, overrides: Sequence[str] = ()) -> list[dict[str, Tensor]]:
     plan = plan_of(job)
 
     def body(transport: Any) -> dict[str, Tensor]:
-        trainer = Trainer(job, plan, transport)
+        trainer = Trainer(job, plan, transport, overrides=overrides)
         trainer.fit(resume=resume)
         return trainer.engine.full_weights()
 
@@ -218,16 +253,46 @@ def test_loaders_of_other_replicas_are_where_the_run_was(tmp_path: Path, load: s
             torch.testing.assert_close(expected[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loader_without_state_goes_on_at_ends_of_epochs_only(tmp_path: Path) -> None:
-    settings = job(tmp_path, "forgetful")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("form", ["native", "dcp"])
+@pytest.mark.parametrize("step", [3, 6, 15])
+@pytest.mark.parametrize("load", ["forgetful", "plain", "stream"])
+def test_loaders_without_state_go_on_behind_any_batch(tmp_path: Path, load: str, step: int, form: str) -> None:
+    settings = job(tmp_path, load, mesh="dp=2", format=form)
     expected = fit(settings)
-    forget_after(tmp_path, 6)
-    with pytest.raises(MisfitError, match="1 batches into an epoch, but the loader has no state"):
-        fit(settings, resume=True)
-    shutil.rmtree(tmp_path / "out")
-    settings = job(tmp_path, "forgetful", every=0)
-    require_alike(fit(settings), expected)
-    forget_after(tmp_path, 5)
+    forget_after(tmp_path, step)
+    require_alike(fit(settings, resume=True), expected)
+
+
+@pytest.mark.parametrize(("first", "second"), [("dp=2", "dp=1"), ("dp=1", "dp=2,pp=2")])
+def test_loaders_without_state_go_on_for_other_replicas(tmp_path: Path, first: str, second: str) -> None:
+    expected = {name: w for rank in fit(job(tmp_path, "shared", mesh=first)) for name, w in rank.items()}
+    forget_after(tmp_path, 9)
+    for weights in fit(job(tmp_path, "shared", mesh=second), resume=True):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(expected[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("load", ["four", "endless_four"])
+def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> None:
+    fit(job(tmp_path, load, mesh="dp=2"))
+    forget_after(tmp_path, 3)
+    one = job(tmp_path, load, mesh="dp=1")
+    words = (
+        r"written by a run with 8 samples in a step, but here loaders give 4, 4 of 1 replica\(s\); let each give "
+        r"8 // num_replicas, or say --override data.samples_per_step"
+    )
+    with pytest.raises(MisfitError, match=words):
+        fit(one, resume=True)
+    fit(one, resume=True, overrides=["data.samples_per_step"])
+    fit(job(tmp_path, load, mesh="pp=2,dp=2"), resume=True, overrides=["data"])
+
+
+@pytest.mark.parametrize("step", [3, 9, 11, 12])
+def test_a_smaller_last_batch_is_no_other_number_of_samples(tmp_path: Path, step: int) -> None:
+    settings = job(tmp_path, "ragged", mesh="dp=1", every=1)
+    expected = fit(settings)
+    forget_after(tmp_path, step)
     require_alike(fit(settings, resume=True), expected)
 
 

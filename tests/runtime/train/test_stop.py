@@ -106,3 +106,40 @@ def test_a_stop_asked_for_while_it_validates_is_obeyed_before_the_next_step(data
     resumed = fit(config, resume=True)
     assert said[-1].removeprefix("stopped as asked: saved at") == resumed[0][2][0].removeprefix("resumed after")
     assert [found for found, *_ in resumed] == [expected for expected, *_ in whole]
+
+
+LOSS = """
+def squares(output, targets):
+    return (output - targets.clamp(min=0)[:, None]).square().mean()
+"""
+
+
+@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2])
+@pytest.mark.parametrize("second", [{}, {"mesh": "pp=2", "microbatches": 4}, {"mesh": "dp=4", "microbatches": 1}])
+def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
+    data_file: Path, tmp_path: Path, step: int, second: dict[str, Any]
+) -> None:
+    """Where microbatches have other sizes, a loss that says no weight is weighed by other numbers."""
+    (tmp_path / "mine.py").write_text(LOSS)
+    settings: dict[str, Any] = {
+        "train": {"epochs": 2, "loss": f"{tmp_path / 'mine.py'}:squares"},
+        "checkpoint": {"dir": str(tmp_path / "saved")},
+    }
+    first: dict[str, Any] = {"mesh": "dp=2", "microbatches": 1}
+    whole = losses(job(data_file, parallel=first, train=settings["train"]))
+    losses(job(data_file, parallel=first, **settings), asked_at=step)
+    resumed = losses(job(data_file, parallel=first | second, **settings), resume=True)
+    assert resumed == (whole if not second else pytest.approx(whole, abs=1e-5))
+
+
+def losses(config: JobConfig, *, asked_at: int = 10**9, resume: bool = False) -> list[float]:
+    """Train, asked to stop in a step, and return the mean training loss of each epoch."""
+    plan = plan_of(config)
+
+    def run(transport: Transport) -> list[float]:
+        trainer = Trainer(
+            config, plan, transport, wants_stop=lambda: asked_at in (trainer.progress.step + 1, trainer.progress.step)
+        )
+        return [float(record["loss"]) for record in trainer.fit(resume=resume)]  # type: ignore[arg-type]
+
+    return run_local(plan.mesh.size, run)[0]

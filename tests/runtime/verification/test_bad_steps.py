@@ -42,7 +42,8 @@ class Spoiled(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Spoils a microbatch of which a number is above 100: its output, its gradient, or nothing."""
+    """Spoils a microbatch of which a number is above 100: its output, its gradient (before it, or as it
+    comes back), or nothing."""
 
     def __init__(self, number: int, spoils: str = "") -> None:
         super().__init__()
@@ -52,6 +53,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = x + 0.1 * torch.tanh(self.layer(x))
         if not self.spoils or x.is_meta or float(x.detach().max()) < 100:
+            return out
+        if self.spoils == "hook":
+            out.register_hook(lambda gradient: gradient * math.nan)
             return out
         return Spoiled.apply(out) if self.spoils == "gradient" else out / 0  # type: ignore[no-any-return]
 
@@ -164,6 +168,27 @@ def test_a_block_that_is_run_again_is_looked_at_too() -> None:
 def test_a_loss_that_is_not_finite_is_named() -> None:
     _, words = stopped("pp=2", spoiled_batch(3), loss=bad_loss)
     assert "are in the loss: rank 1 (pp=1), the loss function, microbatch 3: the loss is inf" in words
+
+
+def test_a_loss_weight_that_is_not_finite_is_named() -> None:
+    def weighed(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        is_bad = not output.is_meta and float(output.detach().max()) > 100
+        return (output - targets).square().sum(), targets.new_tensor(math.nan if is_bad else 1.0)
+
+    for mesh in ("pp=2", "dp=2,pp=2"):
+        _, words = stopped(mesh, spoiled_batch(3), loss=weighed)  # type: ignore[arg-type]
+        assert "are in the loss: rank " in words
+        assert ", the loss function, microbatch " in words
+        assert ": the weight that it gives is nan. " in words
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_gradient_that_is_spoiled_at_the_end_of_a_stage_is_its_own(chunks: int) -> None:
+    spoiled: dict[str, Any] = {"schedule": "interleaved-1f1b", "chunks": 2} if chunks == 2 else {}
+    number = BLOCKS // (2 * chunks) - 1
+    _, words = stopped("pp=2", spoiled_batch(1), (number, "hook"), **spoiled)
+    assert "are in the gradients: rank 0 (pp=0), stage 0, " in words
+    assert f"block {number} (Block), microbatch 1: gradient of its output, which was finite as the next stage" in words
 
 
 def test_weights_that_are_not_finite_come_before_all_else() -> None:

@@ -1,0 +1,124 @@
+"""How a training goes on from a checkpoint, and what it goes on with: settings, batches, figures.
+
+newest whole checkpoint ─▶ settings alike? ─▶ engine, loaders ─▶ progress
+first batch             ─▶ as many samples in a step as before?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quintsched.errors import MisfitError
+
+from ..agreement.comparison import Plain
+from ..agreement.records import is_within
+from ..agreement.resuming import require_kept
+from ..checkpoint.checkpoints import Found
+from ..data.loaders import Say
+from ..engine import Engine
+from ..stage.batches.microbatches import most_rows
+from .feed import Feed
+from .progress import Progress, Weighing, progress_of
+
+SAMPLES = "data.samples_per_step"
+"""The setting that says how many samples loaders give for a step, over all replicas; None: that varies."""
+
+
+def go_on_from(
+    found: Found, engine: Engine, feed: Feed, settings: Mapping[str, Plain], overrides: tuple[str, ...], say: Say
+) -> Progress:
+    """Let engine and feed be where a checkpoint was (collective), and return how far that is.
+
+    Raises `MisfitError` where it was written with other settings.
+    """
+    for step, fault in found.skipped:
+        say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
+    kept, where = found.manifest.settings, f"the checkpoint {found.folder}"
+    for words in engine.everyone.together(lambda: require_kept(kept, settings, overrides, where)):
+        say(words)
+    progress = progress_of(found, feed.num_batches)
+    found.load()
+    engine.everyone.together(lambda: feed.restore(found.loader(), progress.epoch, progress.batch, say))
+    say(f"resumed after step {found.step}")
+    return progress
+
+
+class Scale:
+    """What a loss weighs that has no weight of its own, also in sums of before; `parts` are those of a step's batch."""
+
+    def __init__(self, engine: Engine, parts: int) -> None:
+        self._engine = engine
+        self._microbatches = engine.num_replicas * engine.plan.schedule.microbatches * parts
+        self._weighing: Weighing | None = None
+
+    def take_over(self, progress: Progress) -> None:
+        """Let it weigh as before, where microbatches are what they were."""
+        before = progress.weighing
+        if before is not None and before.microbatches == self._microbatches:
+            self._engine.usual_samples = before.samples
+
+    def of_sums(self, progress: Progress) -> float:
+        """Return by what to multiply sums of before, once a step was made; the first call is collective."""
+        before = progress.weighing
+        if self._weighing is None:
+            is_used = self._engine.everyone.add(self._engine.loss_is_bare)[0] > 0
+            self._weighing = Weighing(self._engine.usual_samples, self._microbatches, is_used)
+        progress.weighing = self._weighing
+        return self._weighing.rescales(before)
+
+
+class StepSamples:
+    """How many samples loaders give for a step, which a run that goes on must give too, whatever its replicas.
+
+    Args:
+        engine: whose steps they are.
+        feed: what gives them.
+        settings: those of the run, which checkpoints keep; the number is written there.
+        overrides: the settings that may be others than before.
+    """
+
+    def __init__(self, engine: Engine, feed: Feed, settings: dict[str, Plain], overrides: tuple[str, ...]) -> None:
+        self._engine, self._feed, self._settings, self._overrides = engine, feed, settings, overrides
+        self._before: Any = None
+        self._where = ""
+        self._rows: int | None = None
+        self.varies = False
+
+    def expect(self, found: Found) -> None:
+        """Expect as many as the checkpoint says, if it does."""
+        self._before, self._where = found.manifest.settings.get(SAMPLES), f"the checkpoint {found.folder}"
+
+    def take(self, batch: Any) -> None:
+        """Take in a replica's batch before its step; the first one is collective. The last of an epoch may be smaller.
+
+        Raises `MisfitError` where it is another number than expected.
+        """
+        if not self._feed.is_of_loaders or self._feed.is_last:
+            return
+        rows = most_rows(batch) or 0
+        if self._rows is None:
+            self._rows = rows
+            self._settle(rows)
+        self.varies = self.varies or rows != self._rows
+
+    def _settle(self, rows: int) -> None:
+        engine = self._engine
+        samples: dict[int, int] = {}
+        mine = rows if engine.needs_inputs or engine.needs_targets else 0
+        for said in engine.everyone.share_bytes(f"{engine.replica} {mine}".encode()):
+            replica, found = map(int, said.split())
+            samples[replica] = max(found, samples.get(replica, 0))
+        now = self._settings[SAMPLES] = sum(samples.values())
+        if self._before in (None, now) or is_within(SAMPLES, self._overrides):
+            return
+        raise MisfitError(
+            f"{self._where} was written by a run with {self._before} samples in a step, but here loaders give {now}, "
+            f"{' + '.join(map(str, samples.values()))} of {len(samples)} replica(s); let each give "
+            f"{self._before} // num_replicas, or say --override {SAMPLES}"
+        )
+
+    def note_varying(self) -> None:
+        """Note in the settings, before a save, whether the number was not always the same (collective)."""
+        if self._feed.is_of_loaders and self._engine.everyone.add(self.varies)[0]:
+            self._settings[SAMPLES] = None
