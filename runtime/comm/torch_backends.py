@@ -34,7 +34,7 @@ from quintsched.plan import Plan
 from ..job.choices import Rules
 from ..rendezvous.addresses import choose_interfaces, require_interfaces
 from ..rendezvous.attempt import Attempt, meet
-from ..rendezvous.store import open_store, require_addresses, within
+from ..rendezvous.store import HUB, launchers_keys, open_store, require_addresses, within
 from ..watch.publisher import Publisher
 from ..watch.start import WatchOptions, find_watch, start_watch
 from .base import Group, SelfGroup, Transport, Work
@@ -117,10 +117,14 @@ def _come_together(
         named.tell_first(plan)
     awaiting = nullcontext() if named is None else named.waiting_for_all()
     with stall_errors(f"waiting {timeout_s:g} s for all ranks to come together", named), awaiting:
-        attempt = meet(open_store(timeout_s), rank, world_size, timeout_s)
+        store = open_store(timeout_s)
+        attempt = meet(store, rank, world_size, timeout_s)
         require_same_backend(backend, attempt.store, rank)
         own = within(attempt.store, "watch")
-        publisher = named or start_watch(rank, world_size, own, watch, host_waits=host_waits)
+        launchers = within(store, launchers_keys(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        publisher = named or start_watch(
+            rank, world_size, own, watch, host_waits=host_waits, tell=partial(launchers.set, HUB)
+        )
         publisher.tell_first(plan)
         world = within(attempt.store, "world")
         with publisher.waiting_for_all():

@@ -128,7 +128,7 @@ def start_here(
             with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
                 store = store or _serve(listener)
                 machines = _machines(place, store, attempt)
-                ended = supervise(ranks, wakes, machines, partial(note_end, hub))
+                ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
             if hub is not None and hub.verdict is not None:
                 ended = replace(ended, code=hub.verdict.exit_code)
             if machines is not None:

@@ -56,6 +56,7 @@ class Machines:
         attempt: how often the run was started before.
 
     Attributes:
+        hub: where the run's watch listens, and its secret, once that is known.
         failure: how the first machine that failed ended, this one included; None: none has, as far as is known.
         are_gone: whether the ranks of all machines are.
         is_lost: whether the launcher that serves the store is gone, or out of reach.
@@ -63,9 +64,13 @@ class Machines:
 
     def __init__(self, open_store: Callable[[], Store], number: int, count: int, attempt: int) -> None:
         self._open_store, self._number, self._count = open_store, number, count
-        self._keys = f"quintsched/launchers/{attempt}"
+        from ..rendezvous.store import HUB, launchers_keys  # torch is imported once the ranks are started
+
+        self._keys = launchers_keys(attempt)
+        self._hub_key = f"{self._keys}/{HUB}"
         self._mine: Ended | None = None
         self.failure: Ended | None = None
+        self.hub: str | None = None
         self.are_gone = self.is_lost = False
         threading.Thread(target=self._talk, daemon=True).start()
 
@@ -78,6 +83,7 @@ class Machines:
             store = self._open_store()
             while self._mine is None:
                 self._look_for_failure(store)
+                self._look_for_hub(store)
                 sleep(ASK_S)
             if self._mine.code:
                 store.compare_set(f"{self._keys}/failed", "", self._mine.to_text())
@@ -93,6 +99,10 @@ class Machines:
     def _look_for_failure(self, store: Store) -> None:
         if self.failure is None and store.check([f"{self._keys}/failed"]):
             self.failure = Ended.from_text(store.get(f"{self._keys}/failed").decode(errors="replace"))
+
+    def _look_for_hub(self, store: Store) -> None:
+        if self.hub is None and store.check([self._hub_key]):
+            self.hub = store.get(self._hub_key).decode(errors="replace")
 
     def _leave(self, store: Store) -> None:
         known = store.add(f"{self._keys}/known", 1)

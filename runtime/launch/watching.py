@@ -2,7 +2,8 @@
 
 a rank has failed ─▶ the hub is told how ─▶ its verdict ─▶ standard error ─▶ only then the others are ended
 
-On several machines rank 0 starts the hub, as under torchrun, and every rank that is left says the verdict.
+On several machines rank 0 starts the hub, as under torchrun, each launcher tells it how its ranks end, and every rank
+that is left says the verdict.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from time import sleep
 from quintsched.files.terminal import write_error
 
 from ..watch.hub import Hub
+from ..watch.start import tell_end
 from ..watch.verdict import Verdict
+from .machines import Machines
 from .processes import Place
 from .supervise import say_end
 
@@ -42,9 +45,11 @@ def watching(place: Place) -> Iterator[Hub | None]:
             del os.environ[name]
 
 
-def note_end(hub: Hub | None, rank: int, code: int) -> None:
+def note_end(hub: Hub | None, machines: Machines | None, rank: int, code: int) -> None:
     """Take in how a rank ended; where that is a failure, return when the verdict is known, and has been said."""
     if hub is None:
+        if machines is not None and machines.hub is not None:
+            tell_end(machines.hub, rank, code)
         say_end(rank, code)
         sleep(SPEAK_S if code else 0.0)
         return

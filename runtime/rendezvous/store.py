@@ -26,6 +26,8 @@ from .master import own_address, require_elsewhere
 KNOCK_S, ANSWER_S = 0.1, 1.0
 """How long who waits for the store sleeps between two looks, and how long an answer may take."""
 
+HUB = "hub"
+"""The launchers' key for where the run's watch listens, and its secret."""
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -80,6 +82,11 @@ def serve(listener: socket.socket, timeout_s: float) -> Store:
 def within(store: Store, name: str) -> Store:
     """Return a store of the keys under a name."""
     return PrefixStore(name, store)
+
+
+def launchers_keys(attempt: int | str) -> str:
+    """Return how the keys begin that launchers, and rank 0 for them, write in an attempt, counted by restarts."""
+    return f"quintsched/launchers/{attempt}"
 
 
 def connect_to(host: str, port: int, timeout_s: float) -> Store:

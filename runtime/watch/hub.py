@@ -4,6 +4,7 @@
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
     torchrun           python -m quintsched.runtime.watch.hub SOCKET NUM_RANKS, which rank 0 starts, and which ends with
                        the last rank; the key is in its environment, and every rank that is left says the verdict
+    several machines   the same; each launcher tells it how ranks of its machine ended (`start.tell_end`)
 
 It listens on the loopback unless ranks are on several machines, and takes nobody who does not know the run's key.
 """
@@ -157,7 +158,10 @@ class Hub:
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         now, rank = now_s(), connection.rank
         if rank is None:
-            self._welcome(connection, message, now)
+            if "ended" in message:
+                self.ended(*map(int, message["ended"]))
+            else:
+                self._welcome(connection, message, now)
             return
         member = self._members[rank]
         if "place" in message:

@@ -2,13 +2,17 @@
 
 quintsched run     QUINTSCHED_WATCH=127.0.0.1:41233  QUINTSCHED_WATCH_KEY=…          the launcher's
 torchrun           rank 0: a socket ─▶ a process that takes it over ─▶ the run's store ─▶ the others
+several machines   the same; the launchers find it there too, and tell it how ranks of theirs have ended
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -16,11 +20,14 @@ from quintsched.stalls.own_errors import came_from_handler
 
 from ..rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .cell import Cell
-from .connection import ADDRESS, KEY
-from .frames import FrameError
+from .connection import ADDRESS, CHUNK, KEY
+from .frames import FrameError, FrameReader, answer, challenge, json_frame, message_of
 from .process import HeldTerm
 from .publisher import Publisher
 from .watcher import Watcher
+
+HUB_S = 2.0
+"""How long a hub may take to answer a launcher."""
 
 
 class Store(Protocol):
@@ -57,10 +64,19 @@ def find_watch(rank: int, num_ranks: int, options: WatchOptions, *, host_waits: 
     return _publisher(os.environ[ADDRESS], os.environ.get(KEY, ""), rank, options, None, host_waits=host_waits)
 
 
-def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, *, host_waits: bool) -> Publisher:
+def start_watch(
+    rank: int,
+    num_ranks: int,
+    store: Store,
+    options: WatchOptions,
+    *,
+    host_waits: bool,
+    tell: Callable[[str], object] = lambda hub: None,
+) -> Publisher:
     """Return this rank's publisher, whose hub rank 0 starts; one that nobody hears where there is no way to it.
 
     All ranks call this. `store` is theirs, and may outlive a connection: keys count how often they came together.
+    `tell` is given the hub's address and key on rank 0.
     """
     if num_ranks == 1:
         return Publisher()
@@ -68,9 +84,26 @@ def start_watch(rank: int, num_ranks: int, store: Store, options: WatchOptions, 
     if rank == 0:
         address, key = _start_hub(num_ranks)
         store.set(key_in_store, f"{address} {key}")
+        tell(f"{address} {key}")
     else:
         address, _, key = store.get(key_in_store).decode().partition(" ")
     return _publisher(address, key, rank, options, HeldTerm(), host_waits=host_waits)
+
+
+def tell_end(hub: str, rank: int, code: int) -> bool:
+    """Tell the hub at "host:port key" how a rank has ended, as `subprocess` has it; return whether it heard."""
+    address, _, key = hub.partition(" ")
+    host, _, port = address.rpartition(":")
+    with (
+        suppress(OSError, ValueError, FrameError, KeyError, StopIteration),
+        socket.create_connection((host, int(port)), timeout=HUB_S) as connected,
+    ):
+        reader = FrameReader()
+        _, asked = next(reader.feed(connected.recv(CHUNK)))
+        given = answer(key, str(message_of(asked)["ask"]), "rank")
+        connected.sendall(json_frame({"answer": given, "ask": challenge(), "ended": [rank, code]}))
+        return bool(connected.recv(CHUNK))
+    return False
 
 
 def _publisher(

@@ -111,7 +111,8 @@ def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
     with hosts(2, tmp_path) as net:
         found = ends(launch(net, job))
         assert [code for code, _, _ in found] == [4, 4]
-        assert "rank 3" in found[1][2]
+        for _, _, err in found:
+            assert "error: rank 3 (host host1, dp=1, pp=1) was killed by SIGKILL" in err
         assert net.pids() == []
 
 

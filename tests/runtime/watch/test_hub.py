@@ -20,7 +20,7 @@ from quintsched.runtime.watch.connection import KEY
 from quintsched.runtime.watch.frames import HEAD, JSON
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.roster import Member
-from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end
 from quintsched.runtime.watch.waiting import WORLD_CODE
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate
@@ -102,6 +102,23 @@ def test_a_stopped_rank_is_named_when_the_limit_is_passed(
     assert found.culprits == (0,)
     assert "stop" in found.message
     assert [process.wait(10) for process in ranks] == [-signal.SIGKILL, 4]  # it never goes on
+
+
+@pytest.mark.processes
+def test_a_launcher_elsewhere_tells_how_a_rank_ended(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_machine", "another")
+    ranks = [start_rank(0), start_rank(1)]
+    assert not tell_end(f"{hub.address} wrong", 0, 5)
+    time.sleep(1.0)  # where they are is sampled
+    ranks[1].kill()
+    assert tell_end(f"{hub.address} {hub.key}", 1, -signal.SIGKILL)
+    verdict = hub.wait(5)
+    assert verdict is not None
+    assert verdict.culprits == (1,)
+    assert "was killed by SIGKILL in step 3" in verdict.message
+    assert not tell_end("127.0.0.1:1 key", 0, 5)
 
 
 def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
