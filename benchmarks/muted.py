@@ -22,7 +22,7 @@ DONE = DoneWork()
 class MutedTransport(Transport):
     """One rank's end of a real transport that, once muted, is done with every message at once.
 
-    The first steps fill the buffers with real values. A muted all-reduce adds one, as if another rank had brought it.
+    The first steps fill the buffers with real values; what a collective gave last is what it gives again.
     """
 
     name = "muted"
@@ -54,15 +54,23 @@ class MutedTransport(Transport):
 
 
 class MutedGroup(Group):
-    """A group of a muted transport; what was broadcast last is told again."""
+    """A group of a muted transport, whose collectives give again what they gave last to a tensor of as many numbers."""
 
     def __init__(self, transport: MutedTransport, real: Group) -> None:
         super().__init__(real.ranks, real.index, real.device)
         self._transport, self._real = transport, real
-        self._told: dict[tuple[int, int], Tensor] = {}
+        self._given: dict[tuple[object, int], Tensor] = {}
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return muted_all_reduce(tensor) if self._transport.is_muted else self._real.all_reduce(tensor, op)
+        return self._give((op, tensor.numel()), tensor, lambda: self._real.all_reduce(tensor, op))
+
+    def _give(self, key: tuple[object, int], tensor: Tensor, collect: Callable[[], Work]) -> Work:
+        if self._transport.is_muted:
+            tensor.copy_(self._given[key])
+        else:
+            collect().wait()
+            self._given[key] = tensor.clone()
+        return DONE
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._real.all_gather(output, tensor)
@@ -76,11 +84,7 @@ class MutedGroup(Group):
         return self._real.all_to_all(output, tensor, received, sent)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        if self._transport.is_muted:
-            tensor.copy_(self._told[source, tensor.numel()])
-            return DONE
-        self._told[source, tensor.numel()] = tensor
-        return self._real.broadcast(tensor, source)
+        return self._give((source, tensor.numel()), tensor, lambda: self._real.broadcast(tensor, source))
 
 
 def muted_all_reduce(tensor: Tensor) -> Work:

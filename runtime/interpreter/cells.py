@@ -31,17 +31,26 @@ Parts = Sequence[tuple[Value, Sequence[int]]]
 class Cell:
     """The place of one value between two instructions, and, if it goes to another rank, until its send is done.
 
-    One that comes from another rank is waited for when it is taken.
+    One that comes from another rank is waited for when it is taken; `receive` is the place of its receive in the
+    program. `receive_said` and `send_said` are what a wait for it is written down as.
     """
 
-    __slots__ = ("receive", "send", "sent", "value", "works")
+    __slots__ = ("receive", "receive_said", "send_said", "sent", "value", "works")
 
     def __init__(self) -> None:
         self.value: Outputs = ()
         self.works: Sequence[Work] = ()
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
-        self.send: int | None = None
+        self.receive_said = self.send_said = NOTHING
+
+    def comes_by(self, receive: int) -> None:
+        """Note the place in the program of the value's receive."""
+        self.receive, self.receive_said = receive, receive_code(receive)
+
+    def goes_by(self, send: int) -> None:
+        """Note the place in the program of the value's send."""
+        self.send_said = send_code(send)
 
 
 class ReceiveBuffers:
@@ -154,7 +163,7 @@ class Cells:
             if not works:
                 return
             said = waits.cell
-            said.memory[said.at] = NOTHING if cell.receive is None else receive_code(cell.receive)
+            said.memory[said.at] = cell.receive_said
             if waits.recorder is None:
                 for work in works:
                     work.wait()
@@ -185,8 +194,13 @@ class Cells:
     def row_giver(self, parts: Parts) -> Callable[[Outputs], None]:
         """Return what leaves the tensors of a row as the values that they are."""
         cells = [(self.of(value), places) for value, places in parts]
+        only, places_of_only = cells[0]
+        width = len(places_of_only) if len(cells) == 1 and [*places_of_only] == [*range(len(places_of_only))] else -1
 
         def give(row: Outputs) -> None:
+            if len(row) == width:
+                only.value = row
+                return
             for cell, places in cells:
                 cell.value = tuple([row[place] for place in places])
 
@@ -197,7 +211,7 @@ class Cells:
         if cell.sent is not None:
             works, cell.sent = cell.sent[0], None
             said = self._waits.cell
-            said.memory[said.at] = NOTHING if cell.send is None else send_code(cell.send)
+            said.memory[said.at] = cell.send_said
             self._waits.wait(works, index)
             said.memory[said.at] = NOTHING
 
@@ -207,7 +221,7 @@ class Cells:
         for cell in self.sending:
             if cell.sent is not None:
                 works, cell.sent = cell.sent[0], None
-                said.memory[said.at] = NOTHING if cell.send is None else send_code(cell.send)
+                said.memory[said.at] = cell.send_said
                 for work in works:
                     work.wait()
                 said.memory[said.at] = NOTHING

@@ -116,7 +116,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
     cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
     tags, buffers, transport = _tags(state, value), state.buffers, state.transport
     labels = _labels(state, value, posting.index)
-    cell.receive = posting.index
+    cell.comes_by(posting.index)
     places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
     def bind(shape: UnitShape) -> BoundReceive:
@@ -159,7 +159,7 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
         message, (value,) = state.flows.program[index], flows[index].consumes
         assert isinstance(message, Message)
         sends.append((first, index, _bind_send(state, value, message.peer, index)))
-        state.cells.of(value).send = index
+        state.cells.of(value).goes_by(index)
         gradients = (taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD)
         if last + 1 < len(flows) and value not in map(activation_of, gradients):
             releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))

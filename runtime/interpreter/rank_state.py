@@ -57,6 +57,10 @@ class Start(NamedTuple):
     numbers: tuple[int, ...] = ()
     ones: tuple[Tensor, ...] = ()
 
+    def gradients(self, of_outputs: Outputs) -> Outputs:
+        """Return the gradients of all roots, of which those of outputs have come."""
+        return (*[of_outputs[number] for number in self.numbers], *self.ones)
+
     def with_loss(self, loss: Tensor, scale: float) -> Start:
         """Return a start at `loss` as well, times `scale`, if it has a gradient."""
         if not loss.requires_grad:

@@ -51,8 +51,10 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
             return
         reducer.complete(wait)
         tally.take_along()
-        weight = tally.weight(wait) + sum(weight() for weight in earlier)
-        earlier.clear()
+        weight = tally.weight(wait)
+        if earlier:
+            weight = weight + sum(weight() for weight in earlier)
+            earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
         figures, work = norm.divide(total, absent.suspects(), tally.figures.num_asked(), row=marks.take())
         wait([work])

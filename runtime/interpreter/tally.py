@@ -28,29 +28,30 @@ Column = list[tuple[int, Tensor | float]]
 """Figures, each with its place in a row."""
 
 
-@dataclass(frozen=True)
 class Figures:
     """What a step came to: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
 
     Its last two numbers say how many ranks were asked to stop, and how many units were computed on last stages.
     """
 
-    table: Tensor
-    num_rows: int
-    num_units: int
-    work: Work
+    __slots__ = ("_sums", "num_rows", "num_units", "table", "work")
+
+    def __init__(self, table: Tensor, num_rows: int, num_units: int, work: Work) -> None:
+        self.table, self.num_rows, self.num_units, self.work = table, num_rows, num_units, work
+        self._sums: Tensor | None = None
 
     def weight(self) -> Tensor:
-        """Wait until it is known; return the loss weight, 0-dimensional."""
+        """Wait until it is known; return the loss weight, 0-dimensional, which nobody may change."""
         return self.sums()[1]
 
     def sums(self) -> Tensor:
-        """Wait until they are known; return loss, loss weight, then one sum per metric."""
-        self.work.wait()
-        end = self.num_rows * self.num_units
-        found: Tensor = self.table[:end].view(self.num_rows, self.num_units).sum(1)
-        found[0] += self.table[end:-2].sum()
-        return found
+        """Wait until they are known; return loss, loss weight, then one sum per metric, which nobody may change."""
+        if self._sums is None:
+            self.work.wait()
+            end = self.num_rows * self.num_units
+            self._sums = self.table.as_strided((self.num_rows, self.num_units), (self.num_units, 1)).sum(1)
+            self._sums[0].add_(self.table[end:-2].sum())
+        return self._sums
 
     def num_asked(self) -> Tensor:
         """Return how many ranks were asked to stop, once that is known; 0-dimensional."""
@@ -90,17 +91,18 @@ class Tally:
         self._num_computed = 0
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *self.metrics, self.auxiliary = self._columns
-        self._nothing = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
         self._rides = self._room is not None
         self.passengers = self._collect if self._room is not None else None
+        unknown = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
+        self._unknown = self._read(unknown, DoneWork())
         self.begin()
 
     def begin(self, *, alone: bool = False) -> None:
         """Start a step, whose figures nobody knows yet; `alone`: no gradients are reduced that they could ride with."""
         self._rides = self._room is not None and not alone
-        self.figures = self._read(self._nothing, DoneWork())
+        self.figures = self._unknown
 
     def add_loss(self, unit: int, found: object, share: float = 1.0) -> Tensor:
         """Collect what a loss function gave for a unit, and return its loss times its weight.
@@ -135,8 +137,9 @@ class Tally:
         """Return what was collected, each figure at its place, float64; collect anew."""
         table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
         for row, column in enumerate(self._columns):
-            _fill(table[row * self.num_units :], column, self._places_of)
-            column.clear()
+            if column:
+                _fill(table[row * self.num_units :], column, self._places_of)
+                column.clear()
         if self._num_computed:
             table[-1], self._num_computed = self._num_computed, 0
         if self._wants_stop():
@@ -146,7 +149,7 @@ class Tally:
     def weight(self, wait: Callable[[Sequence[Work]], None]) -> Tensor:
         """Return the batch's total loss weight, 0-dimensional, waiting until it is known."""
         wait([self.figures.work])
-        return self.figures.sums()[1]
+        return self.figures.weight()
 
     def _read(self, table: Tensor, work: Work) -> Figures:
         return Figures(table, self._num_rows, self.num_units, work)
@@ -182,12 +185,13 @@ class StepResult:
         return replace(self, _earlier=tuple(result._figures for result in results))
 
     def _sums(self) -> Tensor:
+        """Return all sums, which belong to the figures: what is handed out is a copy."""
         return sum((figures.sums() for figures in self._earlier), start=self._figures.sums())
 
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples or tokens; 0-dimensional."""
-        return self._sums()[1]
+        return self._sums()[1].clone()
 
     @property
     def loss(self) -> Tensor:
@@ -198,7 +202,7 @@ class StepResult:
     @property
     def sums(self) -> dict[str, Tensor]:
         """What to add up over batches: "loss", "weight" and each metric, as sums."""
-        return dict(zip(("loss", "weight", *self._metrics), self._sums(), strict=True))
+        return dict(zip(("loss", "weight", *self._metrics), self._sums().clone(), strict=True))
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -127,6 +127,12 @@ class Stepper:
         holds = (group for group in part.param_groups if any(parameter is other for other in group["params"]))
         return parameter, next(holds)
 
+    def home_of(self, master: nn.Parameter, key: str) -> torch.device:
+        """Return where a state belongs: beside the parameter; counts of steps on the host, unless kernels read them."""
+        _, group = self.group_of(master) or (None, {})
+        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+        return torch.device("cpu") if on_host else master.device
+
     def step(self) -> None:
         """Make a step; collective over tp where matrices are gathered."""
         for matrix in self._gathered:

@@ -12,6 +12,8 @@ optimizers keep nothing of this kind, and are not looked at.
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -33,7 +35,10 @@ _OF_ALL = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))]))) | {"_
 """Attributes that every optimizer has, or a scheduler gives it."""
 
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial)
-_DEEPEST = 12
+_OTHERS = (Optimizer, nn.Module, logging.Logger)
+_DEEPEST, _OBJECTS = 24, 12
+"""How deep values are looked through; objects of other classes that are in one another are looked at once."""
+
 _GONE = object()
 
 Names = Mapping[int, str]
@@ -372,7 +377,10 @@ def _itself(value: object) -> object:
 
 
 def token_of(value: Any, depth: int = 0) -> object:
-    """Return what tells whether a value has changed since: of tensors that they were written to, not their numbers."""
+    """Return what tells whether a value has changed since: of tensors that they were written to, not their numbers.
+
+    Of objects of other classes, what they hold themselves counts; modules and loggers are none of the optimizer's.
+    """
     if isinstance(value, Tensor):
         return _Identity(value), 0 if value.is_inference() else value._version
     if isinstance(value, float):
@@ -383,7 +391,9 @@ def token_of(value: Any, depth: int = 0) -> object:
         return id(value)
     if isinstance(value, Mapping):
         return type(value), tuple((token_of(key, depth + 1), token_of(value[key], depth + 1)) for key in value)
-    if isinstance(value, list | tuple) or type(value).__name__ in ("deque", "set", "frozenset"):
+    if isinstance(value, list | tuple | deque | set | frozenset):
         return type(value), tuple(token_of(item, depth + 1) for item in value)
-    inner = vars(value) if hasattr(value, "__dict__") and not isinstance(value, Optimizer) else {}
-    return _Identity(value), tuple((key, token_of(item, depth + 1)) for key, item in inner.items())
+    if isinstance(value, _OTHERS) or depth >= _OBJECTS:
+        return _Identity(value)
+    inner = getattr(value, "__dict__", {})
+    return _Identity(value), tuple((key, token_of(item, _OBJECTS + depth + 1)) for key, item in inner.items())

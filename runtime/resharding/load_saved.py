@@ -159,7 +159,7 @@ class _Loader:
                 self._saved.fill(name, list(placement.boxes(value)))
             else:
                 value = self._whole(name, placement)
-            flat[key] = value if key == "step" else value.to(kept.handle.device)
+            flat[key] = value.to(kept.step_device if key == "step" else kept.handle.device)
         kept.state.update(kept_of(flat, kept.handle.device))
 
     def _text(self, name: str, placement: Placement) -> Tensor:

@@ -225,12 +225,12 @@ class RankModel:
             for module in trained:
                 module.training = True
 
-    @property
+    @cached_property
     def needs_inputs(self) -> bool:
         """Whether this rank holds a first stage, and so has to be given inputs."""
         return any(route.stages[0] in self.stages for route in self.plan.routes)
 
-    @property
+    @cached_property
     def needs_targets(self) -> bool:
         """Whether this rank holds a last stage, or another that takes targets, and so has to be given them."""
         lasts = {route.stages[-1] for route in self.plan.routes}
@@ -249,12 +249,12 @@ class RankModel:
         meet = self._groups.experts.size > 1 or self.synced is not None
         return meet or any(is_sharded(stage) for stage in self.stages.values())
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """How many replicas divide the batch (dp x ep)."""
         return self.plan.mesh.axis_size("dp") * self.plan.mesh.axis_size("ep")
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """Which of them this rank belongs to."""
         return self._replica_of(self._transport.rank)

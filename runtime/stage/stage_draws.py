@@ -85,12 +85,14 @@ class StageDraws:
     def keyed(self, run: Run, compiled: Run | None) -> Run:
         """Return what runs some of the blocks by the unit of their extras; compiled, where they draw nothing."""
 
-        fast = run if compiled is None or self._beside is not None else compiled
+        fast, beside = run if compiled is None or self._beside is not None else compiled, self._beside
         self._is_compiled = self._is_compiled or compiled is not None
 
         def keyed(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
             unit: Unit | None = extras.get(UNIT)
-            with self._beside or _NOTHING:
+            if unit is None and beside is None:
+                return fast(given, extras)
+            with beside or _NOTHING:
                 if unit is None:
                     return fast(given, extras)
                 self._settle(unit)
@@ -103,10 +105,10 @@ class StageDraws:
 
         return keyed
 
-    def again(self, unit: Unit | None) -> AbstractContextManager[object]:
-        """Return a context for the backward of a unit, which may run parts of the forward again."""
+    def again(self, unit: Unit | None) -> AbstractContextManager[object] | None:
+        """Return the context, if any, for the backward of a unit, which may run parts of the forward again."""
         if unit is None:
-            return self._beside or _NOTHING
+            return self._beside
         if self._beside is None and self._mode is None:
             return self._masks.again(unit)
         return self._again_in_modes(unit)

@@ -34,6 +34,9 @@ from .passengers import Room, room_for
 Wait = Callable[[Iterable[Work]], None]
 """Waits for what comes from other ranks."""
 
+IN_CACHE = 2**16
+"""How many numbers a core's cache surely holds."""
+
 NO_GRADIENT = -0.0
 """What stands where no gradient came: it adds nothing, and stays so in sums, but a gradient of zeros makes it +0.0."""
 
@@ -54,10 +57,14 @@ class GradBucket:
         shard: what this rank keeps of their sum over the replicas: here all of it, in the same memory.
         views: the gradient of each parameter, in the flat buffer.
         comes_summed: whether PyTorch reduces these gradients itself.
-        blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing.
+        begins_at_zero: whether a step begins with zeros, which backwards add to; else the first gradient is copied, so
+            that a large bucket is not read and written once more.
+        blank: parameters to whose gradient nothing was added yet in this step: what their views hold means nothing,
+            unless it begins at zero; there it is not noted, but seen when the gradients are read all together.
         missing: parameters whose gradient the last backward has yet to bring.
         notes_arrivals: whether it is noted which gradients are complete: in a stage's last backward.
         ready: whether the bucket may be launched.
+        may_lack: whether some parameter's gradient in the shard may be one that never came, in this step.
         reshards: whether full gradients are resident only from a backward to their reduction.
         firsts: where in the shard what it has of each parameter begins, of those that it has something of.
     """
@@ -88,17 +95,22 @@ class GradBucket:
         self.blank: set[Tensor] = set(parameters)
         self.missing: set[Tensor] = set(parameters)
         self.ready = self.notes_arrivals = False
+        self.may_lack = self.reshards
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._versions: list[int] | None = None
         self._room_size = room_for(dtype) if has_room else 0
         self._lay_out(local, dtype, masters)
-        self.attach()
+        can_all = all(can_be_grad(view, p) for view, p in zip(self.views, parameters, strict=True))
+        self.begins_at_zero = can_all and not self.reshards and self.flat.numel() <= IN_CACHE
+        for parameter in parameters:
+            parameter.grad = None
 
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         layout, device = FlatLayout.packed(local), local[0].device
         self._sent = torch.empty(layout.size + self._room_size, dtype=dtype, device=device)
         self.flat = self.shard = self._sent[: layout.size]
         self.room = Room(self._sent[layout.size :]) if self._room_size else None
-        self.views = layout.views(self.flat)
+        self.views = with_versions(layout.views(self.flat))
         starts = zip(layout.starts, self.views, strict=True)
         self.firsts = torch.tensor([start for start, view in starts if view.numel()], dtype=torch.int64, device=device)
         masters_of = [masters.of(parameter) for parameter in self.parameters]
@@ -107,13 +119,20 @@ class GradBucket:
         ]
 
     def attach(self) -> None:
-        """See to it that the first backward brings new gradients, whatever was done to parameters between steps."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        """See to it that the first backward brings what belongs here, whatever was done to parameters between steps."""
+        if not self.begins_at_zero:
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        if self._versions is None:
+            self.flat.zero_()
+            self._versions = [view._version for view in self.views]
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
 
     def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, which is this view; the first of a step is only copied."""
-        if parameter not in self.blank:
+        """Add to the gradient of a parameter, which is this view; the first of a step may only be copied."""
+        if self.begins_at_zero or parameter not in self.blank:
             view.add_(gradient)
             return
         self.blank.discard(parameter)
@@ -124,11 +143,14 @@ class GradBucket:
 
     def fill(self) -> None:
         """Let the gradients that no backward brought add nothing, before they are read all together."""
-        if self.blank:
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                if parameter in self.blank:
-                    view.fill_(NO_GRADIENT)
-            self.blank.clear()
+        if not self.blank:
+            return
+        for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            came = self._versions is not None and view._version != self._versions[number]
+            if parameter in self.blank and not came:
+                view.fill_(NO_GRADIENT)
+                self.may_lack = True
+        self.blank.clear()
 
     def hand_over(self) -> None:
         """Let the gradient of everything that the optimizer works on be what has been added up for it."""
@@ -153,6 +175,7 @@ class GradBucket:
     def clear(self, *, afresh: bool = False) -> None:
         """Begin again with nothing; `afresh` also where nothing is ever added, as sums may be not-a-number there."""
         self.blank, self.missing, self.ready = set(self.parameters), set(self.parameters), False
+        self.may_lack, self._versions = self.reshards, None
 
     def held(self) -> list[Tensor | None]:
         """Return the gradient of each parameter, as far as the shard has it; None where it has nothing of it."""
@@ -168,6 +191,11 @@ def is_untouched(gradient: Tensor) -> Tensor:
     """Return where no gradient has come; of a complex number the real part tells."""
     part = gradient.real if gradient.is_complex() else gradient
     return (part == 0).logical_and_(part.signbit())
+
+
+def with_versions(views: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same memory in tensors of which each has a version of its own: it says whether something was added."""
+    return [view.data for view in views]
 
 
 def can_be_grad(view: Tensor, parameter: Tensor) -> bool:

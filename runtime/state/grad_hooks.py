@@ -1,7 +1,7 @@
 """How gradients get from backwards into their buckets, and how a bucket is known to be full.
 
     first backward ──▶ parameter.grad, new      a hook moves it into its view in the bucket, which becomes .grad
-    next ones      ──▶ parameter.grad, a view   autograd adds in place
+    next ones      ──▶ parameter.grad, a view   autograd adds in place; in small buckets, which begin at zero, at once
                    ──▶ of another type, or a DTensor: it never becomes the view, and the hook adds it
     weight half of a split backward ──▶ `drain`                         adds to the view
 

@@ -8,8 +8,8 @@ Where replicas hold shards, the sum runs over all ranks; else over one replica o
 
 A parameter that no microbatch on any rank has used has no gradient, and is not stepped, as in one process. What no
 backward brought is -0.0, which adds nothing and which a gradient of zeros makes +0.0: so sums say by themselves whether
-one has come. The first number of each parameter is looked at, beside the norm; only where it is -0.0 on some rank are
-all of them.
+one has come. Where backwards of this rank did not bring all that is in a bucket, the first number of each parameter is
+looked at, beside the norm; only where it is -0.0 on some rank are all of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from torch import Tensor, nn
 from ..comm import ReduceOp, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
-from .grad_buckets import GradBucket, GradBuckets, as_real, is_untouched
+from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
 from .master_weights import Masters
 
 CLIP_EPSILON = 1e-6
 """What is added to the norm where it is divided by, as torch does."""
-
-IN_CACHE = 2**16
-"""How many numbers a core's cache surely holds."""
 
 
 class GradNorm:
@@ -79,7 +76,7 @@ class GradNorm:
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        figures = torch.stack([square, *(number.to(square.device) for number in beside)])
+        figures = torch.stack([square, *(n if n.device == square.device else n.to(square.device) for n in beside)])
         if row is not None:
             figures = torch.cat([figures, row])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
@@ -87,12 +84,11 @@ class GradNorm:
     def _divide(self, buckets: Sequence[tuple[GradBucket, list[Tensor]]], weight: Tensor) -> Tensor:
         """Divide buckets, and return the sum of the squares of what is counted of them: 0-dimensional, float64."""
         norms = [norm for bucket, counted in buckets for norm in _divide(bucket.shard, weight, counted)]
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
         if len(norms) == 1:
-            square = norms[0].to(torch.float64).square()
-        elif norms:
-            square = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-        return square
+            return norms[0].to(torch.float64).square()
+        if norms:
+            return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def clip(self, norm: Tensor, threshold: float) -> None:
         """Scale every gradient so that the global norm, which is `norm`, comes under the threshold."""
@@ -108,7 +104,8 @@ def _divide(sums: Tensor, weight: Tensor, counted: Sequence[Tensor]) -> list[Ten
     """
     whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
     if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
-        return [torch.linalg.vector_norm(some.div_(weight)) for some in whole.split(IN_CACHE)]
+        cuts = whole.split(IN_CACHE) if len(whole) > IN_CACHE else (whole,)
+        return [torch.linalg.vector_norm(some.div_(weight)) for some in cuts]
     whole.div_(weight)
     return [torch.linalg.vector_norm(tensor) for tensor in counted]
 
@@ -129,7 +126,8 @@ class AbsentGradients:
 
     def suspects(self) -> Tensor:
         """Return how many parameters look as if no gradient had come: 0-dimensional, float64."""
-        firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in self._buckets if len(bucket.firsts)]
+        lacking = (bucket for bucket in self._buckets if bucket.may_lack and len(bucket.firsts))
+        firsts = [bucket.shard.index_select(0, bucket.firsts) for bucket in lacking]
         self._found.clear()
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
 

@@ -72,13 +72,13 @@ class Masters:
         """The bytes of all masters that are not themselves weights."""
         return sum(master.nbytes for _, high in self._pairs.values() for master in high)
 
-    @torch.no_grad()
     def publish(self, stages: Sequence[int]) -> None:
         """Round the masters of these stages into the weights that blocks compute with."""
         for stage in stages:
             low, high = self._pairs[stage]
             if low:
-                torch._foreach_copy_(low, high)
+                with torch.no_grad():
+                    torch._foreach_copy_(low, high)
         self._note_versions()
 
 

@@ -24,8 +24,7 @@ from quintsched.errors import MisfitError
 
 from ..blocks.dtensor import full_of, local_of
 from ..blocks.module_state import BESIDE as MODULES
-from ..blocks.module_state import load_beside as load_module_beside
-from ..blocks.module_state import pack_beside, saved_tensors
+from ..blocks.module_state import load_beside, pack_beside, saved_tensors
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import gather_texts
@@ -59,13 +58,13 @@ def of_model(name: str) -> str:
 
 def _optimizer_state(
     stages: Stages, steppers: Steppers, masters: Masters
-) -> Iterator[tuple[str, Tensor, dict[str, object]]]:
+) -> Iterator[tuple[str, nn.Parameter, Stepper, dict[str, object]]]:
     for step, stepper in steppers.items():
         for stage in step:
             for name, parameter in stages[stage].named_weights().items():
                 master = masters.of(parameter)
                 if master is not None:
-                    yield name, master, stepper.state_of(master)
+                    yield name, master, stepper, stepper.state_of(master)
 
 
 def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, Tensor]:
@@ -74,7 +73,7 @@ def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, 
     Raises `UsageError` for state of an optimizer that no file of tensors can hold.
     """
     state = {f"model.{name}": tensor.detach() for name, tensor in _weights(stages, masters).items()}
-    for name, _, kept in _optimizer_state(stages, steppers, masters):
+    for name, _, _, kept in _optimizer_state(stages, steppers, masters):
         state |= {f"optimizer.{name}.{key}": value.detach() for key, value in flat_of(kept, name).items()}
     return _apart({**state, **read_beside(stages, steppers, masters)})
 
@@ -121,10 +120,14 @@ def _mark(step: tuple[int, ...]) -> str:
     return f"{MARK}{'+'.join(map(str, step))}."
 
 
-def load_beside(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
-    """Take over what `read_beside` gave, when weights and their optimizer state are there."""
+def load_modules_beside(stages: Stages, state: Mapping[str, Tensor]) -> None:
+    """Take over what modules give beside tensors, which may write to these: weights are loaded after it."""
     for stage in stages.values():
-        load_module_beside(stage, of_model, state)
+        load_beside(stage, of_model, state)
+
+
+def load_optimizers_beside(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
+    """Take over what optimizers keep beside, when the parameters' own states are there."""
     named = named_masters(stages, masters)
     for step, stepper in steppers.items():
         stepper.load_beside(_of_step(state, step), named)
@@ -192,7 +195,7 @@ def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state
         found = state[f"model.{name}"]
         if found.shape != weight.shape or found.dtype != weight.dtype:
             raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
-    kept = {f"optimizer.{name}" for name, _, _ in _optimizer_state(stages, steppers, masters)}
+    kept = {f"optimizer.{name}" for name, *_ in _optimizer_state(stages, steppers, masters)}
     for name in state:
         parts = name.split(".") if name.startswith("optimizer.") else []
         if parts and not any(".".join(parts[:end]) in kept for end in range(2, len(parts))):
@@ -207,21 +210,17 @@ def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state
 def load_state(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
     """Take over a state in place; raises `MisfitError` as `require_loadable` does, before anything is changed."""
     require_loadable(stages, steppers, masters, state)
+    load_modules_beside(stages, state)
     for name, weight in _weights(stages, masters).items():
         weight.detach().copy_(state[f"model.{name}"])
     masters.publish(list(stages))
-    for name, parameter, kept in _optimizer_state(stages, steppers, masters):
+    for name, master, stepper, kept in _optimizer_state(stages, steppers, masters):
         prefix = f"optimizer.{name}."
         brought = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
         kept.clear()
-        flat = {key: tensor.to(_home(key, tensor, parameter), copy=True) for key, tensor in brought.items()}
-        kept.update(kept_of(flat, parameter.device))
-    load_beside(stages, steppers, masters, state)
-
-
-def _home(key: str, tensor: Tensor, parameter: Tensor) -> torch.device:
-    """Return where an optimizer keeps what a file brought: beside the parameter, but the step count where it was."""
-    return tensor.device if key == "step" else parameter.device
+        flat = {key: tensor.to(stepper.home_of(master, key), copy=True) for key, tensor in brought.items()}
+        kept.update(kept_of(flat, master.device))
+    load_optimizers_beside(stages, steppers, masters, state)
 
 
 def full_weights(stages: Stages, group: Group) -> dict[str, Tensor]:

@@ -33,7 +33,8 @@ from .master_weights import Masters, is_low
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import (
     full_weights,
-    load_beside,
+    load_modules_beside,
+    load_optimizers_beside,
     load_state,
     read_beside,
     require_beside,
@@ -67,11 +68,13 @@ class KeptState(NamedTuple):
     """What an optimizer keeps for a parameter.
 
     `handle` is what this rank steps of it, None: nothing; `is_shard` says that what has its shape is cut as it is.
+    `step_device` is where counts of steps belong.
     """
 
     handle: nn.Parameter | None
     state: dict[str, Any]
     is_shard: bool
+    step_device: torch.device = torch.device("cpu")
 
 
 class TrainingState:
@@ -225,7 +228,8 @@ class TrainingState:
         stepper = next((stepper for stages, stepper in self.steppers.items() if stage in stages), None)
         if master is None or stepper is None:
             return KeptState(master, {}, is_shard=True)
-        return KeptState(master, stepper.state_of(master), is_shard=not stepper.gathers(master))
+        home = stepper.home_of(master, "step")
+        return KeptState(master, stepper.state_of(master), is_shard=not stepper.gathers(master), step_device=home)
 
     def replicas_of(self, parameter: nn.Parameter) -> Group:
         """Return the ranks over which the gradient of a parameter is summed."""
@@ -282,6 +286,7 @@ class TrainingState:
         require_beside(self._stages, self.steppers, names)
 
     def load_beside(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `read_beside` gave; raises `MisfitError` as `require_beside` does."""
+        """Take over what `read_beside` gave, in `writing`; raises `MisfitError` as `require_beside` does."""
         self.require_beside(state)
-        load_beside(self._stages, self.steppers, self.masters, state)
+        load_modules_beside(self._stages, state)
+        load_optimizers_beside(self._stages, self.steppers, self.masters, state)

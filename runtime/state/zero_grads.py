@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Work
-from .grad_buckets import NO_GRADIENT, GradBucket
+from .grad_buckets import NO_GRADIENT, GradBucket, with_versions
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .zero_params import WeightBucket
@@ -42,7 +42,7 @@ class ShardedGradBucket(GradBucket):
     def _lay_out(self, local: list[Tensor], dtype: torch.dtype, masters: Masters) -> None:
         device = local[0].device
         self.flat = self._layout.empty(dtype, device)
-        self.views = self._layout.views(self.flat)
+        self.views = with_versions(self._layout.views(self.flat))
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
         places = [segment.at for segment in self._layout.segments() if segment is not None]

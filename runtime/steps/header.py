@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
 
@@ -22,6 +23,9 @@ from ..comm import Group, Work
 
 MOST_TEXTS = 1024
 """So many texts are remembered; all ranks forget the oldest at the same time."""
+
+_ABOUT_TEXT = 3
+"""So many numbers say what else there is to hear: whether it is a refusal, which text, and how long one that is new."""
 
 _FINE, _MISFIT, _USAGE = range(3)
 _REFUSALS: dict[int, type[MisfitError | UsageError]] = {_MISFIT: MisfitError, _USAGE: UsageError}
@@ -34,6 +38,7 @@ class Announcer:
         self._group, self._width = group, width
         self._speaks = group.index == source
         self._source = source
+        self._heard = torch.zeros(_ABOUT_TEXT + width, dtype=torch.int64, device=group.device)
         self._texts: dict[str, int] = {}
         self._num_texts = 0
         self._under_way: list[Work] = []
@@ -61,9 +66,9 @@ class Announcer:
         if self._speaks:
             self._send(numbers, _FINE, text)
             return list(numbers), text
-        kind, number, length, *said = self._broadcast([0] * (3 + self._width))
+        kind, number, length, *said = self._hear(self._heard)
         if length:
-            text = bytes(self._broadcast([0] * length)).decode()
+            text = bytes(self._hear(self._heard.new_zeros(length))).decode()
         else:
             text = next(known for known, its in self._texts.items() if its == number)
         if kind != _FINE:
@@ -77,9 +82,9 @@ class Announcer:
         if self._group.size > 1:
             number = self._texts.get(text, -1) if kind == _FINE else -1
             coded = b"" if number >= 0 else text.encode()
-            self._broadcast([kind, number, len(coded), *numbers])
+            self._say([kind, number, len(coded), *numbers])
             if coded:
-                self._broadcast(list(coded))
+                self._say(list(coded))
         if kind == _FINE:
             self._remember(text)
 
@@ -91,13 +96,13 @@ class Announcer:
         self._texts[text] = self._num_texts
         self._num_texts += 1
 
-    def _broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Return what the source says, which itself goes on at once, and waits when it speaks again."""
+    def _say(self, numbers: Sequence[int]) -> None:
+        """Tell the others, and go on at once; the source waits when it speaks again."""
         sent = torch.tensor(numbers, dtype=torch.int64, device=self._group.device)
-        work = self._group.broadcast(sent, self._source)
-        if self._speaks:
-            self._under_way.append(work)
-            return list(numbers)
-        work.wait()
-        found: list[int] = sent.tolist()
+        self._under_way.append(self._group.broadcast(sent, self._source))
+
+    def _hear(self, memory: Tensor) -> list[int]:
+        """Return what the source says, for which there is memory."""
+        self._group.broadcast(memory, self._source).wait()
+        found: list[int] = memory.tolist()
         return found

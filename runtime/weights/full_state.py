@@ -133,10 +133,10 @@ class FullState:
                         held, found = average.of(name), self._find(state, f"ema.{number}.", name)
                         if held is not None and found is not None:
                             held.copy_(self._mine(parameter, found, held.dtype).view_as(held))
+            if strict:
+                self._load_beside(state, has_optimizers=has_optimizers)
         for number, average in enumerate(self._averages):
             average.updates = int(state.get(f"ema.{number}.updates", average.updates))
-        if strict:
-            self._load_beside(state, has_optimizers=has_optimizers)
 
     def _load_beside(self, state: Mapping[str, Tensor], *, has_optimizers: bool) -> None:
         """Take over what modules and optimizers keep beside; where the state has weights alone, theirs stays."""
@@ -178,7 +178,7 @@ class FullState:
             if is_cut and not is_text(key):
                 flat[key] = self._mine(parameter, found, found.dtype).view_as(kept.handle).clone()
             else:
-                flat[key] = found.to("cpu" if key == "step" else kept.handle.device, copy=True)
+                flat[key] = found.to(kept.step_device if key == "step" else kept.handle.device, copy=True)
         kept.state.update(kept_of(flat, kept.handle.device))
 
     def _mine(self, parameter: nn.Parameter, full: Tensor, dtype: torch.dtype) -> Tensor:

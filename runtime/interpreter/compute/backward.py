@@ -7,7 +7,7 @@ saved ──▶ autograd ──▶ ∂input ──▶ cells: the stage before
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -47,7 +47,7 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     backward, layout, stage = _backward(state, index, instruction), state.flows.plan.layout, instruction.stage
     comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
     last_backward = state.gradients.hooks.last_backward
-    run: Call = partial(backward, nullcontext())
+    run: Call = partial(backward, None)
     if state.flows.is_last_backward(instruction) and not comes_twice:
         run = lambda: backward(last_backward(stage))  # noqa: E731
     return _in_turn(unless_empty(state, instruction, run), _adding_partial_sums(state, instruction))
@@ -130,8 +130,11 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
 
 def _backward(
     state: ComputeState, index: int, instruction: ins.Compute
-) -> Callable[[AbstractContextManager[object]], None]:
-    """Return what runs autograd from what was saved; the gradient of the input is left for the stage before."""
+) -> Callable[[AbstractContextManager[object] | None], None]:
+    """Return what runs autograd from what was saved, in a context if it is given one.
+
+    The gradient of the input is left for the stage before.
+    """
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
     arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
@@ -144,14 +147,20 @@ def _backward(
     forget = _forget_past(state, instruction)
     clock, saved, again = state.clock, state.saved, forward.draws.again
 
-    def run(around: AbstractContextManager[object]) -> None:
+    def run(around: AbstractContextManager[object] | None) -> None:
         gradients = () if take is None else take()
         if arrive is not None:
             arrive()
         clock.start()
         given, start, _, unit = saved.pop(kept_as)
-        with around, again(unit):
-            run_backward(start.roots, [*[gradients[number] for number in start.numbers], *start.ones])
+        contexts = [context for context in (around, again(unit)) if context is not None]
+        if not contexts:
+            run_backward(start.roots, start.gradients(gradients))
+        else:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                run_backward(start.roots, start.gradients(gradients))
         if give is not None:
             give(tuple([_gradient_of(t, gradients) if place in wanted else None for place, t in enumerate(given)]))
         if forget is not None:

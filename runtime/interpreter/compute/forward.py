@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 Call = Callable[[], None]
 
-NOTHING = nullcontext()
+ONLY, NOWHERE = (0,), Start()
 
 
 def unless_empty(state: ComputeState, instruction: ins.Compute, call: Call) -> Call:
@@ -78,20 +77,26 @@ def _bind_training(
     place, neighbours = _place_of_loss(state, instruction), _neighbours(state, instruction)
     skips = _taken_skips(state, instruction)
 
+    def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Start, Tensor | None]:
+        outputs, auxiliary = forward(given, extras, reruns) if whole is None else whole(given, extras)
+        return finish(outputs), auxiliary
+
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
         clock.start()
         if take is not None:
-            given = tuple([leaf(tensor) for tensor in given])
+            given = tuple(map(leaf, given))
         reruns: list[Rerun] = []
-        versions, extras = skips.versions(given), extras_of(given)
+        versions, extras = skips and skips.versions(given), extras_of(given)
         activations = host.activations(stores.get(store)) if moves else None
-        # Blocks may keep what they are given: where leaves are to lose their memory, they are given views.
-        shown = given if activations is None else tuple([leaf.view_as(leaf) for leaf in given])
-        with NOTHING if activations is None else activations.saving():
-            outputs, auxiliary = whole(shown, extras) if whole else forward(shown, extras, reruns)
-            start = finish(outputs)
-        skips.require_unchanged(given, versions)
+        if activations is None:
+            start, auxiliary = compute(given, extras, reruns)
+        else:
+            with activations.saving():
+                # Blocks may keep what they are given: where leaves are to lose their memory, they are given views.
+                start, auxiliary = compute(tuple([leaf.view_as(leaf) for leaf in given]), extras, reruns)
+        if skips and versions:
+            skips.require_unchanged(given, versions)
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if auxiliary is not None:
@@ -157,9 +162,10 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     def run() -> None:
         given = current.batch.inputs[unit] if take is None else take()
         clock.start()
-        versions = skips.versions(given)
+        versions = skips and skips.versions(given)
         outputs, auxiliary = forward(given, extras_of(given), [])
-        skips.require_unchanged(given, versions)
+        if skips and versions:
+            skips.require_unchanged(given, versions)
         if auxiliary is not None:
             losses.append((place, auxiliary))
         if hands_on:
@@ -171,10 +177,12 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     return run
 
 
-def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips:
+def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None:
+    """Return the skips that a stage is given; None where it is given none."""
     arriving = state.forwards[instruction.stage].arriving
     parts = parts_of(state, state.flows.taken(instruction, Kind.SKIP), arriving)
-    return TakenSkips(instruction.stage, arriving, [place for _, places in parts for place in places])
+    found = [place for _, places in parts for place in places]
+    return TakenSkips(instruction.stage, arriving, found) if found else None
 
 
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
@@ -272,7 +280,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
         spec = agreed.output.tensors[0]
         if only_one and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)
-            return Start((edge_of(output),), (0,)) if output.requires_grad else Start()
+            return Start((edge_of(output),), ONLY) if output.requires_grad else NOWHERE
         check(outputs, agreed)
         give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
@@ -292,7 +300,7 @@ def _lose(state: ComputeState, unit: int, outputs: Outputs) -> Start:
         with torch.no_grad():
             for column, (name, metric) in zip(tally.metrics, state.metrics.items(), strict=True):
                 column.append((unit, called(f"metric {name!r}", metric, output, targets)))
-    return Start().with_loss(loss, state.scale.value)
+    return NOWHERE.with_loss(loss, state.scale.value)
 
 
 def _tell_without_graph(unit: int, output: Any) -> None:

@@ -55,6 +55,7 @@ class DataMarks:
         self._turns = -(-len(members) // _MOST_SLOTS)
         self._slots = -(-len(members) // self._turns)
         self._compares = max(map(len, self._members)) > 1
+        self._nothing = torch.zeros(self._slots * _WIDTH, dtype=torch.float64, device=device)
         self._marks: list[Mark | None] | None = None
         self._turn = 0
 
@@ -79,9 +80,11 @@ class DataMarks:
             return None
         self._turn = (self._turn + 1) % self._turns
         slot, turn = divmod(self._mine, self._turns)
+        if turn != self._turn or marks is None or all(mark is None for mark in marks):
+            return self._nothing
         row: list[Mark] = [0] * (self._slots * _WIDTH)
-        for kind, mark in enumerate(marks or ()):
-            if mark is not None and turn == self._turn:
+        for kind, mark in enumerate(marks):
+            if mark is not None:
                 at = slot * _WIDTH + 3 * kind
                 row[at : at + 3] = 1, mark, mark * mark
         on_host = [0 if isinstance(number, Tensor) else number for number in row]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ Sizes = tuple[int, ...]
 """How many samples each microbatch has."""
 
 
+@lru_cache
 def sizes_of(samples: int, count: int, planned: int) -> Sizes:
     """Return how samples are cut into `count` microbatches: as evenly as can be, larger ones first.
 
@@ -137,6 +139,8 @@ class BatchCutter:
             MisfitError: samples or sequence that cannot be cut.
         """
         spec, count = plan.schedule, microbatches or plan.schedule.microbatches
+        if not extras and not self._needs_inputs and not self._needs_targets:
+            return Batch((), (), [{}] * spec.num_units, count)
         needed = {
             **({"inputs": inputs} if self._needs_inputs else {}),
             **({"targets": targets} if self._needs_targets and (needs_loss or targets is not None) else {}),

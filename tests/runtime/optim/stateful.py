@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,20 @@ class Wrapping(Base):
 
 
 ODD = (InGroups, InAttributes, OfAll, Numbers, Mixed, History, Dotted, OneStep, ByParameter, Wrapping)
+
+
+class Beholder(InAttributes):
+    """Also knows a model and a logger, which change without it, and itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.model, self.log, self.me = nn.BatchNorm1d(2), logging.getLogger("beholder"), [self]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.model(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
+        self.log.isEnabledFor(self.count)
+        super().step()
 
 
 class Counter:

@@ -20,6 +20,7 @@ from quintsched.runtime.comm import Transport, run_local
 from .optimizers import Lookahead
 from .stateful import (
     ODD,
+    Beholder,
     ByParameter,
     Elsewhere,
     InAttributes,
@@ -51,7 +52,7 @@ TORCH: dict[str, Callable[..., Any]] = {
     "Adafactor": partial(optim.Adafactor, lr=0.01),
     "Lookahead": lambda ps: Lookahead(optim.Adam(ps, lr=0.01)),
 }
-KINDS = {**TORCH, **{kind.__name__: kind for kind in ODD}}
+KINDS = {**TORCH, **{kind.__name__: kind for kind in (*ODD, Beholder)}}
 
 
 def make(optimizer: Any, mesh: str = "dp=1", transport: Transport | None = None, zero: int = 0) -> Engine:

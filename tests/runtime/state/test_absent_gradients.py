@@ -14,6 +14,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.state import grad_buckets
 
 from ..toys import difference, share
 
@@ -36,8 +37,8 @@ class Choosing(nn.Module):
         return x + torch.tanh(branch(x)) + self.gate * 0 + (self.last * 0.0 if choose[0] < 0 else 0)
 
 
-def blocks() -> list[Callable[[], nn.Module]]:
-    return [Choosing, Choosing]
+def blocks(count: int = 2) -> list[Callable[[], nn.Module]]:
+    return [Choosing] * count
 
 
 def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -79,20 +80,53 @@ def alone(optimizer: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]
 )
-def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int) -> None:
+def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = qs.Mesh.parse(mesh).size
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+    expected = alone(optimizer)
+    trained = train(plan, OPTIMIZERS[optimizer], ranks)
+    for weights in trained:
+        for name, weight in weights.items():
+            assert difference(weight, expected[name]) <= 1e-12, name
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)  # the first gradient of a step is copied
+    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer], ranks))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_copy(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=2, chunks=2 if schedule[0] == "i" else 1)
+    trained = [train(plan, OPTIMIZERS["adamw"], 4, parts=parts) for parts in (1, 2)]
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)
+    for parts, weights in zip((1, 2), trained, strict=True):
+        require_same_bits(weights, train(plan, OPTIMIZERS["adamw"], 4, parts=parts))
+
+
+def train(plan: qs.Plan, optimizer: Any, ranks: int, *, parts: int = 1) -> list[dict[str, Tensor]]:
+    """Return all ranks' weights; gradients are accumulated over some parts of every batch."""
 
     def run(transport: Transport) -> dict[str, Tensor]:
         engine = Engine(
-            plan, blocks(), loss, OPTIMIZERS[optimizer], dtype=torch.float64, transport=transport, bucket_mb=0.0005
+            plan,
+            blocks(max(2, len(plan.stage_to_pp))),
+            loss,
+            optimizer,
+            dtype=torch.float64,
+            transport=transport,
+            bucket_mb=0.0005,
         )
         for inputs, targets, choose in batches():
             mine = choose.chunk(engine.num_replicas)[engine.replica]
-            engine.step(*share(engine, inputs, targets), choose=mine)
+            x, y = share(engine, inputs, targets)
+            for part in range(parts):
+                given = [None if t is None else t.chunk(parts)[part] for t in (x, y)]
+                engine.step(*given, choose=mine.chunk(parts)[part], last=part == parts - 1)
         return engine.full_weights()
 
-    expected = alone(optimizer)
-    for weights in run_local(ranks, run, timeout_s=60):
-        for name, weight in weights.items():
-            assert difference(weight, expected[name]) <= 1e-12, name
+    return run_local(ranks, run, timeout_s=60)
+
+
+def require_same_bits(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> None:
+    for mine, other in zip(some, others, strict=True):
+        assert all(torch.equal(weight, other[name]) for name, weight in mine.items())

@@ -13,6 +13,7 @@ import quintsched as qs
 from quintsched.runtime.comm import DoneWork, Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.stage.build import Stage
+from quintsched.runtime.state import grad_buckets
 from quintsched.runtime.state.grad_buckets import GradBucket, PlanBucket, cut_buckets
 from quintsched.runtime.state.master_weights import Masters
 from quintsched.runtime.state.passengers import ROOM, Room, room_for
@@ -30,20 +31,35 @@ def test_buckets_hold_every_parameter_once_last_first(bucket_bytes: int, buckets
     assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
 
 
-def test_the_first_gradient_of_a_step_is_copied_later_ones_are_added_and_what_none_comes_for_is_zero() -> None:
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_step_begins_with_nothing_and_what_no_gradient_comes_for_is_zero(
+    is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 8 if is_small else 7)
     layer = nn.Linear(3, 2)
     bucket = GradBucket(PlanBucket(0, 0), list(layer.parameters()), Masters({}))
+    assert bucket.begins_at_zero is is_small
     bucket.flat.fill_(torch.nan)
+    bucket.attach()
     weight, view = layer.weight, bucket.views[0]
+    assert weight.grad is (view if is_small else None)
     bucket.add(weight, view, torch.ones(2, 3))
     bucket.add(weight, view, torch.ones(2, 3))
     bucket.hand_over()
     assert bucket.flat.tolist() == [2.0] * 6 + [0.0] * 2
     assert layer.weight.grad is view
     assert layer.bias.grad is bucket.views[1]
+    assert bucket.views[1].signbit().all()
+    assert bucket.may_lack
     bucket.clear()
+    bucket.attach()
     bucket.add(weight, view, torch.ones(2, 3).to_sparse())
+    bucket.attach()  # as a further batch does whose gradients are added to these
+    bucket.add(layer.bias, bucket.views[1], torch.full((2,), -0.0))
+    bucket.fill()
     assert view.tolist() == [[1.0] * 3] * 2
+    assert not bucket.views[1].signbit().any()
+    assert not bucket.may_lack
 
 
 def test_mixed_types_and_buckets_are_cut_apart() -> None:

@@ -81,11 +81,11 @@ class Tied(Plain):
         return self.mix(x) + self.other(x) @ self.across + self.ones
 
 
-def make(kind: Any, mesh: str = "dp=1", transport: Transport | None = None) -> Engine:
+def make(kind: Any, mesh: str = "dp=1", transport: Transport | None = None, **more: Any) -> Engine:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
     blocks = [partial(nested, kind), partial(nn.Linear, 6, 6)]
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    return Engine(plan, blocks, nn.MSELoss(), optimizer, transport=transport)
+    return Engine(plan, blocks, nn.MSELoss(), optimizer, transport=transport, **more)
 
 
 def train(engine: Engine, steps: range) -> None:
@@ -120,6 +120,21 @@ def test_a_resumed_run_is_the_unbroken_one(kind: Any, tmp_path: Path) -> None:
         load(again)
         train(again, range(2, 4))
         require_same(again, engine)
+
+
+@pytest.mark.parametrize("kind", [Extra, Own])
+def test_masters_are_those_of_the_state_whatever_modules_load(kind: Any) -> None:
+    engine, again = (make(kind, dtype=torch.bfloat16) for _ in range(2))
+    train(engine, range(2))
+    again.load_state_dict(engine.state_dict())
+    require_same(again, engine)
+    train(engine, range(2, 4))
+    train(again, range(2, 4))
+    require_same(again, engine)
+    again.load_full_state_dict(engine.full_state_dict())
+    train(engine, range(2))
+    train(again, range(2))
+    require_same(again, engine)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2", "tp=2"])

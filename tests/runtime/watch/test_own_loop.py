@@ -32,10 +32,16 @@ class Faulty(nn.Module):
         if Faulty.is_due:
             Faulty.is_due = False
             Path("began").write_text(str(time.time()))
-            if self.fault == "sleep":
-                time.sleep(1000)
+            if self.fault in ("sleep", "alarm"):
+                time.sleep(1000 if self.fault == "sleep" else 1.5)
+                return x
             os.kill(os.getpid(), getattr(signal, self.fault))
         return x
+
+
+def out_of_time(number: int, frame: object) -> None:
+    """Handle a signal."""
+    raise TimeoutError("my own limit")
 
 
 def loop(folder: Path, fault: str, culprit: int) -> None:
@@ -48,7 +54,11 @@ def loop(folder: Path, fault: str, culprit: int) -> None:
     engine = Engine(plan, blocks, nn.MSELoss(), lambda given: torch.optim.SGD(given, lr=0.1), stall_after=3)
     data = torch.randn(4, 8)
     for step in range(1, 100):
-        Faulty.is_due = step == 5 and rank == culprit
+        slow = (culprit + 1) % 3 if fault == "alarm" else culprit
+        Faulty.is_due = step == 5 and rank == slow
+        if step == 5 and fault == "alarm" and rank == culprit:  # which comes in its wait for the slow one
+            signal.signal(signal.SIGALRM, out_of_time)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
         if step == 5 and fault == "SIGKILL":  # which torchrun answers with this
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         try:
@@ -57,6 +67,9 @@ def loop(folder: Path, fault: str, culprit: int) -> None:
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
             os._exit(error.exit_code)
+        except TimeoutError as error:
+            engine.transport.abort(error)  # a process that multiprocessing starts tells nobody by itself
+            raise
 
 
 @pytest.mark.processes
@@ -95,3 +108,13 @@ def sleep_and_end(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_sigterm_from_outside_ends_a_rank_all_the_same(tmp_path: Path) -> None:
     assert run_ranks(sleep_and_end, 2, tmp_path) == [128 + signal.SIGTERM] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_time_limit_that_passes_in_a_wait_is_the_ranks_own(tmp_path: Path) -> None:
+    codes = run_ranks(loop, 3, tmp_path, "alarm", 1)
+    assert codes == [4, 1, 4]
+    report = StallReport.load(tmp_path / "stall.json")
+    assert report.ranks == (1,)
+    assert "raised TimeoutError: my own limit" in report.words().splitlines()[0]
