@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.runtime.launch.elastic import Worlds
 from quintsched.runtime.launch.local import start_ranks
 from quintsched.runtime.launch.stop_request import StopRequest
 
@@ -64,9 +65,11 @@ elif what != "fails":
 LAUNCHER = """
 import sys
 from quintsched.runtime.launch import local
+from quintsched.runtime.launch.elastic import Worlds
 
 local._serve = lambda listener: listener  # these ranks have no use for a store
-sys.exit(local.start_ranks({}))
+ranks, *rest = [{}]
+sys.exit(local.start_ranks(Worlds(ranks), *rest))
 """
 
 
@@ -111,7 +114,7 @@ def launcher(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:
-    assert start_ranks([3], module, [str(tmp_path), "env"]) == 0
+    assert start_ranks(Worlds([3]), module, [str(tmp_path), "env"]) == 0
     for rank in range(3):
         env = json.loads((tmp_path / f"rank-{rank}-0").read_text())["env"]
         assert int(env.pop("MASTER_PORT")) > 0
@@ -139,7 +142,7 @@ def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(
     module: str, tmp_path: Path, fault: tuple[str, ...], code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    assert start_ranks([3], module, [str(tmp_path), *fault]) == code
+    assert start_ranks(Worlds([3]), module, [str(tmp_path), *fault]) == code
     assert time.monotonic() - began < 10
     assert capfd.readouterr().err == said
     left = [json.loads(file.read_text())["pid"] for file in tmp_path.glob("rank-*")]
@@ -205,7 +208,7 @@ def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path, 
 def test_a_run_that_failed_is_started_again(
     module: str, tmp_path: Path, fails: int, with_code: int, restarts: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = start_ranks([2], module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
+    found = start_ranks(Worlds([2]), module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
     assert found == code
     times = min(fails, restarts) if with_code not in (2, 3) else 0
     said = [
