@@ -2,7 +2,7 @@
 
     SIGTERM, SIGUSR1, SIGHUP, Ctrl-C ──▶ StopRequest.asked ──rides along with the step's figures──▶ all ranks know,
                                                                                                     after the same step
-    Ctrl-C again                     ──▶ StopNow; torchrun then sends SIGTERM
+    Ctrl-C again                     ──▶ StopNow; torchrun makes it a SIGTERM
 
 A signal may come before a rank can take it. So the launcher starts ranks with these signals held back, and a rank lets
 them through once it has handlers.
@@ -25,11 +25,15 @@ class StopNow(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether this process was asked to stop after the step in progress."""
+    """Whether this process was asked to stop after the step in progress.
 
-    def __init__(self) -> None:
+    Args:
+        under_torchrun: whether a SIGTERM that follows Ctrl-C means Ctrl-C for the second time.
+    """
+
+    def __init__(self, *, under_torchrun: bool = False) -> None:
         self.asked = False
-        self._by_interrupt = False
+        self._under_torchrun, self._by_interrupt = under_torchrun, False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -50,7 +54,8 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if (number == signal.SIGINT and self.asked) or (number == signal.SIGTERM and self._by_interrupt):
+        again = number == signal.SIGTERM and self._by_interrupt and self._under_torchrun
+        if again or (number == signal.SIGINT and self.asked):
             raise StopNow
         self._by_interrupt = number == signal.SIGINT
         self.asked = True

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())
-    stop = StopRequest()
+    stop = StopRequest(under_torchrun="ROLE_RANK" in os.environ)  # which this launcher never says
     with stop.listening():
         end = _run(arguments, stop)
     return end()

@@ -16,7 +16,7 @@ import pytest
 
 from quintsched.runtime.launch.elastic import Worlds
 from quintsched.runtime.launch.local import start_ranks
-from quintsched.runtime.launch.stop_request import StopRequest
+from quintsched.runtime.launch.stop_request import StopNow, StopRequest
 
 pytestmark = pytest.mark.processes
 
@@ -228,3 +228,17 @@ def test_a_second_interrupt_is_an_interrupt() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_under_torchrun_a_second_interrupt_comes_as_sigterm() -> None:
+    stop = StopRequest(under_torchrun=True)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked
+    stop = StopRequest(under_torchrun=True)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(StopNow):
+            os.kill(os.getpid(), signal.SIGTERM)
