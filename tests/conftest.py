@@ -7,6 +7,7 @@ test leaves out is taken by others.
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from zlib import crc32
 
@@ -16,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("quick", max_examples=32, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -135,9 +135,13 @@ def _awaited(place: Place, name: str) -> str:
     return f"for {name} in {instruction}"
 
 
+NOBODY = "nobody can be told from the others"
+"""How a verdict begins that names nobody."""
+
+
 def unknown(states: Sequence[RankState]) -> str:
     """Say that nobody can be named, and what is known of all; of those first whose processes failed."""
-    lines = [f"nobody can be told from the others{_lost_hosts(states)}; the ranks were last heard of here:"]
+    lines = [f"{NOBODY}{_lost_hosts(states)}; the ranks were last heard of here:"]
     for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
         step = "" if state.step is None else f" in step {state.step}"
         ended = "" if state.fate is None else f" {ending(state.fate).rstrip(',')}"

@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 
 from quintsched.errors import StallError
 from quintsched.stalls.own_errors import came_from_handler
+from quintsched.stalls.words import NOBODY
 
 from ..watch.publisher import Publisher
 
@@ -44,7 +45,8 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
     verdict = publisher.explain(said) if publisher else None
     if verdict is None or not verdict.message:
         raise StallError(said) from error
-    stall = StallError(verdict.message)
+    named_nobody = verdict.message.startswith(NOBODY)
+    stall = StallError(f"{verdict.message}\n{said}" if named_nobody else verdict.message)
     stall.was_told = verdict.was_told
     raise stall from error
 

@@ -124,7 +124,7 @@ def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert all(t["after_s"] < 20 and t["close_s"] < 5 and t["cause"] == "RuntimeError" for t in told)
     assert {t["error"] for t in told} & {  # as far as the system still knew what became of it
-        f"rank 3 (host {socket.gethostname()}) {ended} in set-up" for ended in ("ended with exit code 9", "is gone")
+        f"rank 3 (host {socket.gethostname()}) {ended} setting up" for ended in ("ended with exit code 9", "is gone")
     }
     assert len({t["error"] for t in told}) == 1
 
@@ -193,7 +193,7 @@ def test_gloo_by_the_rules_of_nccl_until_it_stalls(tmp_path: Path) -> None:
     assert all(t["after_s"] < 10 and t["close_s"] < 5 and t["threads"] == 1 for t in told)
     assert max(t["after_s"] for t in told) >= 3
     for rank in range(2):
-        assert told[rank]["error"].startswith(f"rank {rank} sending to rank {1 - rank}: float32 (2,), tag 0: ")
+        assert f"rank {rank} sending to rank {1 - rank}: float32 (2,), tag 0: " in told[rank]["error"]
 
 
 def test_a_backend_is_held_to_rules_that_it_can_follow() -> None:

@@ -141,7 +141,8 @@ def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     path.write_text("parallel: auto\nruntime: {transport: local}\n")
     told = ["--config", str(path), "--set", "parallel.auto.hardware=l4"]
     known = Namespace(nproc=4, nnodes=1, min_dp=None)
-    assert _worlds(parse(told), known) == ([4], True, ["--set", "parallel.auto.world=4"])
+    worlds, is_chosen, settings = _worlds(parse(told), known)
+    assert (worlds.size, is_chosen, settings) == (4, True, ["--set", "parallel.auto.world=4"])
     assert load_job(path, ["parallel.auto.world=4"]).parallel.auto.world == 4
     assert load_job(path, ["parallel=auto", "parallel.auto.world=2"]).parallel.auto.world == 2
 
