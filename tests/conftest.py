@@ -18,8 +18,9 @@ settings.register_profile("quick", max_examples=32, deadline=None, derandomize=T
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as in the background of a script, or behind nohup
+        signal.signal(number, usual)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -189,6 +189,7 @@ def require_resumable(make: Callable[[], Any], batches: int | None, every: int =
         assert is_alike(Generators().states(), reached)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader_without_state_goes_on_behind_any_batch(kind: str) -> None:
     require_resumable(*LOADERS[kind])

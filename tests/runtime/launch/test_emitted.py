@@ -35,7 +35,7 @@ def losses(folder: Path, *files: str, **settings: Any) -> list[float]:
     return [step["loss"] for line in log.read_text().splitlines() if "loss" in (step := json.loads(line))]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_emitted_job_learns_what_one_process_learns(name: str, tmp_path: Path) -> None:
     model, given = CASES[name]
