@@ -183,10 +183,9 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         functions = {"loss_fn": given_loss, **metrics} if self.needs_targets else None
         agree_on_functions(functions, builds.settings, self._groups.world)
         self._loss_fn, self._clip = loss_fn, clip
-        bind = self._model.tensor.bind
         run_options = RunOptions(
-            loss_fn=bind(loss_fn),
-            metrics={name: bind(metric) for name, metric in metrics.items()},
+            loss_fn=self._model.tensor.bind(loss_fn),
+            metrics={name: self._model.tensor.bind(metric) for name, metric in metrics.items()},
             clip=clip,
             scale=self._scale,
             max_sends=MAX_SENDS if may_wait else None,

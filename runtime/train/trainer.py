@@ -77,8 +77,7 @@ class Trainer:
         wants_stop: Callable[[], bool] = lambda: False,
         overrides: Sequence[str] = (),
     ) -> None:
-        self.job = job
-        self.plan = plan
+        self.job, self.plan, self._overrides = job, plan, overrides
         require_sinks(job.log.sinks)
         self._reporter = reporter or Reporter(None, lambda _: None)
         self._publisher = transport.publisher
@@ -88,15 +87,25 @@ class Trainer:
         self.settings = agreed_settings(job, plan, transport)
         self._feed = open_feed(job.data, job.train, plan, transport)
         self.settings |= self._feed.settings
-        self._overrides = overrides
+        self.engine = self._build_engine(transport)
+        self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
+        self._export_dir = None if job.checkpoint.export is None else whole_path(job.checkpoint.export)
+        self._saves: OpenCheckpoints | None = None
+        self.progress, self._stop_asked = Progress(self._feed.num_batches), False
+        self._samples = StepSamples(self.engine, self._feed, self.settings, tuple(overrides))
+        self._scale = Scale(self.engine, job.train.accumulate)
+
+    def _build_engine(self, transport: Transport) -> Engine:
+        """Build the job's model, loss and optimizer, and bind the plan to them."""
+        job = self.job
         blocks, optimizer = build_model(job.model, self._feed.spec, job.train.seed), job.train.optimizer
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
         loss_fn = loss_of(job.train.loss, blocks)
-        metrics = accuracy_of(loss_fn, plan)
+        metrics = accuracy_of(loss_fn, self.plan)
         self._figures = ("loss", *metrics)
         undecayed = undecayed_weights(blocks, tied) if optimizer.decay == "matrices" else ()
-        self.engine = Engine(
-            plan,
+        return Engine(
+            self.plan,
             blocks,
             loss_fn,
             lambda named_parameters: build_optimizer(optimizer, named_parameters, undecayed),
@@ -121,13 +130,6 @@ class Trainer:
             seed=job.train.seed,
             transport=transport,
         )
-        self._checkpoints = checkpoints_of(job.checkpoint, job.runtime.timeout_s)
-        self._export_dir = None if job.checkpoint.export is None else whole_path(job.checkpoint.export)
-        self._saves: OpenCheckpoints | None = None
-        self.progress = Progress(self._feed.num_batches)
-        self._samples = StepSamples(self.engine, self._feed, self.settings, tuple(overrides))
-        self._scale = Scale(self.engine, job.train.accumulate)
-        self._stop_asked = False
 
     def _block_costs(self, blocks: Blocks, transport: Transport) -> list[float] | None:
         """Return what each block costs: estimated, or measured by rank 0 on one microbatch for all.
