@@ -1,7 +1,7 @@
 """Mixtures of experts: how often the host waits for the device in a step, per mixture and microbatch.
 
 On a GPU torch says when an operation makes the host wait (`torch.cuda.set_sync_debug_mode`); on a CPU, where nobody is
-waited for, the calls of `tolist`, by which this runtime reads numbers. One wait of a step is that for the gradient's norm.
+waited for, the calls of `tolist`, by which this runtime reads numbers. One wait of a step is for the norm.
 """
 
 from __future__ import annotations
