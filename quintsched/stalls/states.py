@@ -21,8 +21,8 @@ FateKind: TypeAlias = Literal["exit", "signal", "stopped", "error", "gone", "unr
 
 `exit`: it ended, its code is known. `signal`: a signal ended it. `stopped`: it lives but does not run, as after a
 SIGSTOP. `error`: it raised, `text` says what. `gone`: it ended, nobody knows how. `unreachable`: its connection is cut,
-and it may live. `silent`: its machine answers and it does not, which is another one than that of who asks: it is stopped
-there, or its interpreter is held.
+and it may live. `silent`: it does not answer though its machine does, which is not that of who asks: it is stopped, or
+its interpreter is held.
 """
 
 
