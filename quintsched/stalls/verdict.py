@@ -43,7 +43,7 @@ LEFT_OVER = re.compile(
 )
 """What a receiver says of a message that it should have taken in an earlier step, and has passed over there."""
 
-_LATER = {"stopped": 0, "signal": 0, "gone": 0, "error": 1, "exit": 2, "unreachable": 3}
+_LATER = {"stopped": 0, "signal": 0, "gone": 0, "error": 1, "exit": 2, "unreachable": 3, "silent": 3}
 """Of fates that came at about the same time, those of a higher number may be the consequence of the others'."""
 
 SIGTERM = 15

@@ -96,6 +96,8 @@ def ending(fate: Fate) -> str:
             return f"ended, nobody saw how{because},"
         case "unreachable":
             return f"cannot be reached{because}; it was last heard of"
+        case "silent":
+            return f"does not answer{because}, as if it were stopped; it was last heard of"
 
 
 def _shortened(text: str) -> str:

@@ -31,7 +31,7 @@ from .cell import CellReader, place_of
 from .clock import now_s
 from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
-from .judge import SETTLE_S, Judge, Ruling
+from .judge import SETTLE_S, Judge, Ruling, is_silent
 from .process import ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .roster import Member
@@ -260,8 +260,10 @@ class Hub:
                 member.closed_s = None
 
     def _make_verdict(self) -> None:
-        still_s = max(self._progress.still_s / 2, SETTLE_S)
-        self.verdict = make_verdict(self._members, self._plans, self._report, now_s(), still_s=still_s)
+        now, still_s = now_s(), max(self._progress.still_s / 2, SETTLE_S)
+        for member in self._members:
+            member.is_silent = is_silent(member, now)
+        self.verdict = make_verdict(self._members, self._plans, self._report, now, still_s=still_s)
         for connection in self._by_rank.values():
             self._announce(connection)
         self._tell(self.verdict)

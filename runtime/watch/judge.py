@@ -88,8 +88,8 @@ class Judge:
 
     def _may_be_cut_off(self, now_s: float, since_s: float) -> bool:
         """Whether a rank of another machine is silent since then, of which the system will say that it is cut off."""
-        away = [member for member in self._members if member.lives and member.has_come and not member.is_here]
-        return any(now_s - CUT_OFF_S < member.heard_s < since_s for member in away)
+        silent = (member for member in self._members if member.heard_s < since_s and _may_be_silent(member))
+        return not all(is_silent(member, now_s) for member in silent)
 
     def _cause(self, now_s: float) -> float | None:
         """Return when the verdict on processes that ended, or raised, is due; None: there are none."""
@@ -125,6 +125,15 @@ class Judge:
         codes = {*ASKED_TO_END, *(128 + number for number in ASKED_TO_END)}
         fates = [member.fate for member in self._members]
         return all(fate is not None and fate.kind in ("signal", "exit") and fate.code in codes for fate in fates)
+
+
+def is_silent(member: Member, now_s: float) -> bool:
+    """Whether a rank of another machine does not answer although that does: it would have been found cut off by now."""
+    return _may_be_silent(member) and member.heard_s <= now_s - CUT_OFF_S
+
+
+def _may_be_silent(member: Member) -> bool:
+    return member.lives and member.has_come and not member.is_here
 
 
 def is_bad_end(member: Member) -> bool:

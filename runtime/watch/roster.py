@@ -50,7 +50,9 @@ class Member:
     fate_s: float = 0.0
     error: tuple[ErrorKind, str] | None = None
     is_stopped: bool = False
-    """Whether its process lives and does not run, as after a SIGSTOP."""
+    """Whether its process lives and does not run, as after a SIGSTOP; known of those on the hub's machine."""
+    is_silent: bool = False
+    """Whether it has not answered for so long that its machine would have been found cut off."""
 
     @property
     def lives(self) -> bool:
@@ -97,7 +99,8 @@ class Member:
         if self.error is not None and self.error[0] != "stall":
             return Fate("error", None if fate is None else fate.code, self.error[1], ago_s=ago_s)
         if fate is None:
-            return Fate("stopped", signal.SIGSTOP) if self.is_stopped else None
+            silent = Fate("silent") if self.is_silent else None
+            return Fate("stopped", signal.SIGSTOP) if self.is_stopped else silent
         if fate.kind == "exit" and self.error is not None:
             return Fate("error", fate.code, f"StallError: {self.error[1]}", ago_s=ago_s)
         gave_up = fate.kind == "exit" and fate.code == StallError.exit_code and self.has_come

@@ -35,6 +35,7 @@ LOST = Fate("error", 4, "StallError: rank 1 receiving from rank 0: a peer died",
         (Fate("gone"), "ended, nobody saw how"),
         (Fate("stopped", 19), "is stopped, as by SIGSTOP"),
         (Fate("unreachable"), "cannot be reached"),
+        (Fate("silent"), "does not answer, as if it were stopped"),
     ],
 )
 def test_a_process_that_failed_is_named_with_its_fate(fate, words):

@@ -105,6 +105,24 @@ def test_a_stopped_rank_is_named_when_the_limit_is_passed(
 
 
 @pytest.mark.processes
+def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_machine", "another")
+    monkeypatch.setattr("quintsched.runtime.watch.judge.CUT_OFF_S", 2.5)
+    monkeypatch.setattr("quintsched.runtime.watch.progress.FIRST_S", 1.0)
+    ranks = [start_rank(0), start_rank(1)]
+    time.sleep(1.0)  # where they are is sampled
+    ranks[1].send_signal(signal.SIGSTOP)
+    found = hub.wait(8)
+    assert found is not None
+    assert found.culprits == (1,)
+    assert "does not answer, as if it were stopped; it was last heard of in step 3 at instruction 5" in found.message
+    ranks[1].send_signal(signal.SIGCONT)
+    assert [process.wait(10) for process in ranks] == [4, 4]  # it hears that when it goes on
+
+
+@pytest.mark.processes
 def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
