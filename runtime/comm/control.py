@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -72,6 +73,10 @@ class ControlGroup:
         sent = torch.tensor([number], dtype=torch.int64, device=self._world.device)
         self._world.broadcast(sent, 0).wait()
         return int(sent.item())
+
+    def draw_id(self) -> int:
+        """Return a number below 2^56 that no two runs have, the same on every rank; no generator is drawn from."""
+        return self.first_says(int.from_bytes(os.urandom(7)))
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, all of the same length, in the order of ranks."""

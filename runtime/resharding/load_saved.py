@@ -37,8 +37,8 @@ PROGRESS = "engine."
 def load_saved(saved: SavedState, exchange: Exchange, averages: Sequence[WeightAverage]) -> dict[str, Tensor]:
     """Let an engine's weights, optimizers and averages be those of a saved state; return its progress (collective).
 
-    Raises, on all ranks alike, `MisfitError` for the state of another model, `UsageError` for averages that the engine
-    does not keep, `InputError` for files that lack numbers.
+    Raises, on all ranks alike, `MisfitError` for the state of another model, or of several saves, `UsageError` for
+    averages that the engine does not keep, `InputError` for files that lack numbers.
     """
     with exchange.writing() as held:
         loader = _Loader(saved, exchange, averages)
@@ -70,7 +70,8 @@ class _Loader:
         }
 
     def require(self, held: Sequence[HeldTensor]) -> None:
-        """Raise where the state is of another model, in names, shapes, or averages."""
+        """Raise where files are of several saves, or of another model, in names, shapes, or averages."""
+        self._saved.require_one_save()
         found = [name for name in self._saved.pieces if name.startswith(MODEL)]
         known = {MODEL + called for names in self._called.values() for called in names}
         odd = [name for name in found if name not in known]
