@@ -27,7 +27,6 @@ Attention", and Llama 3's zig-zag for the balance; Milakov, Gimelshein 2018 for 
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...comm import DoneWork, Group, Transport, Work
+from .block_attention import Kernel, attend, choose, gradients, wide
 
 KEYS_TAG, GRADIENTS_TAG = 0, 1
 """Messages of a pipeline never have the same ends as these: its ranks differ in pp, those of a ring in cp only."""
@@ -104,15 +104,16 @@ def ring_attention(ring: Ring, query: Tensor, key: Tensor, value: Tensor, causal
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool) -> Tensor:
-        seen = _Seen.nothing(_by_key_head(query, key))
-        passing = _pack(key, value)
+        kernel = choose(key)
+        query, passing = _rows(query), _pack(key, value)
+        seen = _Seen.nothing(kernel, _by_key_head(query, key))
         for step in range(ring.size):
             coming = ring.shift(passing) if step + 1 < ring.size else None
             seen.add(passing, _part(ring, step, key.shape[-2], causal))
             if coming is not None:
                 passing = coming.wait()
         mixed = seen.mean.to(query.dtype).flatten(1, 2)
-        ctx.ring, ctx.causal = ring, causal
+        ctx.ring, ctx.causal, ctx.kernel = ring, causal, kernel
         ctx.save_for_backward(query, key, value, mixed, seen.weight)
         return mixed
 
@@ -121,10 +122,10 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, mixed, weight = ctx.saved_tensors
         ring: Ring = ctx.ring
-        grouped, gradient, mixed = (_by_key_head(tensor, key) for tensor in (query, gradient, mixed))
-        back = _Back.begin(grouped, gradient, mixed, weight)
+        grouped, gradient, mixed = (_by_key_head(_rows(tensor), key) for tensor in (query, gradient, mixed))
+        back = _Back.begin(ctx.kernel, grouped, gradient, mixed, weight)
         passing = _pack(key, value)
-        home = torch.zeros_like(passing, dtype=back.of_query.dtype)
+        home = torch.zeros_like(passing, dtype=weight.dtype)
         arriving: Arrival | None = None
         sent: Work = DoneWork()
         for step in range(ring.size):
@@ -171,68 +172,52 @@ class _Seen(NamedTuple):
     Tensors of queries are (samples, key heads, query heads of a key head, tokens, …) in this module.
     """
 
+    kernel: Kernel
     query: Tensor
     mean: Tensor
     weight: Tensor
 
     @classmethod
-    def nothing(cls, query: Tensor) -> _Seen:
-        mean = torch.zeros_like(query, dtype=_wide(query.dtype), memory_format=torch.contiguous_format)
-        return cls(query, mean, mean.new_full(query.shape[:-1], -torch.inf))
+    def nothing(cls, kernel: Kernel, query: Tensor) -> _Seen:
+        mean = torch.zeros_like(query, dtype=wide(query.dtype), memory_format=torch.contiguous_format)
+        return cls(kernel, query, mean, mean.new_full(query.shape[:-1], -torch.inf))
 
     def add(self, passing: Tensor, block: _ScoreBlock) -> None:
         """Let the queries of a block see its keys and values; each has seen itself first, so no weight stays zero."""
         key, value = passing[..., block.keys, :]
-        scores = _scores(self.query[..., block.queries, :], key, block)
-        fresh = scores.logsumexp(-1)
-        mixed = _times((scores - fresh[..., None]).exp().to(value.dtype), value)
+        mixed, fresh = attend(self.kernel, (self.query[..., block.queries, :], key, value), block.is_diagonal)
         mean, weight = self.mean[..., block.queries, :], self.weight[..., block.queries]
         total = torch.logaddexp(weight, fresh)
-        mean.mul_((weight - total).exp()[..., None]).add_(mixed * (fresh - total).exp()[..., None])
+        mean.lerp_(mixed.to(mean.dtype), (fresh - total).exp()[..., None])
         weight.copy_(total)
 
 
 class _Back(NamedTuple):
-    """What a backward goes by, and the gradient of the queries so far; `slope` is Σ of gradient times result."""
+    """What a backward goes by, and the gradient of the queries so far."""
 
+    kernel: Kernel
     query: Tensor
     gradient: Tensor
+    mixed: Tensor
     weight: Tensor
-    slope: Tensor
     of_query: Tensor
 
     @classmethod
-    def begin(cls, query: Tensor, gradient: Tensor, mixed: Tensor, weight: Tensor) -> _Back:
-        wide = weight.dtype
-        of_query = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
-        return cls(query, gradient, weight, (gradient.to(wide) * mixed.to(wide)).sum(-1), of_query)
+    def begin(cls, kernel: Kernel, query: Tensor, gradient: Tensor, mixed: Tensor, weight: Tensor) -> _Back:
+        of_query = torch.zeros_like(query, dtype=weight.dtype, memory_format=torch.contiguous_format)
+        return cls(kernel, query, gradient, mixed, weight, of_query)
 
     def add(self, passing: Tensor, block: _ScoreBlock, made: Tensor) -> None:
         """Add the gradients of a block: of the queries here, and to `made` those of the keys and values."""
         key, value = passing[..., block.keys, :]
-        query, gradient = self.query[..., block.queries, :], self.gradient[..., block.queries, :]
-        weight, slope = self.weight[..., block.queries, None], self.slope[..., block.queries, None]
-        weights = (_scores(query, key, block) - weight).exp()
-        of_scores = weights * (_times(gradient, value.mT) - slope) / sqrt(query.shape[-1])
-        of_scores, weights = of_scores.to(key.dtype), weights.to(key.dtype)
-        self.of_query[..., block.queries, :] += _times(of_scores, key)
-        made[0, ..., block.keys, :] += of_scores.flatten(2, 3).mT @ query.flatten(2, 3)
-        made[1, ..., block.keys, :] += weights.flatten(2, 3).mT @ gradient.flatten(2, 3)
-
-
-def _scores(query: Tensor, key: Tensor, block: _ScoreBlock) -> Tensor:
-    """Return what queries and keys have in common; nothing where a key is hidden."""
-    scores = _times(query, key.mT).to(_wide(query.dtype)) / sqrt(query.shape[-1])
-    if block.is_diagonal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores.masked_fill_(hidden, -torch.inf)
-    return scores
-
-
-def _times(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply (…, query heads, tokens, a) with (…, a, b) of their key head, as one product."""
-    product: Tensor = (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
-    return product
+        query, gradient, mixed = (tensor[..., block.queries, :] for tensor in (self.query, self.gradient, self.mixed))
+        weight = self.weight[..., block.queries]
+        of_query, of_key, of_value = gradients(
+            self.kernel, gradient, (query, key, value), mixed, weight, block.is_diagonal
+        )
+        self.of_query[..., block.queries, :] += of_query
+        made[0, ..., block.keys, :] += of_key
+        made[1, ..., block.keys, :] += of_value
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
@@ -240,11 +225,12 @@ def _pack(key: Tensor, value: Tensor) -> Tensor:
     return torch.stack((key, value)).contiguous()
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a tensor whose rows are in one piece each, as kernels read them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:
     """Return (samples, heads, …) as (samples, key heads, query heads of a key head, …)."""
     grouped: Tensor = tensor.unflatten(1, (key.shape[1], -1))
     return grouped
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

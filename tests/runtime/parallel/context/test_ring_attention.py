@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.trees import TensorSpec
@@ -78,7 +79,7 @@ def require_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -
         assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
 
 
-@settings(max_examples=25)
+@settings(max_examples=35)
 @given(
     size=st.integers(2, 5),
     chunk=st.integers(1, 5),
@@ -87,12 +88,21 @@ def require_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -
     per_key_head=st.integers(1, 3),
     width=st.integers(1, 5),
     causal=st.booleans(),
+    backend=st.sampled_from([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]),
 )
 def test_a_ring_sees_the_whole(
-    size: int, chunk: int, samples: int, key_heads: int, per_key_head: int, width: int, causal: bool
+    size: int,
+    chunk: int,
+    samples: int,
+    key_heads: int,
+    per_key_head: int,
+    width: int,
+    causal: bool,
+    backend: SDPBackend,
 ) -> None:
     tensors = draw(samples, key_heads * per_key_head, key_heads, 2 * size * chunk, width)
-    require_close(in_parts("ring", tensors, size, causal), whole(tensors, causal))
+    with sdpa_kernel(backend):
+        require_close(in_parts("ring", tensors, size, causal), whole(tensors, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,0 +1,213 @@
+"""Attention of some queries to one block of keys and values: the mean of the values, and the logarithm of its weight.
+
+    forward     weights = exp(query · key / √size)     weight = log Σ weights     mean = Σ weights · values / Σ weights
+    backward    the gradients of a block, by the mean and the weight over all blocks (FlashAttention-2, section 3.1)
+
+The first kernel that takes the keys computes all blocks of an attention, forward and backward:
+
+    kernel           device   types                         size of a head        torch's operator
+    CPU_FLASH        cpu      float16 bfloat16 float32 64   any                   …_flash_attention_for_cpu
+    CUDA_FLASH       cuda     float16 bfloat16              a multiple of 8       …_flash_attention
+    CUDA_EFFICIENT   cuda     float16 bfloat16 float32      a multiple of 8 (4)   …_efficient_attention
+    PLAIN            any      any                           any                   products, some queries at a time
+
+torch's switches hold (`torch.nn.attention.sdpa_kernel`), and on CUDA torch is asked what the device can do. No kernel
+holds the scores of all queries and keys at once, so memory is linear in the tokens. A kernel is passed tensors of
+(samples, heads, tokens, size) with rows in one piece, and as many heads of queries as of keys.
+
+Groups of query heads that share a key head are folded, without a copy of keys and values:
+
+    all is seen        one call, the queries of a group one after the other, as if they were more tokens
+    on the diagonal    a call for each head of a group: which keys a query sees goes by its place among the tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams
+from torch.nn import functional as F
+
+MOST_SCORES = 1 << 24
+"""Bytes of scores that plain products hold at a time, where those of one query of each head are not more."""
+
+Block = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, or their gradients."""
+
+HALVES = (torch.float16, torch.bfloat16)
+ALIGNED = 32
+"""Weights of memory-efficient attention are padded with infinity to a multiple of it."""
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute a block."""
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    """Of the keys: whether it computes blocks of their device, type and size."""
+    forward: Callable[[Block, bool], tuple[Tensor, Tensor]]
+    """Of a block, and whether it is on the diagonal: the mean, and its weight (samples, heads, tokens), in float32 at
+    least."""
+    backward: Callable[[Tensor, Block, Tensor, Tensor, bool], Block]
+    """Of the mean's gradient, a block, mean and weight over all blocks, and the diagonal: the block's gradients."""
+
+
+def _cpu_flash_takes(key: Tensor) -> bool:
+    known = (*HALVES, torch.float32, torch.float64)
+    return key.device.type == "cpu" and key.dtype in known and torch.backends.cuda.flash_sdp_enabled()
+
+
+def _cpu_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+    mean, weight = aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, is_diagonal)
+    return mean, weight
+
+
+def _cpu_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+    # In half precision the kernel adds up a key's gradients in its own type; in single it takes as long.
+    given = (tensor.to(weight.dtype) for tensor in (gradient, *block, mean))
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    of_query, of_key, of_value = op(*given, weight, 0.0, is_diagonal)
+    return of_query, of_key, of_value
+
+
+def _cuda_flash_takes(key: Tensor) -> bool:
+    fits = key.device.type == "cuda" and key.dtype in HALVES and key.shape[-1] % 8 == 0
+    return fits and torch.backends.cuda.can_use_flash_attention(_asked(key))
+
+
+def _cuda_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+    mean, weight, *_ = aten._scaled_dot_product_flash_attention(*block, 0.0, is_diagonal)
+    return mean, weight
+
+
+def _cuda_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+    lengths = block[0].shape[-2], block[1].shape[-2]
+    drawn = torch.empty(2, dtype=torch.uint64, device=gradient.device)  # a dropout's: there is none
+    of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_backward(
+        gradient, *block, mean, weight, None, None, *lengths, 0.0, is_diagonal, drawn, drawn[0]
+    )
+    return of_query, of_key, of_value
+
+
+def _cuda_efficient_takes(key: Tensor) -> bool:
+    multiple = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}.get(key.dtype)
+    fits = key.device.type == "cuda" and multiple is not None and key.shape[-1] % multiple == 0
+    return fits and torch.backends.cuda.can_use_efficient_attention(_asked(key))
+
+
+def _cuda_efficient(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+    mean, padded, *_ = aten._scaled_dot_product_efficient_attention(*block, None, True, 0.0, is_diagonal)
+    return mean, padded[..., : mean.shape[-2]]
+
+
+def _cuda_efficient_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+    padded = F.pad(weight, (0, -weight.shape[-1] % ALIGNED), value=torch.inf)
+    drawn = torch.empty((), dtype=torch.int64, device=gradient.device)  # a dropout's: there is none
+    of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        gradient, *block, None, mean, padded, drawn, drawn, 0.0, [True, True, True, False], is_diagonal
+    )
+    return of_query, of_key, of_value
+
+
+def _plain(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+    query, key, value = block
+    mean = torch.empty_like(query)
+    weight = torch.empty(query.shape[:-1], dtype=wide(query.dtype), device=query.device)
+    for rows, keys in _slices(query, key, is_diagonal):
+        scores = _scores(query[..., rows, :], key[..., keys, :], is_diagonal)
+        weight[..., rows] = fresh = scores.logsumexp(-1)
+        shares = scores.sub_(fresh[..., None]).exp_().to(value.dtype)
+        mean[..., rows, :] = shares @ value[..., keys, :]
+    return mean, weight
+
+
+def _plain_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+    query, key, value = block
+    slope = (gradient.to(weight.dtype) * mean.to(weight.dtype)).sum(-1, keepdim=True)
+    of_query = torch.empty_like(query)
+    of_key, of_value = (torch.zeros_like(tensor, dtype=weight.dtype) for tensor in (key, value))
+    for rows, keys in _slices(query, key, is_diagonal):
+        here, seen, back = query[..., rows, :], key[..., keys, :], gradient[..., rows, :]
+        shares = _scores(here, seen, is_diagonal).sub_(weight[..., rows, None]).exp_()
+        of_scores = (back @ value[..., keys, :].mT).to(weight.dtype).sub_(slope[..., rows, :]).mul_(shares)
+        of_scores, shares = of_scores.div_(sqrt(query.shape[-1])).to(key.dtype), shares.to(key.dtype)
+        of_query[..., rows, :] = of_scores @ seen
+        of_key[..., keys, :] += of_scores.mT @ here
+        of_value[..., keys, :] += shares.mT @ back
+    return of_query, of_key, of_value
+
+
+CPU_FLASH = Kernel("torch's fused attention of a CPU", _cpu_flash_takes, _cpu_flash, _cpu_flash_backward)
+CUDA_FLASH = Kernel("FlashAttention", _cuda_flash_takes, _cuda_flash, _cuda_flash_backward)
+CUDA_EFFICIENT = Kernel("memory-efficient attention", _cuda_efficient_takes, _cuda_efficient, _cuda_efficient_backward)
+PLAIN = Kernel("plain products", lambda key: True, _plain, _plain_backward)
+KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, PLAIN)
+
+
+def choose(key: Tensor) -> Kernel:
+    """Return what computes all blocks of an attention with such keys; values and queries have their type and size."""
+    return next(kernel for kernel in KERNELS if kernel.takes(key))
+
+
+def attend(kernel: Kernel, block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+    """Return mean and weight of queries (samples, key heads, query heads of a key head, tokens, size) in a block."""
+    query, key, value = block
+    groups = query.shape[2:4]
+    if not is_diagonal or groups[0] == 1:
+        mean, weight = kernel.forward((query.flatten(2, 3), key, value), is_diagonal)
+        return mean.unflatten(2, groups), weight.unflatten(2, groups)
+    means, weights = zip(*(kernel.forward((one, key, value), True) for one in query.unbind(2)), strict=True)
+    return torch.stack(means, 2), torch.stack(weights, 2)
+
+
+def gradients(kernel: Kernel, gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+    """Return the gradients of a block whose queries are grouped as in `attend`; those of queries are grouped too."""
+    query, key, value = block
+    groups = query.shape[2:4]
+    if not is_diagonal or groups[0] == 1:
+        folded, back, mean, weight = (tensor.flatten(2, 3) for tensor in (query, gradient, mean, weight))
+        of_query, *others = kernel.backward(back, (folded, key, value), mean, weight.contiguous(), is_diagonal)
+        return of_query.unflatten(2, groups), others[0], others[1]
+    each = [
+        kernel.backward(back, (one, key, value), seen, by.contiguous(), True)
+        for one, back, seen, by in zip(*(tensor.unbind(2) for tensor in (query, gradient, mean, weight)), strict=True)
+    ]
+    of_query, of_key, of_value = (torch.stack(parts, 2) for parts in zip(*each, strict=True))
+    return of_query, of_key.sum(2, dtype=weight.dtype), of_value.sum(2, dtype=weight.dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of sums of this type."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _asked(key: Tensor) -> SDPAParams:
+    """Return what torch is asked about: queries, keys and values of this kind, without mask and dropout, causal."""
+    return SDPAParams(key, key, key, None, 0.0, True, False)
+
+
+def _slices(query: Tensor, key: Tensor, is_diagonal: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield queries that are computed at a time, and the keys that the last of them sees."""
+    samples, heads, tokens, _ = query.shape
+    a_query = samples * heads * key.shape[-2] * wide(query.dtype).itemsize
+    rows = max(1, MOST_SCORES // a_query)
+    for first in range(0, tokens, rows):
+        last = min(first + rows, tokens)
+        yield slice(first, last), slice(0, last if is_diagonal else key.shape[-2])
+
+
+def _scores(query: Tensor, key: Tensor, is_diagonal: bool) -> Tensor:
+    """Return what queries and keys have in common; on the diagonal the last query sees the last key."""
+    scores = (query @ key.mT).to(wide(query.dtype)).div_(sqrt(query.shape[-1]))
+    if is_diagonal:
+        rows, keys = scores.shape[-2:]
+        hidden = torch.ones((rows, keys), dtype=torch.bool, device=scores.device).triu(1 + keys - rows)
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
