@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
 from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.context import block_attention
+from quintsched.runtime.parallel.context.block_attention import PLAIN, Kernel, attend, choose, gradients
 from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.trace.measured import Trace
@@ -132,6 +134,49 @@ def test_a_trace_holds_as_much_time_as_has_passed(machine: Machine, tmp_path: Pa
         step = trace.step(number, unit="s")
         assert 0 < sum(step.busy) <= step.makespan <= passed
     assert min(trace.costs().forward) > 0
+
+
+KERNELS = {
+    torch.float64: block_attention.PLAIN,
+    torch.float32: block_attention.CUDA_EFFICIENT,
+    torch.bfloat16: block_attention.CUDA_FLASH,
+    torch.float16: block_attention.CUDA_FLASH,
+}
+BLOCKS = [(72, 72, True), (36, 72, False), (72, 36, False), (256, 256, True)]
+
+
+def kernels_for(machine: Machine, key: torch.Tensor) -> list[Kernel]:
+    """Return the one that is chosen, which on a GPU is known, and the other that takes half precision there."""
+    chosen = choose(key)
+    if key.device.type != "cuda":
+        return [chosen]
+    assert chosen is KERNELS[key.dtype]
+    halves = chosen is block_attention.CUDA_FLASH
+    return [chosen, block_attention.CUDA_EFFICIENT] if halves else [chosen]
+
+
+@pytest.mark.parametrize(("queries", "keys", "is_diagonal"), BLOCKS)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", KERNELS, ids=str)
+def test_a_block_of_a_ring_is_attention(
+    machine: Machine, dtype: torch.dtype, groups: int, queries: int, keys: int, is_diagonal: bool
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, groups, queries, 64), (2, 2, keys, 64), (2, 2, keys, 64), (2, 2, groups, queries, 64)]
+    query, key, value, gradient = (
+        torch.randn(shape, generator=random, dtype=torch.float64).to(machine.device, dtype) for shape in shapes
+    )
+    exact = query.double(), key.double(), value.double()
+    mean, weight = attend(PLAIN, exact, is_diagonal)
+    expected = mean, *gradients(PLAIN, gradient.double(), exact, mean, weight, is_diagonal)
+    tolerance = {torch.float64: 1e-12, torch.float32: FLOAT32}.get(dtype, torch.finfo(dtype).eps)
+    seen, narrow = mean.to(dtype), weight.to(block_attention.wide(dtype))
+    for kernel in kernels_for(machine, key):
+        found, by = attend(kernel, (query, key, value), is_diagonal)
+        back = gradients(kernel, gradient, (query, key, value), seen, narrow, is_diagonal)
+        assert (by - weight).abs().max() <= max(tolerance / 8, 1e-12), kernel.name
+        for one, other in zip((found, *back), expected, strict=True):
+            assert (one.double() - other).norm() <= tolerance * other.norm(), kernel.name
 
 
 def test_a_step_waits_for_the_device_once(machine: Machine) -> None:

@@ -61,7 +61,7 @@ class Kernel:
 
 def _cpu_flash_takes(key: Tensor) -> bool:
     known = (*HALVES, torch.float32, torch.float64)
-    return key.device.type == "cpu" and key.dtype in known and torch.backends.cuda.flash_sdp_enabled()
+    return key.is_cpu and key.dtype in known and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _cpu_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _cpu_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Te
 
 
 def _cuda_flash_takes(key: Tensor) -> bool:
-    fits = key.device.type == "cuda" and key.dtype in HALVES and key.shape[-1] % 8 == 0
+    fits = key.is_cuda and key.dtype in HALVES and key.shape[-1] % 8 == 0
     return fits and torch.backends.cuda.can_use_flash_attention(_asked(key))
 
 
@@ -98,7 +98,7 @@ def _cuda_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: T
 
 def _cuda_efficient_takes(key: Tensor) -> bool:
     multiple = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}.get(key.dtype)
-    fits = key.device.type == "cuda" and multiple is not None and key.shape[-1] % multiple == 0
+    fits = key.is_cuda and multiple is not None and key.shape[-1] % multiple == 0
     return fits and torch.backends.cuda.can_use_efficient_attention(_asked(key))
 
 
