@@ -55,9 +55,9 @@ BACKWARD_FLOPS = 2.5
 """Of fused attention's backward for each of the forward's: five products for two."""
 
 
-RING_PRODUCTS, RING_PASSES, RING_KERNELS = (2, 5), (13, 20), (14, 30)
-"""Of attention over the context axis on a CPU, which the runtime writes out: products of a step, forward and backward,
-passes over its scores, and operations in all."""
+RING_PASSES, RING_KERNELS = (5, 15), (10, 20)
+"""What a step of attention over the context axis adds to its fused call, forward and backward: passes over float32
+numbers as many as those of its queries, and operations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,10 +182,10 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
             np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
         )
         if measured.cores is not None:
-            written = _written_ring_s(attention, hardware, dtype, constants)
+            around = _ring_s(attention, hardware, curves, constants)
             forward, backward = (
-                np.where(attention.ring > 1, ours, fused)
-                for ours, fused in zip(written, (forward, backward), strict=True)
+                np.where(attention.ring > 1, passing, fused)
+                for passing, fused in zip(around, (forward, backward), strict=True)
             )
         zero = np.zeros_like(forward)
         return Times(forward, backward, zero, forward if attention.selective else zero)
@@ -199,21 +199,24 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
     return Times(forward, backward, zero, forward if attention.selective else zero)
 
 
-def _written_ring_s(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> tuple[Array, Array]:
-    """Return the seconds of an attention in which keys pass by, written out: forward and backward.
+def _ring_s(
+    attention: Attention, hardware: Hardware, curves: tuple[Curve, Curve], constants: Constants
+) -> tuple[Array, Array]:
+    """Return the seconds of an attention in which keys pass by: forward and backward.
 
-    A step of the ring has the scores of a rank's queries and the keys of one rank; those of other ranks are seen by
-    half of the queries, or half of them by all.
+    A step of the ring is a fused call for the queries of a rank and the keys of one rank, causal, half of the queries
+    or half of the keys, so that all steps have the same operations; and adding what it returns to what is there.
     """
-    of_step = attention.batch * attention.rows**2
-    scores = of_step * (1 + (attention.ring - 1) / 2)
-    product = Product("ring", attention.rows, attention.rows, np.full_like(scores, attention.head), scores)
-    shape = product.m, product.n, product.k
-    one_s = product_s(product, *shape, hardware, dtype, constants) / (2.0 * attention.rows**2 * attention.head)
-    passing_s = 4.0 / memory_rate(4.0 * of_step, hardware, constants)
-    called_s = attention.ring * kernel_s(hardware)
+    of_step = attention.flops / attention.ring
+    moved = 4.0 * attention.batch * attention.rows * attention.head
+    passing_s = moved / memory_rate(moved, hardware, constants)
     forward, backward = (
-        products * 2.0 * attention.head * scores * one_s + passes * scores * passing_s + kernels * called_s
-        for products, passes, kernels in zip(RING_PRODUCTS, RING_PASSES, RING_KERNELS, strict=True)
+        attention.ring
+        * (
+            np.maximum(kernel_s(hardware), of_step / curve_rate(curve, of_step))
+            + passes * passing_s
+            + kernels * kernel_s(hardware)
+        )
+        for curve, passes, kernels in zip(curves, RING_PASSES, RING_KERNELS, strict=True)
     )
     return forward, backward

@@ -72,6 +72,28 @@ def test_what_is_measured_comes_first():
     assert forward_s(Pass("pass", array(1e9), array(0)), hardware) == pytest.approx(1.0)
 
 
+def test_a_ring_is_a_fused_call_for_each_step_and_adding_up_between_them():
+    """On a CPU: calls that have fewer operations run at the rate of those."""
+    curve = Curve(sizes=(1e6, 1e9), rates=(1e9, 4e9))
+    of_step, ring, bytes_of_queries = 1e6, 4, 4 * 8 * 128 * 64
+    attention = Attention(
+        "attention", array(ring * of_step), 64, array(64), "flash2", array(8), array(128), array(ring)
+    )
+    measured = Measured(
+        attention={"fp32": curve},
+        attention_backward={"fp32": curve},
+        memory=Curve(sizes=(1.0, 2.0), rates=(1e9, 1e9)),
+        kernel_s=1e-6,
+        cores=2,
+    )
+    times = operator_times(attention, A100.model_copy(update={"measured": measured}), "fp32")
+    steps = [
+        of_step / 1e9 + passes * bytes_of_queries / 1e9 + kernels * 1e-6 for passes, kernels in ((5, 10), (15, 20))
+    ]
+    assert times.forward.item() == pytest.approx(ring * steps[0])
+    assert times.backward.item() == pytest.approx(ring * steps[1])
+
+
 def test_a_ring_inside_a_node_is_faster_than_across_nodes():
     inside, across = (ring_s(array(1e9), array(n), array(1), A100).item() for n in (8, 16))
     alone = ring_s(array(1e9), array(1), array(1), A100).item()
