@@ -24,6 +24,7 @@ from ..comm.control import ControlGroup
 from ..optim.kept import kept_of
 from .boxes import Box
 from .dcp_format import TABLE, PieceReader, read_table
+from .folders import standing
 from .load_pretrained import LoadedWeights, listed
 from .names import Prefix, find_prefix, matches
 from .save_dcp import BESIDE, MODEL, STATE, STEP, Kept, SavedWeight
@@ -44,6 +45,7 @@ def load_dcp(
 
     Return also its step, and what modules and optimizers kept beside.
     """
+    path = standing(path, says=everyone.is_first)
     table = everyone.together(lambda: read_table(path))
     everyone.together(lambda: _require_sane(path, table))
     with PieceReader(path, table) as pieces:

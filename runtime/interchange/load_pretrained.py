@@ -21,6 +21,7 @@ from quintsched.errors import InputError, MisfitError, QuintschedError, nearest
 from ..comm.control import ControlGroup
 from .boxes import Box
 from .conversions import in_model_names
+from .folders import standing
 from .gpt2 import require_gpt2
 from .held import HeldTensor
 from .model_names import ModelNames
@@ -67,6 +68,7 @@ def load_pretrained(
     strict: bool,
 ) -> LoadedWeights:
     """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_pretrained`. All ranks call this."""
+    path = standing(path, says=everyone.is_first)
     with ExitStack() as stack:
         folder = everyone.together(lambda: in_model_names(stack.enter_context(open_folder(path)), names))
         origins, prefix = everyone.together(lambda: _origins(folder, names, given))
