@@ -4,9 +4,9 @@
     DIR.replaced/    complete ⇄ DIR: they change places in one step ─▶ what else was in the old one moves over
     .DIR.removing-…  and it goes
 
-Where the system cannot let two folders change places, DIR is renamed to DIR.replaced, then DIR.saving to DIR. Whoever is
-killed in between leaves DIR.replaced alone: it is what `standing` reads, and what the next save begins with. Where a
-save fails before DIR has changed, DIR is as it was. Ranks share the file system.
+Where the system cannot let two folders change places, DIR is renamed to DIR.replaced, then DIR.saving to DIR. A kill in
+between leaves DIR.replaced alone: it is what `standing` reads, and what the next save begins with. Where a save fails
+before DIR has changed, DIR is as it was. Ranks share the file system.
 """
 
 from __future__ import annotations
