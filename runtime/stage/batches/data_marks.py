@@ -88,7 +88,7 @@ class DataMarks:
                 at = slot * _WIDTH + 3 * kind
                 row[at : at + 3] = 1, mark, mark * mark
         on_host = [0 if isinstance(number, Tensor) else number for number in row]
-        table = torch.tensor(on_host, dtype=torch.float64, device=self._device)
+        table = torch.tensor(on_host, dtype=torch.float64).to(self._device, non_blocking=True)
         for at, number in enumerate(row):
             if isinstance(number, Tensor):
                 table[at] = number
@@ -144,7 +144,7 @@ def _mark_of(sample: Tensor) -> Mark:
     raw = sample.view(torch.uint8)
     if raw.device.type == "cpu":
         return int(np.dot(raw.numpy(), _weights(raw.numel()))) % _MODULUS
-    weights = torch.from_numpy(_weights(raw.numel())).to(raw.device)
+    weights = torch.from_numpy(_weights(raw.numel())).to(raw.device, non_blocking=True)
     return (raw * weights).sum() % _MODULUS
 
 
