@@ -42,7 +42,12 @@ def is_own(error: BaseException) -> bool:
         return False
     if isinstance(error, KeyboardInterrupt):
         return type(error) is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    return not any(isinstance(cause, StallError) or _is_of_wires(cause) for cause in _causes(error))
+    return not lost_peer(error) and not any(map(_is_of_wires, _causes(error)))
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says, itself or by what it was raised from, that a wait for others failed."""
+    return any(isinstance(cause, StallError) for cause in _causes(error))
 
 
 def headline(error: BaseException) -> str:

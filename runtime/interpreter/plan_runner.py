@@ -209,8 +209,7 @@ class PlanRunner:
         """Return what every block leaves for the next, of a unit; raises `MisfitError`."""
         model, is_first = self._model, spec.mode not in self.interpreters
         try:
-            with torch.random.fork_rng(devices=[]):
-                return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+            return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
         except MisfitError as error:
             if not wants_data(error):
                 raise

@@ -170,8 +170,8 @@ class Hub:
             member.groups.append(tuple(map(int, message["group"])))
         if "plan" in message:
             self._plans.add(int(message["plan"]), message["text"])
-        if "error" in message and (member.error is None or member.error[0] == "stall"):
-            member.error = message["kind"], printable(str(message["error"]))
+        if "error" in message:
+            member.fail(message["kind"], printable(str(message["error"])), int(message.get("code", 1)), now)
             if self.verdict is not None:
                 self._announce(connection)
         if "leaves" in message:

@@ -92,7 +92,8 @@ class Watcher:
             self._say(leaves=error.code if isinstance(error.code, int) else int(error.code is not None))
         elif is_own(error) and not self._has_failed:
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
-            self._say(error=headline(error), kind="refusal" if is_refusal else "own")
+            code = error.exit_code if isinstance(error, QuintschedError) else 1
+            self._say(error=headline(error), kind="refusal" if is_refusal else "own", code=code)
             self._has_failed = True
         elif isinstance(error, Exception) and not (self._asks or self._has_failed):
             self._say(error=headline(error), kind="stall")

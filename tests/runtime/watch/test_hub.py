@@ -213,9 +213,10 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_before_there_is_a_plan_there_are_words_as_well() -> None:
-    plans, stopped = verdict.Plans(None), Fate("error", 1, "ValueError: no such file")
-    waits = START._replace(wait=WORLD_CODE)
-    members = [Member(0, "a", place=waits, has_come=True), Member(1, "b", fate=stopped), Member(2, "c", place=waits)]
+    plans, waits = verdict.Plans(None), START._replace(wait=WORLD_CODE)
+    members = [Member(0, "a", place=waits, has_come=True), Member(1, "b"), Member(2, "c", place=waits)]
+    members[1].fail("own", "ValueError: no such file", 1, 3.0)
+    members[1].end(Fate("exit", 1), 3.5)
     made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == (1,)
     assert made.message == (
