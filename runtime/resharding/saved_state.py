@@ -22,9 +22,9 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
 
+from ..blocks.number_types import require_kind, type_of
 from ..interchange.boxes import Box, Placement
 from ..interchange.save_dcp import STEP
-from ..interchange.save_pretrained import TYPES
 from ..optim.loss_scale import SCALE
 from ..state.state_dict import same
 from .layout import RUN, StateLayout, is_plain
@@ -52,8 +52,8 @@ class SavedPiece:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return TYPES[self._slice().get_dtype()]
+        """The type of its numbers; raises `InputError` for one that cannot be read."""
+        return type_of(self._slice().get_dtype(), f"{self.path}: {self.name!r}")
 
     def _outline(self) -> Tensor:
         return torch.empty(self._slice().get_shape(), device="meta")
@@ -178,6 +178,11 @@ class SavedState:
                 raise MisfitError(
                     f"{first} is of {called} {_said(its)}, but {path} of {called} {_said(value)}; {_TOGETHER}"
                 )
+
+    def require_kind(self, name: str, weight: str, wanted: torch.dtype) -> None:
+        """Raise `MisfitError` where a tensor has numbers of another kind than the weight that is to have them."""
+        for piece in self.pieces[name]:
+            require_kind(str(piece.path), name.removeprefix(MODEL), piece.dtype, weight, wanted)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor."""
