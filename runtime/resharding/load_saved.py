@@ -87,8 +87,8 @@ class _Loader:
                     f"{self._where}: {one.name} is {self._saved.shape(name)} in the checkpoint, {shape} in the model"
                 )
             if one.numbers is not None:
-                for found in filter(None, (self._find(p, one.name) for p in (MODEL, *self._averaged()))):
-                    self._saved.require_kind(found, one.name, one.numbers.dtype)
+                for called in filter(None, (self._find(p, one.name) for p in (MODEL, *self._averaged()))):
+                    self._saved.require_kind(called, one.name, one.numbers.dtype)
         self._exchange.state.require_beside([*self._saved.pieces, *self._of_modules()])
         kept = {name.split(".")[1] for name in self._saved.pieces if name.startswith(AVERAGE)}
         if len(kept) > len(self._averages):
