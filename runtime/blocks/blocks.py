@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError, QuintschedError
 
-from ..comm.device import GENERATORS
+from ..comm.device import GENERATORS, seed_generators
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
@@ -113,7 +113,7 @@ def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterat
     if device is not None and device.type != "cpu":
         others = {"devices": [device], "device_type": device.type}
     with GENERATORS, torch.random.fork_rng(**others):
-        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+        seed_generators((seed * 1_000_003 + number) % 2**63)
         yield
 
 
