@@ -3,6 +3,7 @@
 #   make demo    compile, prove, draw and run a plan for 2 x 2 x 2 ranks, and compare it with one process
 #   make test    the tests, in minutes            make test-all    the long proofs as well
 #   make lint    formatting, lint and types       make bench       the benchmarks, if there are any
+#   make gpu     what only a GPU can show: its tests, then its benchmarks; docs/gpu.md says more
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,7 +19,7 @@ PYTEST := python -m pytest -n 2 --dist loadgroup
 DEMO := --set train.epochs=2 --set log.every=5
 SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
 
-.PHONY: demo test test-all lint bench
+.PHONY: demo test test-all lint bench gpu gpu-tests gpu-bench
 
 demo: $(INSTALLED)
 	@mkdir -p out && rm -f out/eight.jsonl out/one.jsonl
@@ -49,6 +50,21 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@for file in $(BENCHMARKS); do printf '\n== %s\n' "$$file"; python "$$file"; done
 	@test -n "$(BENCHMARKS)" || echo "benchmarks/ is empty"
+
+gpu:
+	@$(MAKE) --no-print-directory -k gpu-tests gpu-bench
+
+# NCCL=…/libnccl.so.2 takes the place of torch's, GPU_TESTS and GPU_BENCH are further arguments.
+gpu-tests gpu-bench: export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
+gpu-tests gpu-bench: export PYTHON := $(PYTHON)
+gpu-tests gpu-bench: export MAKE := $(MAKE)
+gpu-tests gpu-bench: WITH_NCCL = $(if $(NCCL),env LD_PRELOAD=$(abspath $(NCCL)))
+
+gpu-tests:
+	@source benchmarks/gpu_parts/python.sh; $(WITH_NCCL) "$$python" -m pytest tests/gpu -rs --durations 10 $(GPU_TESTS)
+
+gpu-bench:
+	@source benchmarks/gpu_parts/python.sh; $(WITH_NCCL) "$$python" benchmarks/gpu.py $(GPU_BENCH)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

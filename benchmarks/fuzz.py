@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -54,13 +54,15 @@ def main() -> int:
     parser.add_argument("--faults", type=Path, default=Path("fuzz_faults"))
     arguments = parser.parse_args()
     each, bad, began = arguments.inputs // len(arguments.readers), 0, time.monotonic()
-    with ProcessPoolExecutor(arguments.processes, max_tasks_per_child=8) as pool:
+    with get_context("spawn").Pool(arguments.processes, maxtasksperchild=8) as pool:
         for name in arguments.readers:
             starts = range(arguments.first, arguments.first + each, SHARE)
-            shares = [pool.submit(fuzz, name, start, min(SHARE, arguments.first + each - start)) for start in starts]
+            shares = [
+                pool.apply_async(fuzz, (name, start, min(SHARE, arguments.first + each - start))) for start in starts
+            ]
             kinds, slowest, size = Counter[str](), 0.0, 0
             for share in shares:
-                some, longest, length, faults = share.result()
+                some, longest, length, faults = share.get()
                 kinds, slowest, size = kinds + some, max(slowest, longest), size + length
                 bad += _keep(arguments.faults / name, faults)
             print(

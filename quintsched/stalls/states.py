@@ -16,12 +16,13 @@ from quintsched.errors import printable
 Phase: TypeAlias = Literal["setup", "data", "step", "evaluate", "save", "load", "idle", "ended"]
 """What a rank is about; instructions have an index in `step` and `evaluate` only."""
 
-FateKind: TypeAlias = Literal["exit", "signal", "stopped", "error", "gone", "unreachable"]
+FateKind: TypeAlias = Literal["exit", "signal", "stopped", "error", "gone", "unreachable", "silent"]
 """What became of a process.
 
 `exit`: it ended, its code is known. `signal`: a signal ended it. `stopped`: it lives but does not run, as after a
 SIGSTOP. `error`: it raised, `text` says what. `gone`: it ended, nobody knows how. `unreachable`: its connection is cut,
-and it may live.
+and it may live. `silent`: it does not answer though its machine does, which is not that of who asks: it is stopped, or
+its interpreter is held.
 """
 
 

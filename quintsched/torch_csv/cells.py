@@ -17,8 +17,10 @@ from quintsched.torch_csv.words import COMPUTATIONS, ENDS_BACKWARD, MESSAGES, NE
 
 MAX_CHARACTERS = 2**28
 
+_NUMBERED = {word.value: word for word in (*COMPUTATIONS, *MESSAGES)}
 _NUMBER = "(0|[1-9][0-9]{0,7})"
-_WORDS = "|".join(word.value for word in Word)
+_BY_NAME = {word.value: word for word in Word}
+_WORDS = "|".join(_BY_NAME)
 _ACTION = re.compile(f"{_NUMBER}({_WORDS}){_NUMBER}?")
 _AS_TORCH_READS = re.compile(rf"\d+({_WORDS})\d*")
 _OVERLAP = re.compile(rf"\(([^();]*);([^();]*)\){OVERLAP}")
@@ -88,7 +90,13 @@ def read_cells(text: str) -> Cells:
 
 
 def _line(line: str, rank: int) -> Iterator[Cell]:
-    cells = [cell for step, text in enumerate(line.split(",")) for cell in _actions(text.strip(" \t"), rank, step)]
+    cells: list[Cell] = []
+    for step, text in enumerate(line.split(",")):
+        match = _ACTION.fullmatch(text)
+        if match and match[3] and (word := _NUMBERED.get(match[2])):  # nearly all
+            cells.append(Cell(int(match[1]), word, int(match[3]), rank, step))
+        elif text:
+            cells += _actions(text.strip(" \t"), rank, step)
     if not any(cell.word in COMPUTATIONS for cell in cells):
         raise InputError(f"line {rank + 1} (rank {rank}) computes nothing; each line is a pipeline rank with a stage")
     yield from cells
@@ -96,9 +104,10 @@ def _line(line: str, rank: int) -> Iterator[Cell]:
 
 def _actions(text: str, rank: int, step: int) -> Iterator[Cell]:
     """Yield the actions of one cell: none, one, or the two of an overlap."""
-    overlap = _OVERLAP.fullmatch(text)
+    overlap = _OVERLAP.fullmatch(text) if text.startswith("(") else None
     if not overlap:
-        yield from [_action(text, rank, step)] if text else []
+        if text:
+            yield _action(text, rank, step)
         return
     parts = [_action(part.strip(" \t"), rank, step) for part in overlap.groups()]
     words = {part.word for part in parts}
@@ -116,8 +125,8 @@ def _action(text: str, rank: int, step: int) -> Cell:
             f"{_place(rank, step)}: {shorten(text)!r} is no action{torchs}; write a stage, one of "
             f"{_WORDS.replace('|', ' ')}, and a microbatch, like 0F0"
         )
-    stage, word, microbatch = int(match[1]), Word(match[2]), match[3]
-    takes_microbatch = word in COMPUTATIONS or word in MESSAGES
+    stage, word, microbatch = int(match[1]), _BY_NAME[match[2]], match[3]
+    takes_microbatch = word.value in _NUMBERED
     if takes_microbatch != (microbatch is not None):
         wrong = "lacks its microbatch" if takes_microbatch else "is about a whole stage and takes no microbatch"
         raise InputError(f"{_place(rank, step)}: {text} {wrong}")

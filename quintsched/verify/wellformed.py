@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from quintsched.errors import printable
 from quintsched.ir import instructions as ins
 from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.dataflow import peer_of
@@ -17,6 +18,9 @@ from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZER
 from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
 from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
+
+MOST_LETTERS = 2000
+"""So long is a message at most: what it lists may be as long as a file."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def malformations(plan: PlanData) -> tuple[Malformation, ...]:
 def _malformations(plan: PlanData) -> Iterator[Malformation]:
     head = list(_head_faults(plan))
     if head:
-        yield from (Malformation(fault) for fault in head)
+        yield from (Malformation(printable(fault, MOST_LETTERS)) for fault in head)
         return
     columns = plan.columns
     for row in np.flatnonzero(~_plainly_right(plan)).tolist():

@@ -17,8 +17,8 @@ from quintsched.descriptions.hardware import Curve
 from ..comm.clock import now_s, settled_s, thread_computed_s
 from ..comm.device import is_accelerator
 
-SHORTEST_S = 50e-6
-"""A sample is of so many calls that it takes at least this long."""
+SHORTEST_S = {False: 50e-6, True: 2e-3}
+"""A sample is of so many calls that it takes at least this long: on an accelerator the wait for its end counts too."""
 FEWEST_SAMPLES = 3
 
 
@@ -26,7 +26,7 @@ def call_s(call: Callable[[], object], device: torch.device, budget_s: float) ->
     """Return the median seconds of a call, which is made until the budget is used up, and at least a few times."""
     read = partial(settled_s, device) if is_accelerator(device) else thread_computed_s
     call()
-    number = _calls_per_sample(call, read)
+    number = _calls_per_sample(call, read, SHORTEST_S[is_accelerator(device)])
     samples: list[float] = []
     end = now_s() + budget_s
     while len(samples) < FEWEST_SAMPLES or now_s() < end:
@@ -39,9 +39,9 @@ def curve_of(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     return Curve(sizes=tuple(sizes), rates=tuple(size / took for size, took in zip(sizes, seconds, strict=True)))
 
 
-def _calls_per_sample(call: Callable[[], object], read: Callable[[], float]) -> int:
+def _calls_per_sample(call: Callable[[], object], read: Callable[[], float], shortest_s: float) -> int:
     number = 1
-    while _sample_s(call, read, number) * number < SHORTEST_S:
+    while _sample_s(call, read, number) * number < shortest_s:
         number *= 2
     return number
 

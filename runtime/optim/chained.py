@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from .own_state import settings_of
 
 
 class ChainedOptimizers(Optimizer):
@@ -84,12 +88,25 @@ class LRSchedulers:
         return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each, by its number."""
-        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.schedulers)}
+        """Return the state of each, by its number, and the settings of its optimizer's groups.
+
+        Those are more than learning rates: `OneCycleLR` and `CyclicLR` change the momentum as well.
+        """
+        return {
+            str(number): {
+                "scheduler": scheduler.state_dict(),
+                "groups": [deepcopy(settings_of(group)) for group in scheduler.optimizer.param_groups],
+            }
+            for number, scheduler in enumerate(self.schedulers)
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on the same mesh, and let groups have its learning rates."""
+        """Take over what `state_dict` gave on the same mesh, and let groups be as they were."""
         for number, scheduler in enumerate(self.schedulers):
-            scheduler.load_state_dict(state_dict[str(number)])
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+            given = state_dict[str(number)]
+            scheduler.load_state_dict(given["scheduler"])
+            for group, settings in zip(scheduler.optimizer.param_groups, given["groups"], strict=True):
+                for key, value in settings.items():
+                    here = group.get(key)
+                    is_written = isinstance(here, Tensor)
+                    group[key] = here.copy_(torch.as_tensor(value)) if is_written else deepcopy(value)

@@ -172,7 +172,7 @@ class _Watched:
         self._handled = handled
         self._moving: dict[int, set[str]] = {number: set() for number in self._groups}
         self._before: dict[int, dict[str, object]] = {}
-        self._initial_settings = {number: _plain_of(_settings(group)) for number, group in self._groups.items()}
+        self._initial_settings = {number: _plain_of(settings_of(group)) for number, group in self._groups.items()}
         self._initial = self._tokens()
         self._initial_values = _plain_of(self._own_attributes())
         self._initial_more = self._more()
@@ -200,12 +200,12 @@ class _Watched:
     def begin_step(self) -> None:
         """Take note of the groups."""
         for number, group in self._groups.items():
-            self._before[number] = {key: token_of(value) for key, value in _settings(group).items()}
+            self._before[number] = {key: token_of(value) for key, value in settings_of(group).items()}
 
     def end_step(self) -> None:
         """Find what has changed in them."""
         for number, group in self._groups.items():
-            before, after = self._before[number], _settings(group)
+            before, after = self._before[number], settings_of(group)
             self._moving[number].update(key for key in before if key not in after)
             self._moving[number].update(
                 key for key, value in after.items() if key not in before or token_of(value) != before[key]
@@ -319,7 +319,8 @@ def _filled(held: Any, value: Any) -> bool:
     return True
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group holds beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

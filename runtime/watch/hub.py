@@ -31,7 +31,7 @@ from .cell import CellReader, place_of
 from .clock import now_s
 from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
-from .judge import SETTLE_S, Judge, Ruling
+from .judge import SETTLE_S, Judge, Ruling, is_silent
 from .process import ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .roster import Member
@@ -160,6 +160,8 @@ class Hub:
         if rank is None:
             if "ended" in message:
                 self.ended(*map(int, message["ended"]))
+            elif "refused" in message:
+                self._refused(message, now)
             else:
                 self._welcome(connection, message, now)
             return
@@ -170,8 +172,8 @@ class Hub:
             member.groups.append(tuple(map(int, message["group"])))
         if "plan" in message:
             self._plans.add(int(message["plan"]), message["text"])
-        if "error" in message and (member.error is None or member.error[0] == "stall"):
-            member.error = message["kind"], printable(str(message["error"]))
+        if "error" in message:
+            member.fail(message["kind"], printable(str(message["error"])), int(message.get("code", 1)), now)
             if self.verdict is not None:
                 self._announce(connection)
         if "leaves" in message:
@@ -179,6 +181,13 @@ class Hub:
         if "bye" in message:
             self._read(member, now)
             member.has_ended = True
+
+    def _refused(self, message: Mapping[str, Any], now: float) -> None:
+        """Take in that a rank cannot even connect, and why."""
+        rank = int(message["refused"])
+        if 0 <= rank < len(self._members) and not self._members[rank].has_come:
+            self._members[rank].host = str(message["host"])[:200]
+            self._members[rank].fail("refusal", printable(str(message["error"])), int(message["code"]), now)
 
     def _welcome(self, connection: Connection, message: Mapping[str, Any], now: float) -> None:
         """Take in who has shown the key, and say whether its cell is read from here."""
@@ -260,8 +269,10 @@ class Hub:
                 member.closed_s = None
 
     def _make_verdict(self) -> None:
-        still_s = max(self._progress.still_s / 2, SETTLE_S)
-        self.verdict = make_verdict(self._members, self._plans, self._report, now_s(), still_s=still_s)
+        now, still_s = now_s(), max(self._progress.still_s / 2, SETTLE_S)
+        for member in self._members:
+            member.is_silent = is_silent(member, now)
+        self.verdict = make_verdict(self._members, self._plans, self._report, now, still_s=still_s)
         for connection in self._by_rank.values():
             self._announce(connection)
         self._tell(self.verdict)

@@ -1,6 +1,6 @@
 """One rank of two that walks a plan's messages over torch.distributed, under a profile, and says where it stands.
 
-torchrun --nproc-per-node 2 -m tests.gpu.replay_worker nccl FOLDER PLAN.json PROFILE BYTES LIMIT_S
+python -m tests.gpu.replay_worker nccl FOLDER PLAN.json PROFILE BYTES LIMIT_S      (started by `Machine.run`)
 
     profile          process groups (on NCCL a communicator and a stream each)
     blocking         one per pair of ranks; the host waits for each message before it goes on
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,30 @@ LINK_OF: dict[str, Callable[[Channel], Channel]] = {
 """Which channels share a process group."""
 
 
+class Posted:
+    """A message that was posted. Gloo does not say when one has ended, so a thread waits for it there."""
+
+    def __init__(self, work: dist.Work, device: torch.device) -> None:
+        self._work, self._ended = work, threading.Event()
+        self._on_host = device.type == "cpu"
+        if self._on_host:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def wait(self) -> None:
+        """Let the current stream wait for it; on a CPU, the caller."""
+        if self._on_host:
+            self._ended.wait()
+        else:
+            self._work.wait()
+
+    def has_ended(self) -> bool:
+        return self._ended.is_set() if self._on_host else self._work.is_completed()
+
+    def _watch(self) -> None:
+        self._work.wait()
+        self._ended.set()
+
+
 def open_links(profile: str, device: torch.device) -> Links:
     """Make the process groups of a profile, and use each channel once: NCCL connects at the first message."""
     channels = [(0, 1), (1, 0)]
@@ -53,19 +78,20 @@ def open_links(profile: str, device: torch.device) -> Links:
     return links
 
 
-def post(links: Links, channel: Channel, tensor: torch.Tensor) -> dist.Work:
+def post(links: Links, channel: Channel, tensor: torch.Tensor) -> Posted:
     """Send or receive, whichever end of the channel this rank is."""
     source, destination = channel
     link = links[channel]
     sends = dist.get_rank() == source
-    return link.send([tensor], destination, 0) if sends else link.recv([tensor], source, 0)
+    work = link.send([tensor], destination, 0) if sends else link.recv([tensor], source, 0)
+    return Posted(work, tensor.device)
 
 
 def replay(plan: qs.Plan, links: Links, device: torch.device, *, size: int, blocking: bool, limit_s: float) -> int:
     """Return where this rank stands after `limit_s` without progress; -1 where every message of `size` bytes ended."""
     rank = dist.get_rank()
-    issued: list[tuple[int, dist.Work]] = []
-    arriving: dict[Value, dist.Work] = {}
+    issued: list[tuple[int, Posted]] = []
+    arriving: dict[Value, Posted] = {}
     outgoing = torch.ones(size, dtype=torch.uint8, device=device)
     for index, instruction in enumerate(plan.programs[rank]):
         taken_and_made = flow(instruction, plan.layout, rank)
@@ -85,13 +111,13 @@ def replay(plan: qs.Plan, links: Links, device: torch.device, *, size: int, bloc
     return first_unfinished(issued, limit_s)
 
 
-def first_unfinished(issued: Sequence[tuple[int, dist.Work]], limit_s: float) -> int:
+def first_unfinished(issued: Sequence[tuple[int, Posted]], limit_s: float) -> int:
     """Return the index of the first message that has not ended after `limit_s` in which none did; -1 if all ended."""
     deadline = time.monotonic() + limit_s
     waiting = list(issued)
     while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-        left = [(index, work) for index, work in waiting if not work.is_completed()]
+        left = [(index, work) for index, work in waiting if not work.has_ended()]
         if len(left) < len(waiting):
             waiting, deadline = left, time.monotonic() + limit_s
     return waiting[0][0] if waiting else -1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import combinations, cycle, product
 from math import lcm
 from types import MappingProxyType
@@ -225,29 +225,30 @@ def ties_of(model: str) -> dict[str, tuple[str, ...]]:
 
 def train_on(case: Case, steps: int, dtype: torch.dtype) -> list[Trained]:
     """Train with the engine, on every rank of the case's plan, by NCCL's rules."""
+    return run_local(case.ranks, partial(train_rank, case, steps, dtype), timeout_s=600, rules="nccl")
+
+
+def train_rank(case: Case, steps: int, dtype: torch.dtype, transport: Transport) -> Trained:
+    """Train with the engine on one rank of the case's plan."""
     model, microbatches, length = case.alone
     task, blocks = task_of(steps, microbatches, length), moe_blocks(length, **options_of(model, dtype))
-
-    def run(transport: Transport) -> Trained:
-        engine = Engine(
-            case.plan,
-            blocks,
-            cross_entropy_sum,
-            NotingSGD,
-            clip=CLIP,
-            bucket_mb=0.01,
-            dtype=dtype,
-            sequence_parallel=case.sequence_parallel,
-            tied=ties_of(model),
-            transport=transport,
-        )
-        results = [engine.step(*share(engine, *step)) for step in zip(task.inputs, task.targets, strict=True)]
-        losses = [result.loss.item() for result in results]
-        norms = [result.grad_norm.item() for result in results if result.grad_norm is not None]
-        weights = engine.full_weights()
-        return Trained(losses, norms, _full_gradients(engine), weights)
-
-    return run_local(case.ranks, run, timeout_s=600, rules="nccl")
+    engine = Engine(
+        case.plan,
+        blocks,
+        cross_entropy_sum,
+        NotingSGD,
+        clip=CLIP,
+        bucket_mb=0.01,
+        dtype=dtype,
+        sequence_parallel=case.sequence_parallel,
+        tied=ties_of(model),
+        transport=transport,
+    )
+    results = [engine.step(*share(engine, *step)) for step in zip(task.inputs, task.targets, strict=True)]
+    losses = [result.loss.item() for result in results]
+    norms = [result.grad_norm.item() for result in results if result.grad_norm is not None]
+    weights = engine.full_weights()
+    return Trained(losses, norms, _full_gradients(engine), weights)
 
 
 @torch.no_grad()

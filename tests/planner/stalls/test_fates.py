@@ -35,6 +35,7 @@ LOST = Fate("error", 4, "StallError: rank 1 receiving from rank 0: a peer died",
         (Fate("gone"), "ended, nobody saw how"),
         (Fate("stopped", 19), "is stopped, as by SIGSTOP"),
         (Fate("unreachable"), "cannot be reached"),
+        (Fate("silent"), "does not answer, as if it were stopped"),
     ],
 )
 def test_a_process_that_failed_is_named_with_its_fate(fate, words):
@@ -172,6 +173,23 @@ def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fa
     report = find_with(0, Wait("nothing"))
     assert report.ranks == (1,)
     assert "gloo" not in report.words(), "nothing was on its way"
+
+
+@pytest.mark.parametrize("awaits", [Wait("nothing"), Wait("collective", ranks=(1, 3)), None])
+def test_who_is_aborted_beside_partners_in_a_collective_is_doubted_for_these(awaits):
+    plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=4)
+    where = replace(state(1, Fate("signal", 6), index=1, awaits=awaits), room=4096)
+    senders = [state(0, index=6), state(2, index=6)]
+    report = find_culprit(plan, [senders[0], where, senders[1], state(3, index=1)])
+    assert report.ranks == (1,)
+    assert (
+        report.words()
+        .splitlines()[0]
+        .endswith("gloo did as more came than there was room for: rank 3 may have begun another collective than it")
+    )
+    senders[0] = replace(senders[0], sent=5000, sent_at=7)
+    report = find_culprit(plan, [senders[0], where, senders[1], state(3, index=1)])
+    assert "messages of rank 0 were on the way" in report.words()
 
 
 def test_an_error_of_a_ranks_own_is_its_own_though_it_waited_for_a_message():

@@ -101,8 +101,9 @@ class Hosts:
         self._started.append(init)
         for _ in range(200):
             for pid in _pids(name):
-                if Path(f"/proc/{pid}/comm").read_text() == "sleep\n":
-                    return pid
+                with contextlib.suppress(FileNotFoundError):  # one of those that came before it
+                    if Path(f"/proc/{pid}/comm").read_text() == "sleep\n":
+                        return pid
             if init.poll() is not None:
                 break
             time.sleep(0.05)

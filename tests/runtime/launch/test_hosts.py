@@ -116,6 +116,19 @@ def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
         assert net.pids() == []
 
 
+def test_a_rank_that_is_stopped_on_another_host_is_named(tmp_path: Path) -> None:
+    job = job_of(tmp_path, epochs=5000)
+    with hosts(2, tmp_path) as net:
+        started = launch(net, job, "--set", "runtime.stall_after=2")
+        wait_for(tmp_path, 4)
+        assert net.start(1, "kill", "-STOP", (tmp_path / "rank-3").read_text()).wait(10) == 0
+        found = ends(started)
+        assert [code for code, _, _ in found] == [4, 4]
+        for _, _, err in found:
+            assert "error: rank 3 (host host1, dp=1, pp=1) does not answer, as if it were stopped" in err
+        assert net.pids() == []
+
+
 def test_a_run_on_hosts_is_started_again_on_all(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     (tmp_path / "fuse").touch()

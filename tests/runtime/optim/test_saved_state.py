@@ -197,10 +197,22 @@ def test_what_is_of_one_rank_goes_back_to_it_and_to_no_other_mesh(tmp_path: Path
         make(ByParameter).load_state_files([tmp_path / f"{rank}.safetensors" for rank in range(2)])
 
 
-def test_a_learning_rate_scheduler_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (partial(optim.SGD, lr=0.1), lambda one: optim.lr_scheduler.StepLR(one, 2, 0.5)),
+        (partial(optim.SGD, lr=0.1, momentum=0.9), lambda one: optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, 3)),
+        (
+            lambda given: optim.AdamW(given, lr=torch.tensor(0.1)),
+            lambda one: optim.lr_scheduler.OneCycleLR(one, 0.1, 20),
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine_is_first", [False, True])
+def test_a_scheduler_goes_on_where_it_was(optimizer: Any, scheduler: Any, engine_is_first: bool) -> None:
     def scheduled() -> tuple[Engine, Any]:
-        engine = make(partial(optim.SGD, lr=0.1))
-        return engine, engine.lr_schedulers(lambda one: optim.lr_scheduler.StepLR(one, 2, 0.5))
+        engine = make(optimizer)
+        return engine, engine.lr_schedulers(scheduler)
 
     def go(engine: Engine, schedulers: Any, steps: Sequence[int]) -> None:
         for step in steps:
@@ -210,8 +222,8 @@ def test_a_learning_rate_scheduler_goes_on_where_it_was() -> None:
     engine, schedulers = scheduled()
     go(engine, schedulers, FIRST)
     again, others = scheduled()
-    again.load_state_dict(engine.state_dict())
-    others.load_state_dict(schedulers.state_dict())
+    for part, other in [(engine, again), (schedulers, others)][:: 1 if engine_is_first else -1]:
+        other.load_state_dict(part.state_dict())
     go(engine, schedulers, SECOND)
     go(again, others, SECOND)
     require_same(again.state_dict(), engine.state_dict())

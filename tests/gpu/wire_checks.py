@@ -1,16 +1,12 @@
-"""Four ranks over NCCL; they share a GPU where there are fewer, which wants NCCL 2.30."""
+"""What four ranks of a transport do to find out whether groups and channels keep their promises, and their streams."""
 
-import multiprocessing
-import os
-import socket
+from __future__ import annotations
+
 from collections.abc import Callable
 
-import pytest
 import torch
 
-from quintsched.runtime.comm import Group, ReduceOp, Transport, connect
-
-from .sharing import environment, wants_ranks
+from quintsched.runtime.comm import Group, ReduceOp, Transport
 
 WORLD = 4
 CHANNELS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
@@ -114,46 +110,13 @@ def check_one_tensor_to_two_peers(t: Transport) -> None:
     assert tensor.eq(1.0 if t.rank < 3 else 3.0).all()
 
 
-def run_rank(rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environment(WORLD))
-    transport = connect("nccl", timeout_s=120)
-    assert (transport.name, transport.profile) == ("nccl", "channel")
-    groups = [transport.make_group(p) for p in ([(0, 1, 2), (3,)], [(0,), (1,), (2, 3)], [(0, 1, 2, 3)])]
-    transport.open_channels(CHANNELS)
-    for group in groups:
-        check_collectives(transport, group)
-    checks: list[Callable[[Transport], None]] = [
-        check_both_directions_at_once,
-        check_dropped_tensors,
-        check_a_message_waits_for_what_came_before,
-        check_a_message_does_not_wait_for_what_comes_after,
-        check_one_tensor_to_two_peers,
-    ]
-    for check in checks:
-        check(transport)
-        torch.cuda.synchronize()
-    groups[-1].all_reduce(torch.zeros(1, device=transport.device)).wait()
-    torch.cuda.synchronize()
-    transport.close()
-
-
-@pytest.mark.processes
-@wants_ranks(WORLD)
-def test_groups_and_channels_over_nccl() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, port)) for rank in range(WORLD)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(240)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    assert [process.exitcode for process in processes] == [0] * WORLD
+CHECKS: list[Callable[[Transport], None]] = [
+    check_both_directions_at_once,
+    check_dropped_tensors,
+    check_one_tensor_to_two_peers,
+]
+STREAM_CHECKS: list[Callable[[Transport], None]] = [
+    check_a_message_waits_for_what_came_before,
+    check_a_message_does_not_wait_for_what_comes_after,
+]
+"""What only a device with streams can be asked."""

@@ -1,0 +1,69 @@
+"""One rank: the engine's step beside a plain loop that does the same job, and the numbers of both."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+from paired import Target, ratios, report, sample
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .model import GPT_350M, SMALL, PlainLoop, Size, alone, make_engine, masters_of, sized, synchronize, whole
+
+PLAIN, AGAIN = "plain loop", "plain loop again"
+WARM_UP, NUMBERS_STEPS, MOST = 5, 5, 1.01
+SPLIT = [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
+
+
+def steps(device: torch.device, rounds: int) -> dict[str, Any]:
+    """Print and return how long steps take: of large microbatches, where a GPU is busy, and of small ones."""
+    sizes = (GPT_350M, SMALL) if device.type == "cuda" else (sized(SMALL, device),)
+    return {size.title: compare_steps(size, device, rounds) for size in sizes}
+
+
+def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Print and return how long the engine's steps take beside the plain loop's."""
+    batch = size.batch(device)
+    rivals = {name: whole(PlainLoop(size, device).step, batch, device) for name in (PLAIN, AGAIN)}
+    for schedule, chunks in (("1f1b", 1), ("interleaved-zb", 2)):
+        engine = make_engine(size, size.plan(schedule, chunks), alone(device))
+        rivals[f"quintsched, {schedule}"] = whole(engine.step, batch, device)
+    for step in rivals.values():
+        for _ in range(WARM_UP):
+            step()
+    gc.collect()
+    gc.freeze()
+    samples = sample(rivals, rounds, size.steps, partial(synchronize, device))
+    gc.unfreeze()
+    target = Target("time against the plain loop", ratios(samples, "quintsched, 1f1b", PLAIN, 0).median, MOST)
+    return report(f"{size.title}, {size.microbatches} of them", samples, size.steps, PLAIN, [target])
+
+
+def numbers(device: torch.device, rounds: int) -> dict[str, float]:
+    """Print and return by how much weights differ from the plain loop's after a few steps.
+
+    The attention is that of plain products: the faster kernels add up in an order that changes from run to run.
+    """
+    size = sized(SMALL, device)
+    batch, plain = size.batch(device), PlainLoop(size, device)
+    found = {}
+    print(f"\n{size.title}: weights after {NUMBERS_STEPS} steps against the plain loop's, attention by plain products")
+    with sdpa_kernel(SDPBackend.MATH):
+        for _ in range(NUMBERS_STEPS):
+            plain.step(*batch)
+        expected = plain.masters()
+        for schedule, chunks in SPLIT:
+            engine = make_engine(size, size.plan(schedule, chunks), alone(device))
+            for _ in range(NUMBERS_STEPS):
+                engine.step(*batch)
+            apart = max(largest_difference(weight, expected[name]) for name, weight in masters_of(engine).items())
+            print(Target(f"{schedule}, chunks={chunks}: largest difference", apart, 0.0), flush=True)
+            found[schedule] = apart
+    return found
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    return (found.detach() - expected.detach()).abs().max().item()

@@ -1,0 +1,174 @@
+"""One rank on one GPU, without any message: numbers as on a CPU, halves bit for bit, waits and memory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import quintsched as qs
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.trace.measured import Trace
+from tests.runtime.matrix import ONE_RANK, Case
+from tests.runtime.toys import Outcome, ids_task, tiny_gpt, train_rank, worst_difference
+
+from .machine import Machine
+from .runs import FLOAT32, FLOAT64
+
+pytestmark = pytest.mark.ranks(1)
+
+STEPS, SAMPLES, LENGTH = 5, 8, 16
+SPLIT = [("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2), ("interleaved-1f1b", 2)]
+
+
+def engine_of(
+    machine: Machine, plan: qs.Plan, dtype: torch.dtype, trace_steps: range | None = None, length: int = LENGTH
+) -> Engine:
+    return Engine(
+        plan,
+        tiny_gpt(length),
+        cross_entropy_sum,
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        dtype=dtype,
+        trace_steps=trace_steps,
+        transport=machine.alone(),
+    )
+
+
+def bf16_outcome(machine: Machine, schedule: str, chunks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train in bf16; returns losses, and the float32 masters by name.
+
+    The attention is that of plain products: the faster kernels add up in an order that changes from run to run.
+    """
+    engine = engine_of(machine, qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks), torch.bfloat16)
+    task = ids_task(STEPS, SAMPLES, LENGTH)
+    with sdpa_kernel(SDPBackend.MATH):
+        losses = [engine.step(*batch).loss.item() for batch in zip(task.inputs, task.targets, strict=True)]
+    weights = {
+        name: engine.masters.of(parameter).detach()
+        for stage in engine.stages.values()
+        for name, parameter in stage.named_weights().items()
+    }
+    return losses, weights
+
+
+def on_host(found: Outcome) -> Outcome:
+    return Outcome(found.losses, {name: weight.cpu() for name, weight in found.weights.items()})
+
+
+@pytest.mark.parametrize("case", ONE_RANK, ids=str)
+def test_in_double_precision(machine: Machine, case: Case) -> None:
+    task = case.task(torch.float64)
+    found = train_rank(machine.alone(), case.plan, task, case.blocks, dtype=torch.float64, tied=case.tied)
+    assert worst_difference([on_host(found)], case.alone(torch.float64)) <= FLOAT64
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SPLIT)
+def test_in_bf16_chunks_and_halves_change_no_bit(machine: Machine, schedule: str, chunks: int) -> None:
+    expected_losses, expected = bf16_outcome(machine, "1f1b", 1)
+    losses, found = bf16_outcome(machine, schedule, chunks)
+    assert losses == expected_losses
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved-1f1b", 2)])
+def test_activations_go_to_pinned_memory_and_come_back_in_streams_beside(
+    machine: Machine, schedule: str, chunks: int
+) -> None:
+    task, found = ids_task(STEPS, SAMPLES, LENGTH), []
+    for offload in (None, 1):
+        plan = qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks, offload=offload)
+        with sdpa_kernel(SDPBackend.MATH):
+            found.append(train_rank(machine.alone(), plan, task, tiny_gpt(LENGTH), dtype=torch.float32))
+    stays, goes = found
+    assert goes.losses == stays.losses
+    for name, weight in goes.weights.items():
+        assert torch.equal(weight, stays.weights[name]), name
+
+
+def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
+    layer, masks = torch.nn.Dropout(0.3), Masks(0)
+    key_dropouts(layer, 0, masks)
+    found = []
+    for device in (machine.device, "cpu"):
+        with masks.of(Unit(7, range(8, 16), torch.arange(4, 8, device=device))):
+            found.append(layer(torch.ones(8, 4, 300, device=device)).cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zbv", 2)])
+def test_compiled_stages_equal_one_process(machine: Machine, schedule: str, chunks: int) -> None:
+    case = Case(schedule, "pp=1", 4, chunks=chunks if chunks > 1 else None, model="gpt")
+    task = case.task(torch.float32)
+    found = train_rank(machine.alone(), case.plan, task, case.blocks, dtype=torch.float32, compiled=True)
+    assert worst_difference([on_host(found)], case.alone(torch.float32)) <= FLOAT32
+
+
+def test_a_trace_holds_as_much_time_as_has_passed(machine: Machine, tmp_path: Path) -> None:
+    """On a GPU it consists of events; the first step is not recorded, it loads kernels."""
+    plan = qs.compile("zb-h1", mesh="pp=1", microbatches=4)
+    task = ids_task(STEPS, SAMPLES, LENGTH)
+    engine = engine_of(machine, plan, torch.float32, trace_steps=range(1, STEPS))
+    seconds = []
+    for batch in zip(task.inputs, task.targets, strict=True):
+        machine.synchronize()
+        since = time.perf_counter()
+        engine.step(*batch)
+        machine.synchronize()
+        seconds.append(time.perf_counter() - since)
+    engine.save_trace(tmp_path)
+    trace = Trace.load(tmp_path, plan)
+    for number, passed in list(enumerate(seconds))[1:]:
+        step = trace.step(number, unit="s")
+        assert 0 < sum(step.busy) <= step.makespan <= passed
+    assert min(trace.costs().forward) > 0
+
+
+def test_a_step_waits_for_the_device_once(machine: Machine) -> None:
+    """That is for the norm of the gradients, which says whether the step counts."""
+    machine.require_cuda("a CPU is not waited for")
+    engine, task = (
+        engine_of(machine, qs.compile("1f1b", mesh="pp=1", microbatches=4), torch.bfloat16),
+        ids_task(3, 8, 16),
+    )
+    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in zip(task.inputs, task.targets, strict=True)]
+    for batch in batches[:2]:
+        engine.step(*batch)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.step(*batches[2])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(warning.message) for warning in heard if "synchronizing CUDA operation" in str(warning.message)]
+    assert len(waits) == 1, waits
+
+
+def test_memory_is_that_of_the_simulator(machine: Machine) -> None:
+    """What a GPU allocates beyond what a step leaves is the simulator's peak of activations, and what products need.
+
+    How close that is on a model of usual size, `benchmarks/gpu.py` measures.
+    """
+    machine.require_cuda("an allocator that counts")
+    plan = qs.compile("gpipe", mesh="pp=1", microbatches=8)
+    engine, task = engine_of(machine, plan, torch.float32, length=256), ids_task(3, 64, 256)
+    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in zip(task.inputs, task.targets, strict=True)]
+    engine.step(*batches[0])
+    _, saved = engine.step_counting_saved(*batches[1])
+    expected = plan.simulate(engine.saved_costs(saved)).peak_activations[0]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine.step(*batches[2])
+    assert 0.9 * expected <= torch.cuda.max_memory_allocated() - before <= 1.5 * expected

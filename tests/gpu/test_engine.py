@@ -1,0 +1,82 @@
+"""Jobs that `quintsched run` starts give the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .machine import Machine
+
+pytestmark = [pytest.mark.processes]
+LIMIT_S = 150
+
+JOB = """
+model: {options: {hidden: 32, depth: 6, heads: 4}}
+data: {name: "DATA:load"}
+train: {epochs: 2, batch_size: 16, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}, clip: 1.0}
+runtime: {timeout_s: 60, precision: float64}
+log: {every: 1}
+"""
+
+DATA = """
+import numpy as np
+from quintsched.runtime.data import Dataset, Split
+
+def load():
+    random = np.random.default_rng(0)
+    def split(n):
+        targets = random.integers(0, 4, n)
+        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
+        return Split(inputs=inputs, targets=targets)
+    return Dataset(name="steps", train=split(75), validation=split(20), num_classes=4)
+"""
+
+
+def losses(machine: Machine, job: Path, log: Path, *settings: str) -> list[float]:
+    sets = [part for setting in (*settings, f"log.path={log}") for part in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "quintsched.runtime.launch.local", "--config", str(job), *sets],
+        env=os.environ | machine.environment(8),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [record["loss"] for record in records if record["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "data.py").write_text(DATA)
+    (folder / "job.yaml").write_text(JOB.replace("DATA", str(folder / "data.py")))
+    return folder / "job.yaml"
+
+
+@pytest.fixture(scope="module")
+def alone(machine: Machine, job: Path) -> list[float]:
+    """What one process on the CPU loses."""
+    return losses(machine, job, job.with_name("alone.jsonl"), "runtime.transport=gloo")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        pytest.param("pp=2", "1f1b", marks=pytest.mark.ranks(2)),
+        pytest.param("pp=4", "interleaved-1f1b", marks=pytest.mark.ranks(4)),
+        pytest.param("dp=2,pp=2,tp=2", "1f1b", marks=pytest.mark.ranks(8)),
+    ],
+)
+def test_losses_equal_one_process(
+    tmp_path: Path, machine: Machine, job: Path, alone: list[float], mesh: str, schedule: str
+) -> None:
+    how = (f"parallel.mesh='{mesh}'", f"parallel.schedule={schedule}", "parallel.microbatches=4")
+    found = losses(machine, job, tmp_path / "found.jsonl", *how, f"runtime.transport={machine.backend}")
+    assert found == pytest.approx(alone, abs=1e-10)

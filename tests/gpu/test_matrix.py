@@ -1,0 +1,75 @@
+"""Every schedule on 2, 4 and 8 ranks gives the numbers of one process, and goes on for many steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quintsched.schedules import all_schedules
+from tests.runtime.matrix import CASES, OVERLAPPING, STEPS, Case
+
+from .machine import Machine
+from .runs import FREE, Run, of_schedules
+from .training import require_agreement, require_equal, train
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
+
+WORLDS = [pytest.param(world_size, marks=pytest.mark.ranks(world_size)) for world_size in (2, 4, 8)]
+MANY_STEPS = 500
+SOME_STEPS = {2: 500, 4: 100, 8: 20}
+"""Ranks that share a GPU take turns on it: so many steps every run of the tests takes, 500 the long one."""
+LASTING = {2: ("dualpipe", "pp=2"), 4: ("zbv", "pp=4"), 8: ("1f1b", "pp=8")}
+"""The schedule and mesh that go through many steps; the long run takes all."""
+
+
+def runs_of(world_size: int) -> list[Run]:
+    return [Run(str(case), case) for case in CASES if case.world_size == world_size]
+
+
+def lasting_of(world_size: int) -> list[Run]:
+    (lasting,) = [run for run in of_schedules(world_size) if (run.case.schedule, run.case.mesh) == LASTING[world_size]]
+    return [lasting, *(FREE if world_size == 2 else [])]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_no_schedule_is_left_out(world_size: int) -> None:
+    found = {run.case.schedule for run in of_schedules(world_size)}
+    assert {schedule.name for schedule in all_schedules() if schedule.mode == "train"} <= found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_schedule_equals_one_process(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    runs = of_schedules(world_size)
+    require_equal(runs, train(machine, tmp_path, runs, STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_configuration_equals_one_process(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    runs = runs_of(world_size)
+    require_equal(runs, train(machine, tmp_path, runs, STEPS))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_many_steps_without_a_hang(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    steps = SOME_STEPS[world_size]
+    require_agreement(train(machine, tmp_path, lasting_of(world_size), steps), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_five_hundred_steps_of_every_schedule(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    require_agreement(train(machine, tmp_path, of_schedules(world_size), MANY_STEPS), MANY_STEPS)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_overlap_changes_no_bit(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    overlapped = OVERLAPPING[world_size]
+    both: list[Case] = [replace(overlapped, overlap=False), overlapped]
+    plain, beside = train(machine, tmp_path, [Run(str(case), case) for case in both], 5).values()
+    for one, other in zip(plain, beside, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())

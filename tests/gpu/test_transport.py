@@ -1,0 +1,71 @@
+"""Ranks in real processes: groups and channels, rings and trees, communicators and queues, bf16, traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quintsched as qs
+from quintsched.ir.instructions import Message, Recv, RecvAct, Send, SendAct
+from quintsched.simulation.simulator import Span
+from quintsched.trace.measured import Trace
+
+from .machine import Machine
+
+pytestmark = [pytest.mark.processes]
+
+LIMIT_S, CLOCKS_APART_S = 180.0, 0.005
+
+
+def try_part(machine: Machine, world_size: int, folder: Path, part: str, **variables: str) -> None:
+    worker = ("tests.gpu.wires_worker", machine.backend, folder, part)
+    machine.run(world_size, *worker, timeout_s=LIMIT_S, variables=variables)
+
+
+@pytest.mark.ranks(4)
+def test_groups_and_channels(tmp_path: Path, machine: Machine) -> None:
+    try_part(machine, 4, tmp_path, "transport")
+
+
+@pytest.mark.ranks(3)
+def test_rings_and_trees(tmp_path: Path, machine: Machine) -> None:
+    try_part(machine, 3, tmp_path, "spelled")
+
+
+@pytest.mark.ranks(2)
+def test_too_few_queues_are_refused(tmp_path: Path, machine: Machine) -> None:
+    machine.require_cuda("a CPU has no queues")
+    try_part(machine, 2, tmp_path, "queues", CUDA_DEVICE_MAX_CONNECTIONS="1")
+
+
+@pytest.mark.ranks(4)
+def test_communicators_are_made_before_the_first_step(tmp_path: Path, machine: Machine) -> None:
+    machine.require_cuda("gloo has no communicators")
+    log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl.%p"}
+    try_part(machine, 4, tmp_path, "communicators", **log)
+
+
+@pytest.mark.ranks(2)
+def test_two_stages_in_bf16_give_the_bits_of_one(tmp_path: Path, machine: Machine) -> None:
+    try_part(machine, 2, tmp_path, "bf16")
+
+
+@pytest.mark.ranks(2)
+def test_nothing_arrives_before_it_is_sent_in_a_trace(tmp_path: Path, machine: Machine) -> None:
+    """The clocks of two processes of one machine agree within a few milliseconds."""
+    try_part(machine, 2, tmp_path, "trace")
+    step = Trace.load(tmp_path / "trace", qs.compile("zb-h1", mesh="pp=2", microbatches=4)).step(unit="s")
+    assert 0 < step.bubble < 1
+    spans = [span for row in step.timeline for span in row]
+    assert all(span.start <= span.end for span in spans)
+    sent = {_message(span): span.start for span in spans if isinstance(span.instruction, Send)}
+    taken = {_message(span): span.end for span in spans if isinstance(span.instruction, Recv)}
+    assert sent.keys() == taken.keys()
+    assert all(taken[message] >= sent[message] - CLOCKS_APART_S for message in sent)
+
+
+def _message(span: Span) -> tuple[bool, int]:
+    """Return which message a span of a pipeline of two belongs to: whether it is an activation, and the microbatch."""
+    assert isinstance(span.instruction, Message)
+    return isinstance(span.instruction, SendAct | RecvAct), span.instruction.microbatch
