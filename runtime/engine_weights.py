@@ -28,7 +28,7 @@ from .stage.mean_losses import WeighedLoss
 from .stage.rank_model import RankModel
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
-from .state.state_dict import STATES, list_states
+from .state.state_dict import list_states
 from .state.training_state import TrainingState
 from .weights.access import WeightAccess
 from .weights.average import Averages, Decay, WeightAverage
@@ -128,7 +128,7 @@ class EngineWeights:
         optimizers and modules keep elsewhere. Raises `UsageError` for what an optimizer keeps if no file can hold it.
         """
         state = {**self._state.read(), **self._averages.state_dict(), **self._progress()}
-        return {**state, STATES: list_states(state)}
+        return {**state, **list_states(state)}
 
     def require_loadable(self, state: Mapping[str, Tensor]) -> None:
         """Raise `MisfitError` unless names, shapes and types are those that `load_state_dict` takes here."""

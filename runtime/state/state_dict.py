@@ -87,10 +87,10 @@ def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, 
     return _apart({**state, **read_beside(stages, steppers, masters)})
 
 
-def list_states(names: Iterable[str]) -> Tensor:
-    """Return which names of a state are of what optimizers keep, as its "engine.states" has it."""
-    text = json.dumps(sorted(name for name in names if name.startswith(OPTIMIZER)))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def list_states(names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the "engine.states" of a state: which of its names are of what optimizers keep, if some are."""
+    kept = sorted(name for name in names if name.startswith(OPTIMIZER))
+    return {STATES: torch.frombuffer(bytearray(json.dumps(kept).encode()), dtype=torch.uint8)} if kept else {}
 
 
 def require_states(listed: Tensor | None, names: Collection[str], where: str) -> None:
