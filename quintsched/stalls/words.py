@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from quintsched.errors import printable
+from quintsched.errors import listed_ranks, printable
 from quintsched.stalls.findings import Culprit, Link, Place
 from quintsched.stalls.states import Fate, RankState
 
@@ -34,11 +34,24 @@ def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequenc
     """Return a verdict as a message."""
     if not culprits:
         return unknown(states)
-    lines = [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
-    if len(culprits) > MOST_LISTED:
+    together = _together(culprits)
+    lines = [together] if together else [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
+    if not together and len(culprits) > MOST_LISTED:
         lines.append(f"and so did {len(culprits) - MOST_LISTED} other ranks")
     waiting = _waiting(chain, [culprit.rank for culprit in culprits])
     return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def _together(culprits: Sequence[Culprit]) -> str:
+    """Say once what several ranks did alike: they raised in the same words, or were given different data."""
+    first, ranks = culprits[0], listed_ranks([culprit.rank for culprit in culprits[:MOST_LISTED]])
+    in_step = "" if first.step is None else f" in step {first.step}"
+    if len(culprits) == 1:
+        return ""
+    if all(culprit.fault == "other data" and culprit.said == first.said for culprit in culprits):
+        return f"{ranks} were given different data{in_step}, and belong to one replica: {_shortened(first.said)}"
+    texts = {culprit.fate.text if culprit.fate and culprit.fate.kind == "error" else "" for culprit in culprits}
+    return f"{ranks} raised alike{in_step}: {_shortened(*texts)}" if len(texts) == 1 and "" not in texts else ""
 
 
 def _accusation(culprit: Culprit) -> str:
@@ -47,6 +60,8 @@ def _accusation(culprit: Culprit) -> str:
     if culprit.fault == "ended" and culprit.fate is not None:
         besides = f"; {culprit.said}" if culprit.said else ""
         return f"{name} {ending(culprit.fate)}{_where(culprit.place, in_step)}{besides}"
+    if culprit.fault == "other data":
+        return f"{name} was given other data{in_step} than most ranks of its replica: {_shortened(culprit.said)}"
     if culprit.fault == "skipped":
         return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
     if culprit.fault == "wrong message":

@@ -41,7 +41,7 @@ from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules, is_built_in
 from .batches.data_marks import DataMarks, is_place_holder
-from .batches.microbatches import BatchCutter
+from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_data import SameData
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
@@ -205,9 +205,17 @@ class RankModel:
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
             self.marks.note(given, needed, extras)
+        self._publish(given, needed)
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
             self.same_data.require(compared, extras)
+
+    def _publish(self, given: Mapping[str, Any], needed: Mapping[str, bool]) -> None:
+        """Say how much of a batch this rank is given, so that a verdict can tell who was given something else."""
+        of_inputs, of_targets = (
+            shape_of(given[kind]) if needed[kind] or self.marks.has_noted(kind) else (0, 0) for kind in given
+        )
+        self._transport.publisher.note_given(*of_inputs, of_targets[0])
 
     @property
     def expert_shares(self) -> str | None:

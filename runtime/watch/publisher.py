@@ -15,7 +15,7 @@ from weakref import ref
 
 from quintsched.stalls.states import Phase
 
-from .cell import ENTERED, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, ROOM, RUN, SENT, SENT_AT, STEP, WAIT, Cell
+from .cell import ENTERED, GIVEN, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, ROOM, RUN, SENT, SENT_AT, STEP, WAIT, Cell
 from .waiting import NOTHING, WORLD_CODE, WaitCell
 
 if TYPE_CHECKING:
@@ -146,6 +146,12 @@ class Publisher:
     def note_room(self, nbytes: int) -> None:
         """Say that a message of so many bytes could come in."""
         self.numbers[ROOM] = max(self.numbers[ROOM], nbytes)
+
+    def note_given(self, samples: int, length: int, targets: int) -> None:
+        """Say what this rank is given of one more batch: samples, how long they are, rows of targets; 0: nothing."""
+        numbers = self.numbers
+        numbers[GIVEN + 1], numbers[GIVEN + 2], numbers[GIVEN + 3] = samples, length, targets
+        numbers[GIVEN] += 1
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""

@@ -100,6 +100,7 @@ class Member:
             sent=place.sent,
             sent_at=None if place.sent_at == NOWHERE else place.sent_at,
             room=place.room,
+            given=place.given,
         )
 
     def _told_fate(self, now_s: float) -> Fate | None:
