@@ -299,6 +299,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             raise
         if self._no_samples is None:
             self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
+        self._model.begin(inputs, targets)
         return self._runner.prepare(plan, batch, partial(self._model.compare, plan, inputs, targets, extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:

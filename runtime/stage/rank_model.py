@@ -205,17 +205,24 @@ class RankModel:
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
             self.marks.note(given, needed, extras)
-        self._publish(given, needed)
+            self._publish({kind: tree for kind, tree in given.items() if self.marks.has_noted(kind)})
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
             self.same_data.require(compared, extras)
 
-    def _publish(self, given: Mapping[str, Any], needed: Mapping[str, bool]) -> None:
-        """Say how much of a batch this rank is given, so that a verdict can tell who was given something else."""
-        of_inputs, of_targets = (
-            shape_of(given[kind]) if needed[kind] or self.marks.has_noted(kind) else (0, 0) for kind in given
-        )
-        self._transport.publisher.note_given(*of_inputs, of_targets[0])
+    def begin(self, inputs: Any, targets: Any) -> None:
+        """Say how much this rank is given of one more batch, so that a verdict can tell who was given something else.
+
+        What it does not need is told of when it is compared, if it is no place holder.
+        """
+        self._transport.publisher.begin_batch()
+        self._publish({"inputs": inputs} if self.needs_inputs else {})
+        self._publish({"targets": targets} if self.needs_targets else {})
+
+    def _publish(self, given: Mapping[str, Any]) -> None:
+        samples, length = shape_of(given.get("inputs"))
+        rows, _ = shape_of(given.get("targets"))
+        self._transport.publisher.note_given(samples, length, rows)
 
     @property
     def expert_shares(self) -> str | None:

@@ -269,7 +269,7 @@ def shape_of(tree: Any) -> tuple[int, int]:
     """Return how many rows a tree has, and how long its sequences are; 0: nothing says so."""
     if isinstance(tree, Tensor):
         return (tree.shape[0], tree.shape[1] if tree.dim() > 1 else 0) if tree.dim() else (0, 0)
-    return most_rows(tree) or 0, _length(tree) or 0
+    return (0, 0) if tree is None else (most_rows(tree) or 0, _length(tree) or 0)
 
 
 def _fewest_rows(trees: Sequence[Any], most: int) -> int:
