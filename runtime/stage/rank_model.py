@@ -8,7 +8,7 @@ batch  ──▶ units, each with what of it this rank needs
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -210,14 +210,16 @@ class RankModel:
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
             self.same_data.require(compared, extras)
 
-    def begin(self, inputs: Any, targets: Any) -> None:
-        """Say how much this rank is given of one more batch, so that a verdict can tell who was given something else.
+    def publish(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Callable[[], None]:
+        """Say how much this rank is given of one more batch, and return what compares that.
 
-        What it does not need is told of when it is compared, if it is no place holder.
+        So a verdict can tell who was given something else. What the rank does not need is told of when it is compared,
+        if it is no place holder.
         """
         self._transport.publisher.begin_batch()
         self._publish({"inputs": inputs} if self.needs_inputs else {})
         self._publish({"targets": targets} if self.needs_targets else {})
+        return partial(self.compare, plan, inputs, targets, extras)
 
     def _publish(self, given: Mapping[str, Any]) -> None:
         samples, length = shape_of(given.get("inputs"))
