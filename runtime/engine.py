@@ -204,6 +204,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
         self._is_closed = False
         self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
+        self._run_id = self.everyone.draw_id()
 
     def _hold_state(self, builds: OptimizerBuilds, bucket_mb: float) -> None:
         """Make what the rank holds besides its model: gradients, optimizers, averages of weights."""

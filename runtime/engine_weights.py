@@ -20,7 +20,7 @@ from .interpreter.plan_runner import PlanRunner
 from .optim.chained import LRSchedulers
 from .optim.loss_scale import LossScale
 from .parallel.mesh_groups import MeshGroups
-from .resharding.layout import LAYOUT, StateLayout, layout_of
+from .resharding.layout import LAYOUT, RUN, StateLayout, layout_of
 from .resharding.load_saved import load_saved
 from .resharding.saved_state import SavedState
 from .stage.build import Stage
@@ -45,6 +45,7 @@ class EngineWeights:
     _access: WeightAccess
     _averages: Averages
     _exchange: Exchange
+    _run_id: int
 
     @property
     def stages(self) -> Mapping[int, Stage]:
@@ -143,6 +144,10 @@ class EngineWeights:
 
         safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata())
         """
+        return {**self.layout_metadata(), RUN: f"{self._run_id:016x}"}
+
+    def layout_metadata(self) -> dict[str, str]:
+        """Return the part of `state_metadata` that is alike whoever runs: how tensors lie."""
         return {LAYOUT: layout_of(self._exchange, self._averages.all).to_text()}
 
     def load_state_files(self, paths: Sequence[str | Path]) -> None:
@@ -150,7 +155,7 @@ class EngineWeights:
 
         `paths` are their files, of `state_dict` with `state_metadata`. Each rank reads what it holds of them. Raises,
         on all ranks alike, `InputError` for files that are damaged or not all there, `MisfitError` for those of
-        another model, or where state of an optimizer cannot be cut otherwise than it was.
+        another model, of several steps or runs, or where state of an optimizer cannot be cut otherwise than it was.
         """
         self._averages.require_none_applied("load_state_files")
         with self._exchange.everyone.together(lambda: SavedState([Path(path) for path in paths])) as saved:

@@ -162,19 +162,36 @@ _ABORTS = (6, 134)
 def _aborted(state: RankState, graph: WaitGraph) -> list[Accusation]:
     """Return who is to blame for a process that was aborted: itself, unless what it waited for was too long for it.
 
-    Gloo ends a process so that is sent more than it has room for. Where the sender does not say that it has, there is a
-    doubt, and the message has it.
+    Gloo ends a process so that is sent more than it has room for, be it by a message or by another collective than its
+    own. Where the sender does not say that it has, there is a doubt, and the message has it.
     """
     is_receiving = state.awaits is not None and state.awaits.kind == "receive"
     for edge in graph.edges(state.rank) if is_receiving else ():
         sender = graph.state(edge.on)
-        if sender.sent_at == edge.on_index and sender.sent > state.room > 0:
+        if sender.sent_at == edge.on_index and _sent_too_much(sender, state):
             said = f"rank {state.rank}: it was aborted as {sender.sent} bytes came, where it had room for {state.room}"
             return [Accusation(sender.rank, "wrong message", edge.on_index, state.step, said)]
+    return [Accusation(state.rank, "ended", said=_doubt(graph, state))]
+
+
+def _sent_too_much(sender: RankState, receiver: RankState) -> bool:
+    return sender.sent > receiver.room > 0
+
+
+def _doubt(graph: WaitGraph, state: RankState) -> str:
+    """Say how gloo may have aborted a process; nothing where nothing was on the way to it."""
     senders = sorted({edge.on for edge in graph.arriving(state.rank)})
-    ranks = f"rank{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}"
-    doubt = f"it did so itself, or gloo did as more came than there was room for: messages of {ranks} were on the way"
-    return [Accusation(state.rank, "ended", said=doubt if senders else "")]
+    too_much = [rank for rank in senders if _sent_too_much(graph.state(rank), state)]
+    is_receiving = state.awaits is not None and state.awaits.kind == "receive"
+    partners = [] if is_receiving else graph.partners(state.rank)
+    how = "it did so itself, or gloo did as more came than there was room for"
+    if partners and not too_much:
+        return f"{how}: {_named(partners)} may have begun another collective than it"
+    return f"{how}: messages of {_named(too_much or senders)} were on the way" if senders else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _standing(

@@ -42,7 +42,8 @@ def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequenc
 
 
 def _accusation(culprit: Culprit) -> str:
-    name = f"rank {culprit.rank} ({', '.join([f'host {culprit.host}', *(f'{k}={v}' for k, v in culprit.where)])})"
+    where = ", ".join([on_host(culprit.host), *(f"{axis}={at}" for axis, at in culprit.where)])
+    name = f"rank {culprit.rank} ({where})"
     in_step = "" if culprit.step is None else f" in step {culprit.step}"
     if culprit.fault == "ended" and culprit.fate is not None:
         besides = f"; {culprit.said}" if culprit.said else ""
@@ -55,6 +56,11 @@ def _accusation(culprit: Culprit) -> str:
         which = f": its instruction {_instruction(culprit.place)}" if is_known else ""
         return f"{name} sent what does not fit{in_step}{which}{said}"
     return f"{name} has not gone on for {in_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
+
+
+def on_host(host: str) -> str:
+    """Say on which host a rank runs; one that never connected has not said it."""
+    return f"host {host or 'unknown'}"
 
 
 def _where(place: Place, in_step: str) -> str:
@@ -149,7 +155,7 @@ def unknown(states: Sequence[RankState]) -> str:
         ended = "" if state.fate is None else f" {ending(state.fate).rstrip(',')}"
         at = f" {doing(state.phase)}" if state.index is None else f" at instruction {state.index}"
         since = f" since {in_seconds(state.since_s)}"
-        lines.append(f"rank {state.rank} (host {state.host}){ended}{step}{at.rstrip()}{since}")
+        lines.append(f"rank {state.rank} ({on_host(state.host)}){ended}{step}{at.rstrip()}{since}")
     if len(states) > MOST_LISTED:
         lines.append(f"and {len(states) - MOST_LISTED} other ranks")
     return "\n".join(lines)

@@ -19,7 +19,6 @@ from quintsched.ir.zero import Zero
 from quintsched.verify.collectives import communication_faults
 from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
 
-
 MOST_LETTERS = 2000
 """So long is a message at most: what it lists may be as long as a file."""
 

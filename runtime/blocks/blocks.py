@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError, QuintschedError
 
-from ..comm.device import GENERATORS
+from ..comm.device import GENERATORS, draws_undone
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
@@ -108,19 +110,19 @@ class Carry:
 
 @contextmanager
 def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's global generator for block `number`, and leave it afterwards as it was; that of a device as well."""
-    others: dict[str, Any] = {"devices": []}
-    if device is not None and device.type != "cpu":
-        others = {"devices": [device], "device_type": device.type}
-    with GENERATORS, torch.random.fork_rng(**others):
-        torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+    """Seed the global generators, torch's, Python's and numpy's, for block `number`; afterwards they are as before."""
+    key = (seed * 1_000_003 + number) % 2**63
+    with GENERATORS, draws_undone(device):
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
         yield
 
 
 def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Return block `number` on the CPU as `dtype` (None: as it was built), the same for every mesh.
 
-    A module is returned as it is; a builder runs with torch's global generator seeded by (seed, number).
+    A module is returned as it is; a builder runs with the global generators seeded by (seed, number).
     """
     if isinstance(block, nn.Module):
         return cast(block, dtype)

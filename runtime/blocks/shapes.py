@@ -19,6 +19,7 @@ from quintsched.errors import MisfitError
 from ..agreement.comparison import Section, require_same
 from ..comm import Group
 from ..comm.control import first_said
+from ..comm.device import draws_undone
 from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
@@ -108,7 +109,7 @@ def trace_shapes(
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
         try:
-            with torch.no_grad(), attributes_untouched(module):
+            with torch.no_grad(), draws_undone(), attributes_untouched(module):
                 result = results[number] if results else _run(bare, weights, given, taken)
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error

@@ -2,20 +2,22 @@
 
 attributes    self.calls += 1, self.table = …, self.cache["cos"] = …       as before, in the same containers
 tensors       buffers and weights, and tensors in attributes               the numbers from before
-generators    torch's                                                      as before
+generators    torch's, Python's, numpy's                                    as before
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+
+from ..comm.device import AllGenerators
 
 Undo = Callable[[], None]
 
@@ -28,9 +30,7 @@ def attributes_untouched(module: nn.Module) -> Iterator[None]:
 
     So are dicts, lists and sets in them, modules in these, and the numbers of tensors there that are no weights.
     """
-    undo, seen = list[Undo](), set[int]()
-    for child in module.modules():
-        _remember(child.__dict__, undo, seen)
+    undo = _attributes(module)
     try:
         yield
     finally:
@@ -40,27 +40,50 @@ def attributes_untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """A context after which a module whose weights are resident is as before, and so are torch's generators.
+    """A context after which a module whose weights are resident is as before, and so are the global generators.
 
     Objects of other classes that modules have as attributes are not looked into.
     """
-    held = (*module.parameters(), *module.buffers())
-    plain = [tensor for tensor in held if not isinstance(tensor, DTensor) and not is_lazy(tensor)]
-    kept = [(tensor, tensor.data, tensor.detach().clone()) for tensor in plain]
-    devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
-    others: dict[str, Any] = {"devices": []}
-    if devices:
-        others = {"devices": [*devices], "device_type": next(iter(devices)).type}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(**others))
-        stack.enter_context(attributes_untouched(module))
-        try:
-            yield
-        finally:
-            for tensor, memory, before in kept:
-                memory.copy_(before)
-                if tensor.data_ptr() != memory.data_ptr():
-                    tensor.data = memory
+    before = Kept(module)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+class Kept:
+    """A module as it is now, and the global generators.
+
+    Args:
+        module: its weights are resident.
+        device: whose generator is kept as well; None: that of its weights.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        held = (*module.parameters(), *module.buffers())
+        plain = [tensor for tensor in held if not isinstance(tensor, DTensor) and not is_lazy(tensor)]
+        self._numbers = [(tensor, tensor.data, tensor.detach().clone()) for tensor in plain]
+        devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
+        self._generators = AllGenerators(next(iter(devices), None) if device is None else device)
+        self._undo = _attributes(module)
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for tensor, memory, before in self._numbers:
+            memory.copy_(before)
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory
+        for step in self._undo:
+            step()
+        self._generators.put_back()
+
+
+def _attributes(module: nn.Module) -> list[Undo]:
+    """Return what puts back the attributes of a module and of those in it."""
+    undo, seen = list[Undo](), set[int]()
+    for child in module.modules():
+        _remember(child.__dict__, undo, seen)
+    return undo
 
 
 def _remember(found: Any, undo: list[Undo], seen: set[int]) -> None:

@@ -146,7 +146,7 @@ class OpenCheckpoints:
         state = self.engine.state_dict()
         if loader is not None:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
-        layout, memory = self._buffer.take(state, self.engine.state_metadata())
+        layout, memory = self._buffer.take(state, self.engine.layout_metadata())
         attempt = self.folder.next_attempt()
         final, ranks = self.folder.step_folder(step), self.engine.plan.mesh.size
         joint = JointWrite(attempt, final, self._rank, ranks, self._patience_s, self._writer.given_up)

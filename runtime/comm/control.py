@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -54,6 +55,11 @@ class ControlGroup:
     def __init__(self, world: Group) -> None:
         self._world = world
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._world.index == 0
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         flag = torch.zeros(1, device=self._world.device)
@@ -72,6 +78,10 @@ class ControlGroup:
         sent = torch.tensor([number], dtype=torch.int64, device=self._world.device)
         self._world.broadcast(sent, 0).wait()
         return int(sent.item())
+
+    def draw_id(self) -> int:
+        """Return a number below 2^56 that no two runs have, the same on every rank; no generator is drawn from."""
+        return self.first_says(int.from_bytes(os.urandom(7)))
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, all of the same length, in the order of ranks."""

@@ -12,11 +12,13 @@ No other file of the runtime names a kind of accelerator or calls its module. A 
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,6 +186,31 @@ def fork_generators(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_generators(device, before)
+
+
+class AllGenerators:
+    """Where all global generators are now: torch's, a device's, Python's and numpy's."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = torch.device("cpu") if device is None else device
+        self._states = generator_states(self._device), random.getstate(), np.random.get_state()
+
+    def put_back(self) -> None:
+        """Let them be there again."""
+        of_torch, of_python, of_numpy = self._states
+        restore_generators(self._device, of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextmanager
+def draws_undone(device: torch.device | None = None) -> Iterator[None]:
+    """Leave all global generators after a `with` as they were before."""
+    before = AllGenerators(device)
+    try:
+        yield
+    finally:
+        before.put_back()
 
 
 def _may_share() -> bool:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from quintsched.errors import StallError
-from quintsched.stalls.own_errors import came_from_handler
+from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.words import NOBODY
 
 from ..watch.publisher import Publisher
@@ -49,6 +49,21 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
     stall = StallError(f"{verdict.message}\n{said}" if named_nobody else verdict.message)
     stall.was_told = verdict.was_told
     raise stall from error
+
+
+def as_stall(error: Exception, publisher: Publisher) -> Exception:
+    """Return the verdict for an error of a user's own collective that failed since a peer is gone; any other as it is.
+
+    So that a rank which only lost a peer does not complain of its user's code.
+    """
+    if is_own(error) or lost_peer(error):
+        return error
+    verdict = publisher.explain(headline(error))
+    if verdict is None or not verdict.message or verdict.message.startswith(NOBODY):
+        return error
+    stall = StallError(verdict.message)
+    stall.was_told = verdict.was_told
+    return stall
 
 
 def run_bounded(call: Callable[[], Answer], timeout_s: float) -> Answer | None:

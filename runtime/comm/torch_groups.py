@@ -47,10 +47,8 @@ class TorchGroup(Group):
         self._checks = SameCollectives(self.ranks, self.index, self.device, self._gather_now)
 
     def _gather_now(self, output: Tensor, tensor: Tensor) -> None:
-        try:
-            dist.all_gather_into_tensor(output, tensor, group=self.process_group)
-        except RuntimeError as error:
-            raise_stall(error, self._name("comparison", tensor), self._publisher)
+        name, issue = partial(self._name, "comparison", tensor), partial(_gather_into(), output, tensor)
+        self._started(issue, name, output).wait()
 
     def release(self) -> None:
         """Let go of the process group: gloo's connections close with the last reference."""
@@ -61,9 +59,7 @@ class TorchGroup(Group):
         return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        # torch 2.13 deprecates the old name and has the new one only since.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._issue(partial(gather, output, tensor), "all_gather", tensor, output)
+        return self._issue(partial(_gather_into(), output, tensor), "all_gather", tensor, output)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         if tensor.device.type == "cpu" and self.is_shard_in_place(output, tensor):
@@ -90,6 +86,9 @@ class TorchGroup(Group):
         name = partial(self._name, kind, tensor)
         if self._checks is not None and kind != "all_to_all":
             self._checks.require(f"{kind} {describe(tensor)}")
+        return self._started(issue, name, output)
+
+    def _started(self, issue: Callable[..., dist.Work | None], name: Callable[[], str], output: Tensor) -> Work:
         try:
             work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:
@@ -98,6 +97,12 @@ class TorchGroup(Group):
 
     def _name(self, kind: str, tensor: Tensor) -> str:
         return f"rank {self.ranks[self.index]} in {kind} {describe(tensor)} with ranks {list(self.ranks)}"
+
+
+def _gather_into() -> Callable[..., dist.Work | None]:
+    """Return torch's gather into one tensor: 2.13 deprecates the old name and has the new one only since."""
+    found: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return found
 
 
 class TorchWork:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
 
+from ..comm.failures import as_stall
 from ..stage.batches.microbatches import Batch
 from ..steps.explain import explained
 from ..watch.cell import INDEX, NOWHERE
@@ -161,8 +162,10 @@ class Interpreter:
                 numbers[INDEX] = mark
                 call()
         except Exception as error:
-            flows = self.state.flows
-            found = explained(error, self._program[index], index, flows.place, self.state.compute.forwards)
+            place, forwards = self.state.flows.place, self.state.compute.forwards
+            found = as_stall(error, self._publisher)
+            if found is error:
+                found = explained(error, self._program[index], index, place, forwards)
             if found is error:
                 raise
             raise found from error

@@ -130,7 +130,8 @@ def start_here(
                 machines = _machines(place, store, attempt)
                 ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
             if hub is not None and hub.verdict is not None:
-                ended = replace(ended, code=hub.verdict.exit_code)
+                is_final = hub.verdict.comes_again or ended.was_asked
+                ended = replace(ended, code=hub.verdict.exit_code, is_final=is_final)
             if machines is not None:
                 ended = wait_for_machines(wakes, machines, ended)
             if ended.is_final or attempt == restarts:

@@ -31,10 +31,11 @@ SURE = (0, 2, 3)
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit code of an attempt, and whether it is not to be followed by another."""
+    """The exit code of an attempt, and whether it is not to be followed by another, as after one `was_asked` to end."""
 
     code: int
     is_final: bool
+    was_asked: bool = False
 
     def to_text(self) -> str:
         """Return it in words for another launcher."""

@@ -72,9 +72,9 @@ def _order(code: int) -> int:
 
 def _failure(code: int, asked: int | None) -> Ended:
     if asked is not None and code == -signal.SIGTERM:
-        return Ended(128 + asked, is_final=True)  # it was asked when it could not stop by itself yet
+        return Ended(128 + asked, is_final=True, was_asked=True)  # it was asked when it could not stop by itself yet
     code = code if code > 0 else DIED
-    return Ended(code, is_final=code in SURE or asked is not None)
+    return Ended(code, is_final=code in SURE or asked is not None, was_asked=asked is not None)
 
 
 def say_end(rank: int, code: int) -> None:

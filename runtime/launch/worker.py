@@ -150,6 +150,7 @@ def run(
     """Train the job on the transport it names, until its end or until a stop is asked for."""
     from ..comm import LocalTransport, run_local
     from ..comm.connection import connect_for, patience_s
+    from ..comm.failures import as_stall
     from ..rendezvous.attempt import meet_alone
 
     timeout_s = patience_s(job.runtime.timeout_s, compiled=job.runtime.compile)
@@ -168,6 +169,12 @@ def run(
     transport = connect_for(plan, timeout_s, job.runtime.transport, job.runtime.rules, watch)
     try:
         train(job, plan, transport, "resume" if transport.goes_on else start, notes, stop, overrides)
+    except Exception as error:
+        found = as_stall(error, transport.publisher)
+        _abort(transport, found)
+        if found is error:
+            raise
+        raise found from error
     except BaseException as error:
         _abort(transport, error)
         raise

@@ -15,6 +15,9 @@ import torch
 
 from quintsched.errors import UsageError
 
+SCALE = "engine.loss_scale"
+"""The name of the scale in a state."""
+
 
 class LossScale:
     """The scale of losses, and how it changes; None: 1, always. Raises `UsageError` for what is no scaler."""
@@ -50,11 +53,11 @@ class LossScale:
         if self._scaler is None:
             return {}
         steps = float(self._scaler.state_dict()["_growth_tracker"])
-        return {"engine.loss_scale": torch.tensor([self.value, steps], dtype=torch.float64)}
+        return {SCALE: torch.tensor([self.value, steps], dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_dict` gave, where it is there."""
-        found = state.get("engine.loss_scale")
+        found = state.get(SCALE)
         if self._scaler is not None and found is not None:
             self.value, steps = found.tolist()
             kept = {"scale": self.value, "_growth_tracker": int(steps)}

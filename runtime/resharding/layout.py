@@ -34,6 +34,9 @@ from ..weights.average import WeightAverage
 LAYOUT = "quintsched.layout"
 """The name of the layout in a file's metadata."""
 
+RUN = "quintsched.run"
+"""The name there of the run that wrote the file, where it says so: files of two runs are of no one state."""
+
 Size = Field(ge=0)
 
 

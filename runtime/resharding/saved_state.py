@@ -9,7 +9,7 @@ Files are mapped into memory, so that only what is read of them is loaded. Nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,17 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
 
+from ..blocks.number_types import require_kind, type_of
 from ..interchange.boxes import Box, Placement
-from ..interchange.save_pretrained import TYPES
+from ..interchange.save_dcp import STEP
+from ..optim.loss_scale import SCALE
 from ..state.state_dict import same
-from .layout import StateLayout, is_plain
+from .layout import RUN, StateLayout, is_plain
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
+
+_TOGETHER = "give the files that all ranks of one run have saved after the same step"
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class SavedPiece:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return TYPES[self._slice().get_dtype()]
+        """The type of its numbers; raises `InputError` for one that cannot be read."""
+        return type_of(self._slice().get_dtype(), f"{self.path}: {self.name!r}")
 
     def _outline(self) -> Tensor:
         return torch.empty(self._slice().get_shape(), device="meta")
@@ -85,6 +89,7 @@ class SavedState:
     Attributes:
         pieces: by name of a tensor, what files have of it, in their order.
         layouts: what each file says of itself.
+        runs: by path, the run that wrote a file, where it says so.
         beside: states of optimizers that have no place in a whole tensor, by name.
         unplaced: files that do not say where their tensors lie, of which nothing is read.
 
@@ -96,6 +101,7 @@ class SavedState:
         self.pieces: dict[str, list[SavedPiece]] = {}
         self.beside: dict[str, list[SavedPiece]] = {}
         self.layouts: list[StateLayout] = []
+        self.runs: dict[Path, str] = {}
         self.unplaced: list[Path] = []
         self._stack = ExitStack()
         self._keys: dict[str, dict[str, None]] = {}
@@ -108,7 +114,10 @@ class SavedState:
 
     def _add(self, path: Path) -> None:
         file = self._stack.enter_context(_opened(path))
-        layout = _read_layout(path, file)
+        metadata = file.metadata() or {}
+        layout = _read_layout(path, metadata)
+        if RUN in metadata:
+            self.runs[path] = metadata[RUN]
         if layout is None:
             self.unplaced.append(path)
             return
@@ -145,6 +154,35 @@ class SavedState:
                 f"{self.paths[0].parent}: {name!r} is not the same on all ranks that saved it, so that nobody can say "
                 "what it is on another mesh; resume on the mesh that wrote it"
             )
+
+    def require_one_save(self) -> None:
+        """Raise `MisfitError` for files that were not saved together: of other steps, or of other runs.
+
+        A kill between the saves of two ranks leaves such.
+        """
+        self._require_equal(STEP, "step")
+        for path, run in self.runs.items():
+            first, its = next(iter(self.runs.items()))
+            if run != its:
+                raise MisfitError(f"{first} is of run {its}, but {path} of run {run}; {_TOGETHER}")
+        for name in self.pieces:
+            if name == SCALE or (name.startswith(AVERAGE) and name.count(".") == 2):
+                self._require_equal(name, name)
+
+    def _require_equal(self, name: str, called: str) -> None:
+        """Raise `MisfitError` unless all files that have a value have the same."""
+        values = [(piece.path, piece.whole()) for piece in self.pieces.get(name, ())]
+        for path, value in values[1:]:
+            first, its = values[0]
+            if not same(value, its):
+                raise MisfitError(
+                    f"{first} is of {called} {_said(its)}, but {path} of {called} {_said(value)}; {_TOGETHER}"
+                )
+
+    def require_kind(self, name: str, weight: str, wanted: torch.dtype) -> None:
+        """Raise `MisfitError` where a tensor has numbers of another kind than the weight that is to have them."""
+        for piece in self.pieces[name]:
+            require_kind(str(piece.path), name.removeprefix(MODEL), piece.dtype, weight, wanted)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor."""
@@ -185,6 +223,10 @@ class SavedState:
         return full
 
 
+def _said(value: Tensor) -> str:
+    return ", ".join(f"{number:g}" for number in value.reshape(-1).tolist())
+
+
 def _opened(path: Path) -> Any:
     """Return an open safetensors file; raises `InputError` for what is none."""
     try:
@@ -193,10 +235,10 @@ def _opened(path: Path) -> Any:
         raise InputError(f"{path}: not a safetensors file: {error}") from error
 
 
-def _read_layout(path: Path, file: Any) -> StateLayout | None:
-    """Return what an open file says of its tensors; None where it says nothing."""
+def _read_layout(path: Path, metadata: Mapping[str, str]) -> StateLayout | None:
+    """Return what the metadata of a file say of its tensors; None where they say nothing."""
     try:
-        return StateLayout.of_metadata(file.metadata() or {})
+        return StateLayout.of_metadata(metadata)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

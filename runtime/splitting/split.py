@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.blocks import Block
 from ..blocks.module_state import saved_tensors
-from ..comm.device import GENERATORS, fork_generators
+from ..comm.device import GENERATORS, draws_undone
 from ..parallel.tensor.rules import Rules
 from .adapters import transformers
 from .building import BlockBuilder, built_without_weights, materialised
@@ -115,13 +114,13 @@ def split(
             Models of transformers need none, and models that can be traced are so without any, or if nothing else finds
             their blocks.
         prove: whether the model and the chain of its blocks run once on these inputs, to be compared; afterwards the
-            model, its buffers and torch's generators are as before.
+            model, its buffers and the global generators are as before.
 
     Raises:
         UsageError: there are no such modules, or no layers, or no inputs.
         MisfitError: the model cannot be split so, or its blocks give other numbers.
     """
-    with GENERATORS, fork_generators(torch.device("cpu")):  # ranks of one process split one after the other
+    with GENERATORS, draws_undone():  # ranks of one process split one after the other
         if isinstance(model, nn.Module):
             return _whole(_adapted(model), blocks, example, prove)
         return _built(model, blocks, example, prove)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..blocks.blocks import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
+from ..comm.control import share_bytes
 from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
@@ -164,7 +165,8 @@ class RankModel:
         self.synced, self.buffers = self._share_buffers()
         self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
         group = self._groups.world if self.plan.zero.shards_optimizer else self._groups.model
-        self.marks = DataMarks(group.ranks, self._replica_of, self._transport.rank, device)
+        told = partial(share_bytes, group), self._transport.publisher.fail
+        self.marks = DataMarks(group.ranks, self._replica_of, self._transport.rank, device, *told)
         self.batches = BatchCutter(
             device,
             options.dtype,

@@ -160,6 +160,8 @@ class Hub:
         if rank is None:
             if "ended" in message:
                 self.ended(*map(int, message["ended"]))
+            elif "refused" in message:
+                self._refused(message, now)
             else:
                 self._welcome(connection, message, now)
             return
@@ -170,8 +172,8 @@ class Hub:
             member.groups.append(tuple(map(int, message["group"])))
         if "plan" in message:
             self._plans.add(int(message["plan"]), message["text"])
-        if "error" in message and (member.error is None or member.error[0] == "stall"):
-            member.error = message["kind"], printable(str(message["error"]))
+        if "error" in message:
+            member.fail(message["kind"], printable(str(message["error"])), int(message.get("code", 1)), now)
             if self.verdict is not None:
                 self._announce(connection)
         if "leaves" in message:
@@ -179,6 +181,13 @@ class Hub:
         if "bye" in message:
             self._read(member, now)
             member.has_ended = True
+
+    def _refused(self, message: Mapping[str, Any], now: float) -> None:
+        """Take in that a rank cannot even connect, and why."""
+        rank = int(message["refused"])
+        if 0 <= rank < len(self._members) and not self._members[rank].has_come:
+            self._members[rank].host = str(message["host"])[:200]
+            self._members[rank].fail("refusal", printable(str(message["error"])), int(message["code"]), now)
 
     def _welcome(self, connection: Connection, message: Mapping[str, Any], now: float) -> None:
         """Take in who has shown the key, and say whether its cell is read from here."""

@@ -49,6 +49,10 @@ class Member:
     fate: Fate | None = None
     fate_s: float = 0.0
     error: tuple[ErrorKind, str] | None = None
+    error_s: float = 0.0
+    """When it told of it."""
+    error_code: int = 1
+    """The exit code of such an error, whatever its process ends with."""
     is_stopped: bool = False
     """Whether its process lives and does not run, as after a SIGSTOP; known of those on the hub's machine."""
     is_silent: bool = False
@@ -71,6 +75,11 @@ class Member:
             self.fate_s = now_s
         if self.fate is None or self.fate.kind in ("gone", "unreachable"):
             self.fate = fate
+
+    def fail(self, kind: ErrorKind, text: str, code: int, now_s: float) -> None:
+        """Take in what it raised; its own error counts for more than a wait that failed before."""
+        if self.error is None or self.error[0] == "stall":
+            self.error, self.error_s, self.error_code = (kind, text), now_s, code
 
     def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> RankState:
         """Return what it said last; `modes` are those of the plans by their numbers."""
@@ -97,7 +106,8 @@ class Member:
         """Return its fate, with the error that it told before; one that gives up without a complaint has no reason."""
         ago_s, fate = now_s - self.fate_s, self.fate
         if self.error is not None and self.error[0] != "stall":
-            return Fate("error", None if fate is None else fate.code, self.error[1], ago_s=ago_s)
+            code = fate.code if fate is not None and fate.kind == "exit" else None
+            return Fate("error", code, self.error[1], ago_s=now_s - self.error_s)
         if fate is None:
             silent = Fate("silent") if self.is_silent else None
             return Fate("stopped", signal.SIGSTOP) if self.is_stopped else silent

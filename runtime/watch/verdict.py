@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from quintsched.errors import QuintschedError, StallError, printable
+from quintsched.errors import MisfitError, QuintschedError, StallError, UsageError, printable
 from quintsched.files.atomic import write_plain
 from quintsched.plan import Plan
 from quintsched.stalls.report import StallReport
-from quintsched.stalls.states import RankState
 from quintsched.stalls.unplanned import find_without_plan
 from quintsched.stalls.verdict import find_culprit
 
@@ -28,6 +27,9 @@ REPORT_S, LATE_REPORT_S = 0.3, 3.0
 """How long the verdict waits for the report, and how long its end does."""
 
 MOST_PLANS = 32
+
+SURE = (UsageError.exit_code, MisfitError.exit_code)
+"""Exit codes that a run would end with again: a wrong setting, a misfit."""
 
 
 class Plans:
@@ -59,14 +61,16 @@ class Plans:
 class Verdict:
     """What is said of the end of a run; `culprits` are the ranks whose fault it is, none where that is not known.
 
-    `exit_code` is that of the run: the culprit's own, where its code raised, else 4. `has_survivors` says whether there
-    are ranks that can say it. `writing` is what writes the report, which may not have ended.
+    `exit_code` is that of the run: the culprit's own, where it raised, else 4. `comes_again` says whether a further
+    attempt would end so too: it was refused by ranks that had come together. `has_survivors` says whether there are
+    ranks that can say it. `writing` is what writes the report, which may not have ended.
     """
 
     message: str
     culprits: tuple[int, ...]
     has_survivors: bool
     exit_code: int = StallError.exit_code
+    comes_again: bool = False
     writing: Thread | None = None
 
     def finish(self) -> None:
@@ -81,21 +85,27 @@ def make_verdict(
     """Make the verdict on what the members said last, and begin to write the report, for which nobody waits long."""
     modes = plans.modes()
     states = [member.state(now_s, modes, len(members)) for member in members]
-    has_survivors = any(member.lives and member.has_come for member in members)
     plan = plans.get(_program(members))
     if plan is None:
         ranks, message = find_without_plan(states)
-        return Verdict(message, ranks, has_survivors, _exit_code(states, ranks))
+        return _verdict(message, ranks, members, None)
     found = find_culprit(plan, states, still_s=still_s)
     words, writing = _write(found, report)
-    message = "\n".join([found.words(), *words])
-    return Verdict(message, found.ranks, has_survivors, _exit_code(states, found.ranks), writing)
+    return _verdict("\n".join([found.words(), *words]), found.ranks, members, writing)
 
 
-def _exit_code(states: Sequence[RankState], culprits: Sequence[int]) -> int:
-    """Return the exit code of a run: that of a rank whose own code raised, if it is to blame."""
-    errors = [state.fate for state in states if state.rank in culprits and state.fate and state.fate.kind == "error"]
-    return next((fate.code or 1 for fate in errors), StallError.exit_code)
+def _verdict(message: str, culprits: tuple[int, ...], members: Sequence[Member], writing: Thread | None) -> Verdict:
+    """Return a verdict; its exit code is that of the first culprit that raised, which is the same on whatever rank."""
+    raised = [one for one in members if one.rank in culprits and one.error is not None and one.error[0] != "stall"]
+    code = raised[0].error_code if raised else StallError.exit_code
+    return Verdict(
+        message,
+        culprits,
+        has_survivors=any(member.lives and member.has_come for member in members),
+        exit_code=code,
+        comes_again=code in SURE and all(member.has_come for member in raised),
+        writing=writing,
+    )
 
 
 def _program(members: Sequence[Member]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
 
+from ..blocks.number_types import require_kind
 from ..state.training_state import TrainingState
 
 Decay = float | Callable[[int], float]
@@ -95,6 +96,7 @@ class WeightAverage:
             found = state.get(name)
             if found is None or found.shape != average.shape:
                 raise MisfitError(f"the average in the state has no {name!r} of shape {tuple(average.shape)}")
+            require_kind("the state", name, found.dtype, "the average", average.dtype)
             average.copy_(found)
         self.updates = int(state.get("updates", 0))
 

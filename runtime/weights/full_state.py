@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError, nearest
 
 from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import saved_tensors
+from ..blocks.number_types import require_kind
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import gather_texts
@@ -132,6 +133,7 @@ class FullState:
                     for number, average in enumerate(self._averages):
                         held, found = average.of(name), self._find(state, f"ema.{number}.", name)
                         if held is not None and found is not None:
+                            require_kind("the state", f"ema.{number}.{name}", found.dtype, "the average", held.dtype)
                             held.copy_(self._mine(parameter, found, held.dtype).view_as(held))
             if strict:
                 self._load_beside(state, has_optimizers=has_optimizers)
@@ -155,6 +157,7 @@ class FullState:
             raise MisfitError(
                 f"'model.{name}' is {tuple(found.shape)} in the state, but the model's is {tuple(wanted)}"
             )
+        require_kind("the state", f"model.{name}", found.dtype, "the model's", tensor.dtype)
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(found)
             return

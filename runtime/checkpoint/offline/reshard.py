@@ -27,6 +27,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
 from ...interchange.boxes import Placement
+from ...interchange.folders import standing
 from ...interchange.safetensors_folder import Lying, open_folder
 from ...interchange.save_pretrained import FileEntry, TensorFile
 from ...resharding.layout import LAYOUT, StateLayout
@@ -230,7 +231,7 @@ def import_weights(source: Path, output: Path) -> Path:
 
     Raises `InputError` for a source that is damaged, `UsageError` where there is none, or nothing can be written.
     """
-    with open_folder(source) as folder:
+    with open_folder(standing(source)) as folder:
         if not folder.tensors:
             raise InputError(f"{source}: there are no tensors in it")
         entries = [

@@ -238,6 +238,8 @@ class BatchCutter:
     ) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise MisfitError(f"{name} is a tensor of layout {tensor.layout}, which cannot be cut; give a dense one")
+        if tensor.is_meta:
+            raise MisfitError(f"{name}, which this rank needs, is a tensor on the meta device, which has no numbers")
         dtype = self._dtype if name.startswith("inputs") and tensor.is_floating_point() else None
         rows = tensor.shape[0] if tensor.dim() else None
         may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)

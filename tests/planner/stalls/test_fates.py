@@ -175,6 +175,23 @@ def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fa
     assert "gloo" not in report.words(), "nothing was on its way"
 
 
+@pytest.mark.parametrize("awaits", [Wait("nothing"), Wait("collective", ranks=(1, 3)), None])
+def test_who_is_aborted_beside_partners_in_a_collective_is_doubted_for_these(awaits):
+    plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=4)
+    where = replace(state(1, Fate("signal", 6), index=1, awaits=awaits), room=4096)
+    senders = [state(0, index=6), state(2, index=6)]
+    report = find_culprit(plan, [senders[0], where, senders[1], state(3, index=1)])
+    assert report.ranks == (1,)
+    assert (
+        report.words()
+        .splitlines()[0]
+        .endswith("gloo did as more came than there was room for: rank 3 may have begun another collective than it")
+    )
+    senders[0] = replace(senders[0], sent=5000, sent_at=7)
+    report = find_culprit(plan, [senders[0], where, senders[1], state(3, index=1)])
+    assert "messages of rank 0 were on the way" in report.words()
+
+
 def test_an_error_of_a_ranks_own_is_its_own_though_it_waited_for_a_message():
     for text in ("TimeoutError: my own time limit", "RuntimeError: DataLoader worker (pid 7) is killed by signal"):
         fate = Fate("error", 1, text)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.blocks import build_block, build_model
+from quintsched.runtime.blocks.shapes import trace_shapes
+from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.untouched import untouched
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.device import draws_undone
 
 from ..toys import difference, share
 
@@ -144,3 +149,32 @@ def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
     assert block.layer.weight.any()
     assert [table.tolist() for table in tables] == [[1.0, 1.0]]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Drawn(nn.Module):
+    """A block whose weights and forward draw from each generator of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([*draws()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is given, times a few numbers."""
+        return x * sum(draws()) * self.weight.sum()
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), random.random(), np.random.rand()]
+
+
+def test_what_is_built_or_tried_draws_nothing() -> None:
+    with draws_undone():
+        expected = draws()
+    with draws_undone():
+        built = [build_block(Drawn, number) for number in (0, 1, 0)]
+        trace_shapes(built, TreeSpec.of(torch.ones(2, 3)), {})
+        with untouched(built[0]):
+            built[0](torch.ones(2, 3))
+        assert draws() == expected
+    assert torch.equal(built[0].weight, built[2].weight)
+    assert (built[0].weight != built[1].weight).all()

@@ -325,6 +325,32 @@ def test_another_model_is_refused_on_all_ranks(tmp_path: Path) -> None:
         go_on(tmp_path, 1, Run("dp=1"))
 
 
+def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
+    later, other = tmp_path / "later", tmp_path / "other"
+
+    def body(transport: Transport, folder: Path, steps: Sequence[int]) -> None:
+        folder.mkdir(exist_ok=True)
+        engine = Run("pp=2").engine(transport, adam, tiny_gpt(LENGTH, depth=2))
+        for step in steps:
+            train(engine, [step])
+            save(engine, folder)
+            folder = later
+
+    def load(transport: Transport, paths: Sequence[Path]) -> float:
+        engine = Run("pp=2").engine(transport, adam, tiny_gpt(LENGTH, depth=2))
+        engine.load_state_files(paths)
+        return train(engine, [2])[0]
+
+    later.mkdir()
+    run_local(2, lambda transport: body(transport, tmp_path, [0, 1]), timeout_s=60)
+    run_local(2, lambda transport: body(transport, other, [0]), timeout_s=60)
+    one, two = path_of(tmp_path, 0), path_of(later, 1)
+    with pytest.raises(MisfitError, match=rf"{one} is of step 1, but {two} of step 2; give the files"):
+        run_local(2, lambda transport: load(transport, [one, two]), timeout_s=60)
+    with pytest.raises(MisfitError, match=rf"{one} is of run [0-9a-f]{{16}}, but {path_of(other, 1)} of run"):
+        run_local(2, lambda transport: load(transport, [one, path_of(other, 1)]), timeout_s=60)
+
+
 def test_averages_that_the_engine_does_not_keep_are_refused(tmp_path: Path) -> None:
     begin(tmp_path, Run("pp=2"))
 

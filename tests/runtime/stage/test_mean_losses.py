@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.blocks import build_model
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.device import draws_undone
 from quintsched.runtime.stage.mean_losses import WeighedLoss
 
 from ..toys import sgd
@@ -111,6 +114,41 @@ def test_a_loss_that_is_another_when_it_is_watched_is_left_alone() -> None:
         if isinstance(found, tuple):
             found = found[0] / found[1]
         torch.testing.assert_close(found, expected)
+
+
+class Centered(nn.Module):
+    """A loss that draws, and moves with what it is given."""
+
+    def __init__(self, draw: Callable[[], float], name: str) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES))
+        self.draw, self.calls, self.options = draw, 0, {"weight" if name == "odd" else "reduction": None}
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        self.center.mul_(0.5).add_(output.detach().mean(0))
+        weight = self.draw() + (targets if "weight" in self.options else 0)
+        if "weight" in self.options:
+            return F.l1_loss(output - self.center, targets, weight=weight)
+        return F.mse_loss(output - self.center, targets) * weight
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.rand])
+@pytest.mark.parametrize("name", ["even", "odd"])
+def test_a_loss_draws_and_moves_as_often_as_it_is_called(draw: Callable[[], float], name: str) -> None:
+    outputs = torch.randn(3, 7, CLASSES, generator=RANDOM).requires_grad_()
+    with draws_undone():
+        alone = Centered(draw, name)
+        expected = [alone(output, FLAGS) for output in outputs]
+        drawn = draw()
+    mine = Centered(draw, name)
+    weighed = WeighedLoss(mine, tells_apart=True)
+    found = [weighed(output, FLAGS) for output in outputs]
+    assert draw() == drawn
+    assert mine.calls == alone.calls
+    assert torch.equal(mine.center, alone.center)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[0] / one[1] if isinstance(one, tuple) else one, other)
 
 
 def test_a_loss_with_a_weight_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from quintsched.runtime.watch.connection import KEY
 from quintsched.runtime.watch.frames import HEAD, JSON
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.roster import Member
-from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end
+from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end, tell_refusal
 from quintsched.runtime.watch.waiting import WORLD_CODE
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate
@@ -139,6 +139,25 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     assert not tell_end("127.0.0.1:1 key", 0, 5)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("letter", ["x", '"', "\u00e9", "\U0001f600"])
+def test_a_rank_that_cannot_connect_says_why_and_where(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, letter: str
+) -> None:
+    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
+    assert not tell_refusal(1, "there is no hub", 2)
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    start_rank(0)
+    assert tell_refusal(1, f"model.py:3: the import failed: ValueError {letter * 2000}", 2)
+    verdict = hub.wait(5)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
+    assert verdict.message.startswith(
+        f"rank 1 (host {socket.gethostname()}, pp=1) raised model.py:3: the import failed"
+    )
+
+
 def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
     host, port = hub.address.split(":")
     for said in (b"GET / HTTP/1.0\r\n\r\n", HEAD.pack(JSON, 10**9), _frame({"answer": "?", "rank": 0}), _frame({})):
@@ -213,9 +232,10 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_before_there_is_a_plan_there_are_words_as_well() -> None:
-    plans, stopped = verdict.Plans(None), Fate("error", 1, "ValueError: no such file")
-    waits = START._replace(wait=WORLD_CODE)
-    members = [Member(0, "a", place=waits, has_come=True), Member(1, "b", fate=stopped), Member(2, "c", place=waits)]
+    plans, waits = verdict.Plans(None), START._replace(wait=WORLD_CODE)
+    members = [Member(0, "a", place=waits, has_come=True), Member(1, "b"), Member(2, "c", place=waits)]
+    members[1].fail("own", "ValueError: no such file", 1, 3.0)
+    members[1].end(Fate("exit", 1), 3.5)
     made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == (1,)
     assert made.message == (

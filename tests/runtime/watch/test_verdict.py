@@ -1,0 +1,58 @@
+"""What a verdict makes of what ranks said: whose exit code a run has, when an error came, what is said of whom."""
+
+import pytest
+
+import quintsched as qs
+from quintsched.runtime.watch.cell import Place
+from quintsched.runtime.watch.roster import ErrorKind, Member
+from quintsched.runtime.watch.verdict import Plans, Verdict, make_verdict
+from quintsched.runtime.watch.waiting import NOTHING
+from quintsched.stalls.states import Fate
+
+NOW_S = 70_000.0
+STEP = Place(4, 7, 0, "step", NOTHING, 7, 14)
+PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+
+def members(place: Place = STEP) -> list[Member]:
+    """Return two ranks in the midst of a step."""
+    return [Member(rank, "a", place=place, changed_s=NOW_S - 3, has_come=True, is_here=True) for rank in range(2)]
+
+
+def judge(ranks: list[Member]) -> Verdict:
+    return make_verdict(ranks, Plans(PLAN), None, NOW_S, still_s=1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", [None, Fate("exit", 3), Fate("exit", 1), Fate("signal", 9)])
+@pytest.mark.parametrize(("kind", "code", "again"), [("refusal", 3, True), ("refusal", 2, True), ("own", 1, False)])
+def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(
+    rank: int, end: Fate | None, kind: ErrorKind, code: int, again: bool
+) -> None:
+    ranks = members()
+    ranks[rank].fail(kind, "what it said", code, NOW_S - 2)
+    if end is not None:
+        ranks[rank].end(end, NOW_S - 1)
+    found = judge(ranks)
+    assert (found.culprits, found.exit_code, found.comes_again) == ((rank,), code, again)
+
+
+def test_an_error_is_as_old_as_its_word() -> None:
+    ranks = members()
+    ranks[1].fail("own", "ValueError: boom", 1, NOW_S - 2)
+    fate = ranks[1].state(NOW_S, {}, 2).fate
+    assert fate == Fate("error", None, "ValueError: boom", ago_s=2.0)
+
+
+def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
+    ranks = members()
+    ranks[0].end(Fate("signal", 9), NOW_S - 5)
+    ranks[1].fail("own", "RuntimeError: something of a library's", 1, NOW_S - 2)
+    assert (judge(ranks).culprits, judge(ranks).exit_code) == ((0,), 4)
+
+
+def test_a_rank_that_never_connected_is_on_an_unknown_host() -> None:
+    ranks = members()
+    ranks[1] = Member(1)
+    ranks[1].end(Fate("exit", 2), NOW_S - 1)
+    assert judge(ranks).message.startswith("rank 1 (host unknown, pp=1) ended with exit code 2 setting up")
