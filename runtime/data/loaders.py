@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -190,7 +190,9 @@ class LoaderFeed:
         saved = io.BytesIO()
         if self._sample is not None:
             self._past.mark, self._sample = mark_of(self._sample), None
-        kept: dict[str, Any] = {"loader": self._loader.state_dict()} if self.has_state else {"past": asdict(self._past)}
+        kept: dict[str, Any] = (
+            {"loader": self._loader.state_dict()} if self.has_state else {"past": dict(vars(self._past))}
+        )
         if self._passes_over and not self.has_state:
             kept["past"]["jumps"] = {}
         torch.save(kept | {"drawn": self._generators.states()}, saved)
