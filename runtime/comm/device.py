@@ -131,6 +131,18 @@ def require_queues(rank: int, streams: int) -> None:
         )
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators of the CPU and of all accelerators.
+
+    `torch.manual_seed` writes down the call stack for accelerators that are set up later, which takes half a
+    millisecond; a block is built many times, so where there is no accelerator, only the CPU's is seeded.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything that was asked of a device is done."""
     if is_accelerator(device):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -151,7 +151,9 @@ class LoaderFeed:
     def state(self) -> bytes:
         """Return where the loader is, as plain data; raises `UsageError` where it keeps anything else."""
         saved = io.BytesIO()
-        kept: dict[str, Any] = {"loader": self._loader.state_dict()} if self.has_state else {"past": asdict(self._past)}
+        kept: dict[str, Any] = (
+            {"loader": self._loader.state_dict()} if self.has_state else {"past": dict(vars(self._past))}
+        )
         if can_pass_over(self._loader, goes_on=self._goes_on):
             kept["past"]["jumps"] = {}
         torch.save(kept | {"drawn": self._generators.states()}, saved)

@@ -81,6 +81,7 @@ def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 FIRST, SECOND = range(STEPS), range(STEPS, 2 * STEPS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_is_the_unbroken_one_whatever_the_form_of_saving(name: str, tmp_path: Path) -> None:
     engine = make(KINDS[name])
@@ -146,6 +147,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
 MESHES = [("dp=2", 0), ("pp=2", 0), ("dp=2", 1), ("dp=2", 3)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 @pytest.mark.parametrize("kind", [InGroups, InAttributes, Numbers])
 def test_what_belongs_to_all_ranks_goes_to_another_mesh(kind: Any, mesh: str, zero: int, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def alone() -> tuple[dict[str, Tensor], float]:
         return averages, float(loss(3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
     task = ids_task(4, SAMPLES, LENGTH)
@@ -96,6 +97,7 @@ def joined(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for state in states for name, tensor in state.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("optimizer"), [adam, adafactor, muon])
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -159,6 +161,7 @@ def test_a_full_state_has_masters_and_ties() -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 2)])
 def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dtype: torch.dtype) -> None:
