@@ -144,6 +144,8 @@ def _is_victim(state: RankState) -> bool:
     fate = state.fate
     if fate is None:
         return False
+    if fate.kind == "gone" and state.phase == "ended":
+        return True
     if fate.kind == "exit":
         gave_up = fate.code == StallError.exit_code and not fate.text
         return gave_up or (fate.code == 0 and state.phase == "ended")

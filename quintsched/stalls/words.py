@@ -30,6 +30,10 @@ PHASES = {
 }
 
 
+LEFT = "it left its loop, or closed its engine, while others go on"
+"""What a rank did that has done all it should, by its own account, and that others wait for."""
+
+
 def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequence[RankState]) -> str:
     """Return a verdict as a message."""
     if not culprits:
@@ -70,6 +74,8 @@ def _accusation(culprit: Culprit) -> str:
         is_known = culprit.place.instruction is not None and culprit.place.instruction.startswith("Send")
         which = f": its instruction {_instruction(culprit.place)}" if is_known else ""
         return f"{name} sent what does not fit{in_step}{which}{said}"
+    if culprit.phase == "ended":
+        return f"{name} is{_where(culprit.place, in_step)}: {LEFT}"
     return f"{name} has not gone on for {in_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
 
 
@@ -173,7 +179,20 @@ def unknown(states: Sequence[RankState]) -> str:
         lines.append(f"rank {state.rank} ({on_host(state.host)}){ended}{step}{at.rstrip()}{since}")
     if len(states) > MOST_LISTED:
         lines.append(f"and {len(states) - MOST_LISTED} other ranks")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_other_calls(states)])
+
+
+def _other_calls(states: Sequence[RankState]) -> list[str]:
+    """Say that some ranks evaluate and others train, where that is so and may be why they wait for each other."""
+    calls = {phase: [state for state in states if state.phase == phase] for phase in ("evaluate", "step")}
+    if not all(calls.values()):
+        return []
+    one, other = (found[0] for found in calls.values())
+    after = "" if one.step is None else f" after step {one.step}"
+    return [
+        f"rank {one.rank} evaluates{after} while rank {other.rank} is in step {other.step}; all ranks have to make the "
+        "same calls in the same order, or they wait for each other"
+    ]
 
 
 def _lost_hosts(states: Sequence[RankState]) -> str:

@@ -127,7 +127,7 @@ class DataMarks:
                 row[at : at + 3] = is_given, number * is_given, number * number * is_given
         elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
         on_host = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row
-        table = torch.tensor(on_host, dtype=torch.float64, device=self._device)
+        table = torch.tensor(on_host, dtype=torch.float64).to(self._device, non_blocking=True)
         for at in elsewhere:
             table[at] = row[at]
         return table
