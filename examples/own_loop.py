@@ -30,9 +30,8 @@ engine = Engine(plan, blocks, nn.CrossEntropyLoss(), optimizer=partial(torch.opt
 images, digits = map(torch.tensor, load_digits(return_X_y=True))
 for step in range(101):
     batch = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))[:64]
-    share = batch.chunk(engine.num_replicas)[engine.replica]  # what this rank reads, if it reads anything
-    inputs = images[share].float() / 16 if engine.needs_inputs else None
-    result = engine.step(inputs, digits[share] if engine.needs_targets else None)
+    share = batch.chunk(engine.num_replicas)[engine.replica]  # the same on all ranks of a replica
+    result = engine.step(images[share].float() / 16, digits[share])
     if step % 20 == 0 and engine.transport.rank == 0:
         print(f"step {step:3}  loss {result.loss:.4f}  gradient norm {result.grad_norm:.3f}")
 engine.close()

@@ -7,6 +7,7 @@ test leaves out is taken by others.
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections import Counter
 from zlib import crc32
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if (seen[test] + crc32(test.encode())) % min(sampled.args[0], cases[test]):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it need not be looked through whenever garbage is collected."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _test_of(item: pytest.Item) -> str:

@@ -7,6 +7,10 @@ at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from typer.main import get_command
 
 from quintsched.cli.app import Group, make_app
 from quintsched.cli.calibrate import calibrate
@@ -49,4 +53,9 @@ GROUPS = (Group("checkpoint", "What runs have saved: show, verify, reshard, expo
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command (default: that of `sys.argv`) and exit; `quintsched --help` lists the exit codes."""
     with standard_streams():
-        make_app(COMMANDS, GROUPS)(args=arguments, prog_name="quintsched")
+        _command()(args=arguments, prog_name="quintsched")
+
+
+@cache
+def _command() -> Any:
+    return get_command(make_app(COMMANDS, GROUPS))

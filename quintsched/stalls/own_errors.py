@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-from quintsched.errors import QuintschedError, StallError, printable
+from quintsched.errors import MisfitError, QuintschedError, StallError, printable
 
 _WORDS_OF_WIRES = re.compile(r"gloo/|\bNCCL\b|TCPStore|ProcessGroup|Connection (closed|reset) by peer")
 """What torch's errors say that are raised where a user's code calls it directly."""
@@ -48,6 +48,12 @@ def is_own(error: BaseException) -> bool:
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says, itself or by what it was raised from, that a wait for others failed."""
     return any(isinstance(cause, StallError) for cause in _causes(error))
+
+
+def failed_in_code(error: BaseException) -> bool:
+    """Whether a misfit was found since somebody else's code raised an error."""
+    cause = error.__cause__ if isinstance(error, MisfitError) else None
+    return cause is not None and not isinstance(cause, QuintschedError) and came_from_handler(cause)
 
 
 def headline(error: BaseException) -> str:

@@ -84,6 +84,20 @@ class WaitGraph:
         issued = self._partners.issued_by(self._plan.mesh.pp_rank(edge.on), edge.on_index)
         return self.standing(edge.on, self._states[edge.waiter], issued) == BEFORE and on.fate is None
 
+    def partners(self, rank: int) -> list[int]:
+        """Return with whom a rank has to come together where it is: in what it waits for, or in its instruction."""
+        state, mesh = self._states[rank], self._plan.mesh
+        if state.awaits is not None and state.awaits.kind == "collective":
+            return [other for other in state.awaits.ranks if other != rank]
+        if state.index is None or state.program != self._plan.mode:
+            return []
+        row = self._partners.row(mesh.pp_rank(rank), state.index)
+        if row is None:
+            return []
+        axes = self._partners.group_axes(self._plan.columns.instruction(row))
+        group = next(group for group in mesh.groups(*axes) if rank in group)
+        return [other for other in group if other != rank]
+
     def stands_alone(self, rank: int) -> bool:
         """Whether a rank says that it waits for nobody; who does not say may wait for anybody."""
         awaits = self._states[rank].awaits
@@ -157,18 +171,12 @@ class WaitGraph:
         """Yield what a rank may wait for that does not say so; `skipped` where the other one has done it."""
         if state.index is None or state.program != self._plan.mode:
             return
-        mesh = self._plan.mesh
-        where = mesh.coordinates(state.rank)
-        pp_rank = where.get("pp", 0)
+        pp_rank = self._plan.mesh.pp_rank(state.rank)
         for index in self._partners.received_by(pp_rank, state.index):
             yield from self._message(state, index, "receive")
-        row = self._partners.row(pp_rank, state.index)
-        if row is None:
-            return
-        axes = self._partners.group_axes(self._plan.columns.instruction(row))
-        for rank in next(group for group in mesh.groups(*axes) if state.rank in group):
+        for rank in self.partners(state.rank):
             other = self._states.get(rank)
-            if other is not None and rank != state.rank and self._standing_at_place(other, state, pp_rank) == BEFORE:
+            if other is not None and self._standing_at_place(other, state, pp_rank) == BEFORE:
                 yield Edge(state.rank, state.index, rank, other.index)
 
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from quintsched.errors import MisfitError, QuintschedError
 
-from ..comm.device import GENERATORS, draws_undone
+from ..comm.device import GENERATORS, draws_undone, seed_generators
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
@@ -113,7 +113,7 @@ def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterat
     """Seed the global generators, torch's, Python's and numpy's, for block `number`; afterwards they are as before."""
     key = (seed * 1_000_003 + number) % 2**63
     with GENERATORS, draws_undone(device):
-        torch.manual_seed(key)
+        seed_generators(key)
         random.seed(key)
         np.random.seed(key % 2**32)
         yield

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError
 from quintsched.files.plain import fill, open_plain
 from quintsched.files.strictjson import parse_strict, pointer, shorten
 
+from ..blocks.number_types import TYPES, name_of
 from .manifest import WHAT, RankFile
 
 BLOCK = 2**24
@@ -35,25 +36,6 @@ MOST_HEADER = 10**8
 
 MOST_NAME, MOST_AXES = 4096, 64
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_LETTERS = {dtype: letters for letters, dtype in _DTYPES.items()}
 METADATA = "__metadata__"
 _KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -92,8 +74,7 @@ class Layout:
         """
         slots, start = [], 0
         for name, tensor in sorted(state.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-            if tensor.dtype not in _LETTERS:
-                raise UsageError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
+            name_of(tensor.dtype, name)
             stop = start + tensor.numel() * tensor.dtype.itemsize
             slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, stop))
             start = stop
@@ -124,7 +105,7 @@ class Layout:
         entries: dict[str, object] = {METADATA: dict(self.metadata)} if self.metadata else {}
         entries |= {
             slot.name: {
-                "dtype": _LETTERS[slot.dtype],
+                "dtype": name_of(slot.dtype, slot.name),
                 "shape": list(slot.shape),
                 "data_offsets": [slot.start, slot.stop],
             }
@@ -146,7 +127,7 @@ def _read_slot(name: str, entry: object) -> Slot:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise InputError(f"{place}: has to have {', '.join(sorted(_KEYS))} and no other keys")
     letters, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = _DTYPES.get(letters) if isinstance(letters, str) else None
+    dtype = TYPES.get(letters) if isinstance(letters, str) else None
     if dtype is None:
         raise InputError(f"{place}/dtype: there is no {shorten(str(letters))!r}")
     if not _are_sizes(shape) or len(shape) > MOST_AXES:

@@ -55,6 +55,11 @@ class ControlGroup:
     def __init__(self, world: Group) -> None:
         self._world = world
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._world.index == 0
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         flag = torch.zeros(1, device=self._world.device)

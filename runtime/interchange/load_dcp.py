@@ -19,11 +19,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from quintsched.errors import InputError, MisfitError, nearest
 
+from ..blocks.number_types import require_kind
 from ..blocks.plain_values import is_text
 from ..comm.control import ControlGroup
 from ..optim.kept import kept_of
 from .boxes import Box
 from .dcp_format import TABLE, PieceReader, read_table
+from .folders import standing
 from .load_pretrained import LoadedWeights, listed
 from .names import Prefix, find_prefix, matches
 from .save_dcp import BESIDE, MODEL, STATE, STEP, Kept, SavedWeight
@@ -44,6 +46,7 @@ def load_dcp(
 
     Return also its step, and what modules and optimizers kept beside.
     """
+    path = standing(path, says=everyone.is_first)
     table = everyone.together(lambda: read_table(path))
     everyone.together(lambda: _require_sane(path, table))
     with PieceReader(path, table) as pieces:
@@ -90,7 +93,7 @@ class _Loader:
         self, weights: Sequence[SavedWeight], everyone: ControlGroup, fresh: Sequence[str], *, strict: bool
     ) -> LoadedWeights:
         """Raise on every rank the same error where names or shapes do not fit; else say what is fresh, and unused."""
-        everyone.together(lambda: self._require_shapes(weights))
+        everyone.together(lambda: self._require_fit(weights))
         used = [self._prefix.in_file(name) for weight in weights for name in weight.names]
         lacking = [(self._prefix.in_file(w.names[0]), w.held.name) for w in weights if self._found(w) is None]
         shared = [json.loads(said) for said in everyone.share_bytes(json.dumps([used, lacking]).encode())]
@@ -110,7 +113,7 @@ class _Loader:
             )
         return LoadedWeights(tuple(missing.values()), tuple(unused))
 
-    def _require_shapes(self, weights: Sequence[SavedWeight]) -> None:
+    def _require_fit(self, weights: Sequence[SavedWeight]) -> None:
         for weight in weights:
             name = self._found(weight)
             if name is not None and tuple(self._tensors[name].size) != weight.held.placement.shape:
@@ -118,6 +121,9 @@ class _Loader:
                     f"{self._path}: {name!r} is {tuple(self._tensors[name].size)}, but {weight.held.name} needs "
                     f"{weight.held.placement.shape}"
                 )
+            if name is not None:
+                found = self._tensors[name].properties.dtype
+                require_kind(str(self._path), name, found, weight.held.name, weight.held.tensor.dtype)
 
     def load(self, weights: Sequence[SavedWeight], *, optimizer: bool) -> None:
         """Read what this rank holds, and with `optimizer` what its optimizers keep."""

@@ -18,9 +18,11 @@ import torch
 
 from quintsched.errors import InputError, MisfitError, QuintschedError, nearest
 
+from ..blocks.number_types import require_kind
 from ..comm.control import ControlGroup
 from .boxes import Box
 from .conversions import in_model_names
+from .folders import standing
 from .gpt2 import require_gpt2
 from .held import HeldTensor
 from .model_names import ModelNames
@@ -67,6 +69,7 @@ def load_pretrained(
     strict: bool,
 ) -> LoadedWeights:
     """Let what this rank holds be what a checkpoint has; see `CheckpointFiles.load_pretrained`. All ranks call this."""
+    path = standing(path, says=everyone.is_first)
     with ExitStack() as stack:
         folder = everyone.together(lambda: in_model_names(stack.enter_context(open_folder(path)), names))
         origins, prefix = everyone.together(lambda: _origins(folder, names, given))
@@ -169,10 +172,7 @@ def _read_all(folder: Folder, wanted: Sequence[Wanted]) -> None:
 def _read(folder: Folder, wanted: Wanted, box: Box) -> None:
     (first, lying), *others = wanted.lying.items()
     found = lying.read(box.places)
-    if found.is_floating_point() != box.numbers.is_floating_point():
-        raise MisfitError(
-            f"{folder.path}: {first!r} has numbers of {found.dtype}, {wanted.held.name} of {box.numbers.dtype}"
-        )
+    require_kind(str(folder.path), first, found.dtype, wanted.held.name, box.numbers.dtype)
     for name, other in others:
         if not torch.equal(found, other.read(box.places)):
             both = " and ".join(sorted(map(repr, (first, name))))

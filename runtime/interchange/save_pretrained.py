@@ -31,6 +31,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.files.atomic import write_whole, writing
 
+from ..blocks.number_types import TYPES, name_of
 from ..comm import Group, ReduceOp
 from ..comm.control import ControlGroup, share_bytes
 from ..parallel.mesh_groups import MeshGroups
@@ -48,24 +49,6 @@ WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 GATHERED_BYTES = 2**28
 """The most bytes of a tensor that are gathered at once, where it has several rows."""
-
-TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
-"""What safetensors calls types."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +141,7 @@ def _entries(
         [
             origins[one.name].name,
             one.name,
-            TYPE_NAMES[dtype if dtype is not None and one.tensor.is_floating_point() else one.tensor.dtype],
+            name_of(dtype if dtype is not None and one.tensor.is_floating_point() else one.tensor.dtype, one.name),
             one.placement.shape[::-1] if origins[one.name].transposed else one.placement.shape,
         ]
         for one in mine
@@ -234,7 +217,11 @@ class TensorFile:
         at = 0
         for entry in entries:
             place = [at, at + entry.nbytes]
-            header[entry.name] = {"dtype": TYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": place}
+            header[entry.name] = {
+                "dtype": name_of(entry.dtype, entry.name),
+                "shape": entry.shape,
+                "data_offsets": place,
+            }
             at += entry.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

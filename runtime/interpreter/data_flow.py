@@ -14,6 +14,8 @@ from quintsched.ir.instructions import ENDS_BACKWARD, Instruction, Send
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
+from ..steps.explain import rank_in_words
+
 
 class ProgramFlow:
     """The data flow of the program of one (global) rank, which its messages name their peers by as well."""
@@ -41,8 +43,7 @@ class ProgramFlow:
     @property
     def place(self) -> str:
         """Which rank it is, and where in the mesh, in words."""
-        axes = self.plan.mesh.coordinates(self.rank).items()
-        return f"rank {self.rank} ({', '.join(f'{axis}={coordinate}' for axis, coordinate in axes)})"
+        return rank_in_words(self.plan.mesh, self.rank)
 
     def of(self, instruction: Instruction) -> Flow:
         """Return what an instruction takes and makes."""

@@ -25,7 +25,6 @@ from quintsched.plan import Plan
 from ..blocks.blocks import Parcel, accepted_extras
 from ..blocks.shapes import agree, trace_shapes, wants_data
 from ..comm import Group, ReduceOp, Transport
-from ..comm.control import first_said
 from ..comm.interleaving import Overlaps
 from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
@@ -38,6 +37,7 @@ from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
 from ..steps.outputs import OutputJoiner
+from ..steps.refusing import refuse_together
 from ..steps.settle import StepSettler
 from ..steps.trial import Trial
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
@@ -148,7 +148,7 @@ class PlanRunner:
         """Tell the other ranks that this rank's batch cannot be cut, as they are about to ask."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
-            first_said(str(error), self._groups.world)
+            refuse_together(error, self._groups.world, self._alike, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, compare: Callable[[], None] = lambda: None) -> PreparedStep:
         """Settle a step with the other ranks; the first one of a mode, and of a plan, is collective over all of them.
@@ -175,9 +175,7 @@ class PlanRunner:
             _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
             problem = error
-        said = first_said("" if problem is None else str(problem), world)
-        if said:
-            raise problem or MisfitError(said)
+        refuse_together(problem, world, self._alike, plan.mesh)
         compare()
         shape = self._settler.any_shape()
         spec, shapes = shape.spec, shape.parcels

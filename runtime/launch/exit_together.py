@@ -1,47 +1,91 @@
-"""How ranks end together when all of them find the same fault before they are connected."""
+"""How ranks end together when they find a fault before they are connected: as one, if all of them find it.
+
+all of them find it     the first that came says it, once                          error: no such data 'x'
+some do not             each says that it is its own; the launcher's hub hears     error: rank 1: the import failed
+                        of it, and names it
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from time import sleep
+from typing import TYPE_CHECKING
 
 from quintsched.errors import QuintschedError
 from quintsched.files.terminal import write_error
+from quintsched.stalls.own_errors import headline
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 WAIT_S = 5.0
+"""How long a rank waits for others to find the same, after the last that did."""
 
 
 def leave_together(error: QuintschedError, rank: int) -> int:
-    """Say the error once, wait for the other ranks to find it too, and return its exit code.
+    """Say the error, once where all ranks find it, and return its exit code.
 
-    A launcher ends all ranks as soon as one has failed; one that torchrun ends here has the same exit code. Rank 0
-    speaks; another one only if rank 0 does not come.
+    A launcher ends all ranks as soon as one has failed; one that torchrun ends here has the same exit code.
     """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
-    if rank == 0:
-        write_error(error)
-    if not _meet(rank) and rank != 0:
-        write_error(error)
+    from ..watch.start import tell_refusal
+
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    words = error if world_size == 1 else f"rank {rank}: {error}"
+
+    def leave_at_once(*_: object) -> None:
+        write_error(words)
+        os._exit(error.exit_code)
+
+    signal.signal(signal.SIGTERM, leave_at_once)
+    if world_size > 1:
+        tell_refusal(rank, headline(error), error.exit_code)
+    try:
+        store = _open_store()
+        number = 0 if store is None else store.add("ranks", 1)
+        found_by_all = store is not None and _all_come(store, world_size)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
+        if store is None or not found_by_all:
+            write_error(words)
+        elif number == 1:
+            write_error(error)
+            store.set("said", "so")
+        else:
+            _until(lambda: store.check(["said"]))
+    except RuntimeError:
+        write_error(words)
     return error.exit_code
 
 
-def _meet(rank: int) -> bool:
-    """Wait in the launcher's store until all ranks have come; returns whether rank 0 was among them."""
+def _open_store() -> Store | None:
+    """Return the launcher's store; None where there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return rank == 0
-    from ..comm.clock import now_s
+        return None
     from ..rendezvous.store import open_store, within
 
-    world_size, attempt = int(os.environ["WORLD_SIZE"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store = within(open_store(WAIT_S), f"quintsched/leave/{attempt}")
-        store.set(f"rank{rank}", "here")
-        came = store.add("ranks", 1)
-        deadline = now_s() + WAIT_S
-        while came < world_size and now_s() < deadline:
-            sleep(0.02)
-            came = store.add("ranks", 0)
-        return bool(store.check(["rank0"]))
-    except RuntimeError:
-        return rank == 0
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return within(open_store(WAIT_S), f"quintsched/leave/{attempt}")
+
+
+def _all_come(store: Store, world_size: int) -> bool:
+    """Wait for all ranks; return whether they came, none more than `WAIT_S` after the one before."""
+    came = 0
+    while came < world_size:
+        known = came
+        if not _until(lambda known=known: store.add("ranks", 0) > known):  # type: ignore[misc]
+            return False
+        came = store.add("ranks", 0)
+    return True
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    """Wait until something is so; return whether it was in time."""
+    from ..comm.clock import now_s
+
+    deadline = now_s() + WAIT_S
+    while not is_so():
+        if now_s() > deadline:
+            return False
+        sleep(0.02)
+    return True

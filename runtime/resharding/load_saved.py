@@ -22,10 +22,11 @@ from ..blocks.plain_values import is_text
 from ..interchange.boxes import Placement
 from ..interchange.exchange import Exchange
 from ..interchange.held import HeldTensor
+from ..interchange.save_dcp import STEP
 from ..optim.kept import kept_of
 from ..optim.own_state import BESIDE as OPTIMIZERS
 from ..state.state_dict import MARK, same
-from ..weights.average import WeightAverage
+from ..weights.average import DECAY, WeightAverage, require_order
 from .layout import layout_of, stored
 from .saved_state import AVERAGE, MODEL, STATE, SavedState
 
@@ -85,13 +86,22 @@ class _Loader:
                 raise MisfitError(
                     f"{self._where}: {one.name} is {self._saved.shape(name)} in the checkpoint, {shape} in the model"
                 )
-        self._exchange.state.require_beside(self._saved.pieces)
+            if one.numbers is not None:
+                for called in filter(None, (self._find(p, one.name) for p in (MODEL, *self._averaged()))):
+                    self._saved.require_kind(called, one.name, one.numbers.dtype)
+        self._exchange.state.require_beside([*self._saved.pieces, *self._of_modules()])
+        decays = {number: f"{AVERAGE}{number}.{DECAY}" for number in range(len(self._averages))}
+        known_decays = {n: self._saved.whole(name) for n, name in decays.items() if name in self._saved.pieces}
+        require_order(self._averages, known_decays)
         kept = {name.split(".")[1] for name in self._saved.pieces if name.startswith(AVERAGE)}
         if len(kept) > len(self._averages):
             raise UsageError(
                 f"{self._where}: the checkpoint has {len(kept)} averages of weights, the engine {len(self._averages)}; "
                 "call engine.ema(decay) before it is loaded"
             )
+
+    def _averaged(self) -> list[str]:
+        return [f"{AVERAGE}{number}." for number in range(len(self._averages))]
 
     @property
     def _where(self) -> str:
@@ -185,7 +195,13 @@ class _Loader:
             if path is None:
                 raise
             found = {n: p.whole() for n in names for p in self._saved.pieces[n] if p.path == path}
-        self._exchange.state.load_beside(found)
+        self._exchange.state.load_beside({**self._of_modules(), **found})
+
+    def _of_modules(self) -> dict[str, Tensor]:
+        """Return what modules here give beside tensors, where the checkpoint has weights alone: it stays."""
+        if STEP in self._saved.pieces or any(name.startswith(MODULES) for name in self._saved.pieces):
+            return {}
+        return {name: kept for name, kept in self._exchange.state.read_beside().items() if name.startswith(MODULES)}
 
     def _own_file(self) -> Path | None:
         """Return the file of the rank that held what this rank holds, cut alike; None: there was none."""

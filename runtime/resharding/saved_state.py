@@ -22,11 +22,11 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
 
+from ..blocks.number_types import require_kind, type_of
 from ..interchange.boxes import Box, Placement
 from ..interchange.save_dcp import STEP
-from ..interchange.save_pretrained import TYPES
 from ..optim.loss_scale import SCALE
-from ..state.state_dict import same
+from ..state.state_dict import STATES, require_states, same
 from .layout import RUN, StateLayout, is_plain
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
@@ -52,8 +52,8 @@ class SavedPiece:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return TYPES[self._slice().get_dtype()]
+        """The type of its numbers; raises `InputError` for one that cannot be read."""
+        return type_of(self._slice().get_dtype(), f"{self.path}: {self.name!r}")
 
     def _outline(self) -> Tensor:
         return torch.empty(self._slice().get_shape(), device="meta")
@@ -161,6 +161,8 @@ class SavedState:
         A kill between the saves of two ranks leaves such.
         """
         self._require_equal(STEP, "step")
+        for piece in self.pieces.get(STATES, ()):
+            require_states(piece.whole(), {*self.pieces, *self.beside}, str(piece.path))
         for path, run in self.runs.items():
             first, its = next(iter(self.runs.items()))
             if run != its:
@@ -178,6 +180,11 @@ class SavedState:
                 raise MisfitError(
                     f"{first} is of {called} {_said(its)}, but {path} of {called} {_said(value)}; {_TOGETHER}"
                 )
+
+    def require_kind(self, name: str, weight: str, wanted: torch.dtype) -> None:
+        """Raise `MisfitError` where a tensor has numbers of another kind than the weight that is to have them."""
+        for piece in self.pieces[name]:
+            require_kind(str(piece.path), name.removeprefix(MODEL), piece.dtype, weight, wanted)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor."""

@@ -12,6 +12,7 @@ from typing import Any
 from quintsched.errors import CodeError, QuintschedError
 from quintsched.ir import instructions as ins
 from quintsched.ir.instructions import Instruction
+from quintsched.ir.mesh import Mesh
 
 from ..autograd.run_backward import run_backward
 from ..blocks.blame import block_of, frames, place_of
@@ -32,6 +33,11 @@ def explained(
         error = CodeError(f"{said}{_advice(str(error))}")
     error.add_note(f"on {rank}, instruction {index}: {instruction}")
     return error
+
+
+def rank_in_words(mesh: Mesh, rank: int) -> str:
+    """Say which rank it is, and where in the mesh."""
+    return f"rank {rank} ({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(rank).items())})"
 
 
 def called(name: str, function: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:

@@ -4,6 +4,7 @@ a process ended, or is cut off                 0.3 s later: late words are in, a
 a process ended quietly, in set-up             1.5 s later, if somebody waits for it
 a rank's own code raised                       when its process has ended, so that its traceback comes first
 all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
+some refuse                                    4 s later; 8 s while others have not connected, who may find the same
 a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
 nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
 a rank of another machine does not answer      the last two wait for whether it is cut off, 15 s at most
@@ -25,7 +26,7 @@ SETTLE_S = 0.3
 QUIET_S = 1.5
 COMPLAINT_S = 2.0
 OWN_ERROR_S = 2.0
-REFUSAL_S = 4.0
+REFUSAL_S, LATE_REFUSAL_S = 4.0, 8.0
 SILENT_S, CUT_OFF_S = 1.5, 15.0
 """After how long a silence a rank of another machine may be cut off, and after how long that would have shown."""
 RESTING: tuple[Phase, ...] = ("idle", "ended")
@@ -58,7 +59,7 @@ class Judge:
         moved = self._progress.look(now_s, places)
         cause_s, complaint_s = self._cause(now_s), self._complaint(now_s)
         if cause_s is not None and now_s >= cause_s:
-            nobody_came = not any(member.has_come for member in self._members)
+            nobody_came = not any(member.has_come or member.error is not None for member in self._members)
             return Ruling.OVER if nobody_came or self._was_asked_to_end() else Ruling.JUDGE
         if complaint_s is not None and (now_s >= complaint_s or not living):
             return Ruling.GO_ON if self._may_be_cut_off(now_s, now_s - SILENT_S) else Ruling.JUDGE
@@ -96,17 +97,22 @@ class Judge:
         is_awaited = any(member.lives and member.place.wait != NOTHING for member in self._members)
         ends = (member for member in self._members if is_bad_end(member))
         due = [self._due_of_end(member) for member in ends if is_awaited or not is_quiet(member)]
-        for member in self._members:
-            if member.error is not None and member.error[0] != "stall":
-                patience = REFUSAL_S if member.error[0] == "refusal" else OWN_ERROR_S
-                due.append(self._first_s.setdefault(f"error {member.rank}", now_s) + patience)
+        raised = (member for member in self._members if member.error is not None and member.error[0] != "stall")
+        due += [self._first_s.setdefault(f"error {one.rank}", now_s) + self._patience(one) for one in raised]
         if due and self._all_refuse():
             return None
         return min(due, default=None)
 
+    def _patience(self, member: Member) -> float:
+        """Return how long others have to find the error of a rank too; before it has connected, until they have."""
+        if member.error is None or member.error[0] != "refusal":
+            return OWN_ERROR_S
+        are_here = all(one.has_come or one.error is not None for one in self._members)
+        return REFUSAL_S if member.has_come or are_here else LATE_REFUSAL_S
+
     def _due_of_end(self, member: Member) -> float:
         if member.error is not None and member.error[0] == "refusal":
-            return member.fate_s + REFUSAL_S
+            return member.fate_s + self._patience(member)
         return member.fate_s + (QUIET_S if is_quiet(member) else SETTLE_S)
 
     def _complaint(self, now_s: float) -> float | None:

@@ -7,6 +7,7 @@ several machines   the same; the launchers find it there too, and tell it how ra
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quintsched.stalls.own_errors import came_from_handler
 
@@ -28,6 +29,9 @@ from .watcher import Watcher
 
 HUB_S = 2.0
 """How long a hub may take to answer a launcher."""
+
+MOST_WORDS, HOST_LETTERS = 600, 64
+"""Bytes of an error, and letters of a host's name, in the one frame that who is no rank yet may send."""
 
 
 class Store(Protocol):
@@ -93,6 +97,18 @@ def start_watch(
 def tell_end(hub: str, rank: int, code: int) -> bool:
     """Tell the hub at "host:port key" how a rank has ended, as `subprocess` has it; return whether it heard."""
     address, _, key = hub.partition(" ")
+    return _tell(address, key, ended=[rank, code])
+
+
+def tell_refusal(rank: int, words: str, code: int) -> bool:
+    """Tell the launcher's hub, if there is one, that a rank cannot even connect; return whether it heard."""
+    while len(json.dumps(words)) > MOST_WORDS:
+        words = words[: len(words) * 3 // 4]
+    refused = {"refused": rank, "error": words, "code": code, "host": socket.gethostname()[:HOST_LETTERS]}
+    return ADDRESS in os.environ and _tell(os.environ[ADDRESS], os.environ.get(KEY, ""), **refused)
+
+
+def _tell(address: str, key: str, **words: Any) -> bool:
     host, _, port = address.rpartition(":")
     with (
         suppress(OSError, ValueError, FrameError, KeyError, StopIteration),
@@ -101,7 +117,7 @@ def tell_end(hub: str, rank: int, code: int) -> bool:
         reader = FrameReader()
         _, asked = next(reader.feed(connected.recv(CHUNK)))
         given = answer(key, str(message_of(asked)["ask"]), "rank")
-        connected.sendall(json_frame({"answer": given, "ask": challenge(), "ended": [rank, code]}))
+        connected.sendall(json_frame({"answer": given, "ask": challenge(), **words}))
         return bool(connected.recv(CHUNK))
     return False
 

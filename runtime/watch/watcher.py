@@ -23,14 +23,14 @@ from weakref import ref
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken, write_error
-from quintsched.stalls.own_errors import Suppressed, headline, is_own
+from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own
 
 from . import clock
 from .cell import Cell
 from .connection import CHUNK, keep_alive
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
 from .judge import RESTING
-from .process import HeldTerm, machine, this_process
+from .process import HeldTerm, launcher, machine, this_process
 from .publisher import Answer
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class Watcher:
             self._say(leaves=error.code if isinstance(error.code, int) else int(error.code is not None))
         elif is_own(error) and not self._has_failed:
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
-            code = error.exit_code if isinstance(error, QuintschedError) else 1
-            self._say(error=headline(error), kind="refusal" if is_refusal else "own", code=code)
+            kind = "refusal" if is_refusal else "own"
+            self._say(error=headline(error), kind=kind, code=_exit_code_alone(error))
             self._has_failed = True
         elif isinstance(error, Exception) and not (self._asks or self._has_failed):
             self._say(error=headline(error), kind="stall")
@@ -133,6 +133,7 @@ class Watcher:
             machine=machine(),
             pid=process.pid,
             started=process.started,
+            launcher=launcher(),
             file=self._cell.file,
             **about,
         )
@@ -227,6 +228,13 @@ class Watcher:
         self.close(clean=error is None and self._cell.read().phase in RESTING)
         if isinstance(error, StallError):
             _exit(error.exit_code)
+
+
+def _exit_code_alone(error: BaseException) -> int:
+    """Return the exit code of an error that no other rank has: one that code of the user's raised is no misfit then."""
+    if isinstance(error, QuintschedError) and not failed_in_code(error):
+        return error.exit_code
+    return CodeError.exit_code
 
 
 def _close_in_children(connected: socket.socket) -> None:

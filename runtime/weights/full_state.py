@@ -22,6 +22,7 @@ from quintsched.errors import MisfitError, nearest
 
 from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import saved_tensors
+from ..blocks.number_types import require_kind
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.control import gather_texts
@@ -31,9 +32,9 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from ..stage.build import Stage
 from ..stage.rank_model import RankModel
-from ..state.state_dict import require_alike
+from ..state.state_dict import OPTIMIZER, require_alike
 from ..state.training_state import TrainingState
-from .average import WeightAverage
+from .average import DECAY, WeightAverage, require_order
 
 
 class FullState:
@@ -79,6 +80,7 @@ class FullState:
                 yield from self._optimizer_state(stage, name, parameter)
         for number, average in enumerate(self._averages):
             yield f"ema.{number}.updates", torch.tensor(average.updates)
+            yield f"ema.{number}.{DECAY}", average.saved_decay
 
     def _full(self, parameter: nn.Parameter, held: Tensor | None) -> Tensor:
         """Return the full tensor of which this rank holds what it steps of a parameter, or something like it."""
@@ -121,7 +123,9 @@ class FullState:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
         """Take this rank's slices of a state; without `strict`, what it lacks stays as it is. Raises `MisfitError`."""
-        has_optimizers = any(name.startswith("optimizer.") for name in state)
+        decays = {number: state.get(f"ema.{number}.{DECAY}") for number in range(len(self._averages))}
+        require_order(self._averages, {number: decay for number, decay in decays.items() if decay is not None})
+        has_optimizers = any(name.startswith(OPTIMIZER) for name in state)
         with self._state.writing():
             for stage in self._model.stages.values():
                 for full_name, tensor in saved_tensors(stage).items():
@@ -132,6 +136,7 @@ class FullState:
                     for number, average in enumerate(self._averages):
                         held, found = average.of(name), self._find(state, f"ema.{number}.", name)
                         if held is not None and found is not None:
+                            require_kind("the state", f"ema.{number}.{name}", found.dtype, "the average", held.dtype)
                             held.copy_(self._mine(parameter, found, held.dtype).view_as(held))
             if strict:
                 self._load_beside(state, has_optimizers=has_optimizers)
@@ -155,6 +160,7 @@ class FullState:
             raise MisfitError(
                 f"'model.{name}' is {tuple(found.shape)} in the state, but the model's is {tuple(wanted)}"
             )
+        require_kind("the state", f"model.{name}", found.dtype, "the model's", tensor.dtype)
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(found)
             return

@@ -61,7 +61,7 @@ def require_same_bits(found: list[Outcome], expected: list[Outcome]) -> None:
             assert torch.equal(weight, weights[name]), name
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", BY_KIND)
 def test_in_double_precision_by_the_rules_of_nccl(case: Case) -> None:
     outcomes, alone = trained(case), case.alone(torch.float64)

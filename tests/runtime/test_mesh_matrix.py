@@ -100,7 +100,7 @@ def test_what_the_models_have_shows_in_what_they_learn(model: str) -> None:
         assert abs(other[1] - expected[1]) > 1e-6
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", by_what_they_equal(QUICK))
 def test_three_steps_equal_one_process(case: Case) -> None:
     require_equality(case, FEW, torch.float64)

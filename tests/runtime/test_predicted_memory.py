@@ -143,7 +143,7 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
     return plan, run_local(plan.mesh.size, run, timeout_s=60)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_hold_what_is_predicted(name: str) -> None:
     model, given = CASES[name]

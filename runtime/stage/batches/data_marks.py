@@ -1,38 +1,58 @@
 """The same data in every step: what each rank is given leaves a mark, which rides along with the gradient's norm.
 
-    rank      inputs ─▶ 256 numbers of them ─▶ mark h < 2^20      one for inputs, for targets, for extras
+    rank      inputs ─▶ digest of structure, plain values, numbers ─▶ mark h < 2^20      also of targets, of extras
     step end  1, h, h² per replica, summed with the norm's square over the model's ranks: no message more
     then      n Σh² = (Σh)² if and only if all n marks are equal (Cauchy and Schwarz), in whole numbers
+    if not    the ranks tell each other their marks, so that the odd one can be named
 
-It is known before the optimizer steps. What a rank is not given, and need not be, leaves no mark; nor does what it does
-not need where all numbers are one, which only keeps the place.
+It is known before the optimizer steps. What a rank is not given of inputs and targets, and need not be, leaves no mark;
+nor does what only keeps the place of what it does not need: numbers that are all one, tensors on the meta device. Of
+extras every rank is given all, so None and a name that is not there leave a mark as well.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, listed_ranks
 
 from ...blocks.trees import flatten
+from .digests import Number, differ, digest, has_numbers, samples_of, structure_of, top_bits
 
 KINDS = ("inputs", "targets", "extras")
 
 _WIDTH = 3 * len(KINDS)
-_SAMPLED = 256
-_MODULUS = 2**20
+_BITS = 20
 _MOST_SLOTS = 64
 """So many replicas are compared in one step; where there are more, they take turns."""
+_MOST_LETTERS = 300
+"""How much is said of how what a rank was given is built."""
+
+ADVICE = (
+    "give all ranks of a replica the same samples in the same order, sequences whole, chosen by engine.replica and "
+    "engine.num_replicas alone (a loader that shuffles needs a generator or sampler with a seed of its own, the same "
+    "on all of them)"
+)
 
 
-Mark = int | Tensor
-"""An int, or 0-dimensional, int64, on the device of what it is of, which nobody waits for."""
+class Mark(NamedTuple):
+    """What is told of one kind of data: a number below 2^20, and how it is built, in words.
+
+    `is_given` is 1, or 0 where it only keeps a place.
+    """
+
+    number: Number
+    is_given: Number
+    words: str
+
+
+_NO_EXTRAS = Mark(0, 1, "nothing")
 
 
 class DataMarks:
@@ -43,10 +63,20 @@ class DataMarks:
         replica_of: rank → the replica that it belongs to.
         rank: this one.
         device: where the sums are found.
+        share: returns the bytes of all these ranks, in their order, of whom each calls it with its own.
+        tell: is given the error before it is raised.
     """
 
-    def __init__(self, ranks: Sequence[int], replica_of: Callable[[int], int], rank: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        replica_of: Callable[[int], int],
+        rank: int,
+        device: torch.device,
+        share: Callable[[bytes], Sequence[bytes]] = lambda mine: [],
+        tell: Callable[[MisfitError], object] = lambda error: None,
+    ) -> None:
+        self._ranks, self._device, self._share, self._tell = list(ranks), device, share, tell
         members: dict[int, list[int]] = {}
         for other in ranks:
             members.setdefault(replica_of(other), []).append(other)
@@ -57,7 +87,8 @@ class DataMarks:
         self._compares = max(map(len, self._members)) > 1
         self._nothing = torch.zeros(self._slots * _WIDTH, dtype=torch.float64, device=device)
         self._marks: list[Mark | None] | None = None
-        self._turn = 0
+        self._taken: list[Mark | None] = []
+        self._turn = self._noted = 0
 
     def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> None:
         """Take in what this rank is given for a step, or for one more batch of it.
@@ -66,12 +97,18 @@ class DataMarks:
         """
         if not self._compares:
             return
-        trees = [given["inputs"], given["targets"], [extras[name] for name in sorted(extras)] or None]
-        needs = [needed["inputs"], needed["targets"], True]
-        found = [mark_of(tree, is_needed=needs) for tree, needs in zip(trees, needs, strict=True)]
+        found = [mark_of(given[kind], is_needed=needed[kind], turn=self._noted) for kind in ("inputs", "targets")]
+        of_extras = {name: extras[name] for name in sorted(extras)}
+        found.append(mark_of(of_extras, is_needed=True, turn=self._noted) if extras else _NO_EXTRAS)
+        self._noted += 1
         if self._marks is not None:
             found = [_folded(before, now) for before, now in zip(self._marks, found, strict=True)]
         self._marks = found
+
+    def has_noted(self, kind: str) -> bool:
+        """Whether this rank is known to be given something of a kind in this step, and no place holder."""
+        mark = None if self._marks is None else self._marks[KINDS.index(kind)]
+        return mark is not None and isinstance(mark.is_given, int)
 
     def take(self) -> Tensor | None:
         """Return the step's numbers, to be summed over the ranks: float64, one row; None where none are compared."""
@@ -80,18 +117,19 @@ class DataMarks:
             return None
         self._turn = (self._turn + 1) % self._turns
         slot, turn = divmod(self._mine, self._turns)
-        if turn != self._turn or marks is None or all(mark is None for mark in marks):
+        self._taken = marks or []
+        if turn != self._turn or marks is None:
             return self._nothing
-        row: list[Mark] = [0] * (self._slots * _WIDTH)
+        row: list[Number] = [0] * (self._slots * _WIDTH)
         for kind, mark in enumerate(marks):
             if mark is not None:
-                at = slot * _WIDTH + 3 * kind
-                row[at : at + 3] = 1, mark, mark * mark
-        on_host = [0 if isinstance(number, Tensor) else number for number in row]
-        table = torch.tensor(on_host, dtype=torch.float64, device=self._device)
-        for at, number in enumerate(row):
-            if isinstance(number, Tensor):
-                table[at] = number
+                at, number, is_given = slot * _WIDTH + 3 * kind, mark.number, mark.is_given
+                row[at : at + 3] = is_given, number * is_given, number * number * is_given
+        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
+        on_host = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row
+        table = torch.tensor(on_host, dtype=torch.float64).to(self._device, non_blocking=True)
+        for at in elsewhere:
+            table[at] = row[at]
         return table
 
     def require_equal(self, sums: Sequence[float]) -> None:
@@ -100,63 +138,66 @@ class DataMarks:
             count, total, squares = sums[at : at + 3]
             if int(count) * int(squares) != int(total) ** 2:
                 slot, place = divmod(at, _WIDTH)
-                ranks, what = self._members[slot * self._turns + self._turn], KINDS[place // 3]
-                named = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
-                raise MisfitError(
-                    f"ranks {named} belong to one replica, but were not all given the same {what} in this step, "
-                    "which changed no weights: give all ranks of a replica the same samples in the same order, chosen "
-                    "by engine.replica and engine.num_replicas alone (a loader that shuffles needs a generator or "
-                    "sampler with a seed of its own, the same on all of them)"
-                )
+                self._refuse(self._members[slot * self._turns + self._turn], place // 3)
+
+    def _refuse(self, members: Sequence[int], kind: int) -> None:
+        """Raise `MisfitError`, with who is odd; all ranks that the sums ran over come here together."""
+        mark = self._taken[kind] if self._taken else None
+        told = None if mark is None or not int(mark.is_given) else [int(mark.number), mark.words[:_MOST_LETTERS]]
+        all_told = dict(zip(self._ranks, map(json.loads, self._share(json.dumps(told).encode())), strict=False))
+        given = {rank: (all_told[rank][0], all_told[rank][1]) for rank in members if all_told.get(rank) is not None}
+        error = MisfitError(
+            f"{listed_ranks(members)} belong to one replica, but were not all given the same {KINDS[kind]} in this "
+            f"step, which changed no weights{who_is_odd(given)}: {ADVICE}"
+        )
+        self._tell(error)
+        raise error
 
 
-def mark_of(tree: Any, *, is_needed: bool) -> Mark | None:
-    """Return a number below 2^20 that says what a tree of tensors is; None: it says nothing."""
-    if tree is None:
+def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
+    """Return what a tree is, in a number below 2^20; None: a rank that does not need it gives nothing, or a place."""
+    if tree is None and not is_needed:
         return None
-    samples = [_sample(tensor) for tensor in flatten(tree)[1] if tensor.numel()]
-    if not samples or not (is_needed or any(bool((sample != sample[0]).any()) for sample in samples)):
+    built, tensors = flatten(tree)
+    if not is_needed and not (tensors and all(map(has_numbers, tensors))):
         return None
-    found: Mark = 0
-    for sample in samples:
-        mark = _mark_of(sample)
-        found = (found * 31 + mark) % _MODULUS
-    return found
+    samples = [numbers for tensor in tensors if tensor.numel() for numbers in samples_of(tensor, turn)]
+    is_given = 1 if is_needed else differ(samples)
+    if isinstance(is_given, int) and not is_given:
+        return None
+    words = structure_of(built, tensors)
+    return Mark(top_bits(digest(words, samples), _BITS), is_given, words)
 
 
 def is_place_holder(tree: Any) -> bool:
-    """Whether all numbers of each tensor are one: what only keeps the place of data that a rank does not need."""
+    """Whether a tree only keeps the place of data that a rank does not need: no numbers, or all of a tensor are one."""
     _, tensors = flatten(tree)
+    if not all(map(has_numbers, tensors)):
+        return True
     return all(not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all()) for tensor in tensors)
 
 
+def who_is_odd(given: Mapping[int, tuple[int, str]]) -> str:
+    """Say which ranks were given something else than most, and how that is built, if that can be told.
+
+    `given` has a mark of each rank, and words.
+    """
+    if len({number for number, _ in given.values()}) < 2:
+        return ""
+    most, count = Counter(number for number, _ in given.values()).most_common(1)[0]
+    words = {rank: text for rank, (_, text) in given.items()}
+    are_built_alike = len(set(words.values())) == 1
+    if 2 * count <= len(given):
+        built = "" if are_built_alike else "".join(f"; rank {rank} was given {text}" for rank, text in words.items())
+        return f" (nobody can be told from the other{'s' * (len(given) > 2)}{built})"
+    odd = [rank for rank, (number, _) in given.items() if number != most]
+    usual = [rank for rank in given if rank not in odd]
+    said = f" ({listed_ranks(odd)} {'was' if len(odd) == 1 else 'were'} given something else than {listed_ranks(usual)}"
+    return said + (")" if are_built_alike else f": {words[odd[0]]}, and not {words[usual[0]]})")
+
+
 def _folded(before: Mark | None, now: Mark | None) -> Mark | None:
-    return None if before is None or now is None else (before * 31 + now) % _MODULUS
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return some numbers of a tensor, from all over it, in memory of their own: (n,)."""
-    flat = tensor.detach().reshape(-1)
-    return flat.index_select(0, _places(flat.numel(), flat.device))
-
-
-def _mark_of(sample: Tensor) -> Mark:
-    raw = sample.view(torch.uint8)
-    if raw.device.type == "cpu":
-        return int(np.dot(raw.numpy(), _weights(raw.numel()))) % _MODULUS
-    weights = torch.from_numpy(_weights(raw.numel())).to(raw.device)
-    return (raw * weights).sum() % _MODULUS
-
-
-@lru_cache(maxsize=256)
-def _places(count: int, device: torch.device) -> Tensor:
-    """Return which numbers of so many are looked at: all, or scattered ones, so that no pattern of rows is met."""
-    if count <= _SAMPLED:
-        return torch.arange(count, device=device)
-    return torch.tensor([number * 0x9E3779B1 % count for number in range(_SAMPLED)], device=device)
-
-
-@lru_cache(maxsize=256)
-def _weights(count: int) -> np.ndarray:
-    """Return what each byte weighs, (count,), int64."""
-    return (np.arange(count, dtype=np.int64) * 40503 + 12345) % 65521 + 1
+    if before is None or now is None:
+        return None
+    number = (before.number * 31 + now.number) % 2**_BITS
+    return Mark(number, before.is_given * now.is_given, now.words)

@@ -238,6 +238,8 @@ class BatchCutter:
     ) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise MisfitError(f"{name} is a tensor of layout {tensor.layout}, which cannot be cut; give a dense one")
+        if tensor.is_meta:
+            raise MisfitError(f"{name}, which this rank needs, is a tensor on the meta device, which has no numbers")
         dtype = self._dtype if name.startswith("inputs") and tensor.is_floating_point() else None
         rows = tensor.shape[0] if tensor.dim() else None
         may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)
@@ -261,6 +263,13 @@ def without_samples(tree: Any) -> Any:
 def most_rows(tree: Any) -> int | None:
     """Return how many rows the tensor of a tree has that has most; None where no tensor has any dimension."""
     return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
+
+
+def shape_of(tree: Any) -> tuple[int, int]:
+    """Return how many rows a tree has, and how long its sequences are; 0: nothing says so."""
+    if isinstance(tree, Tensor):
+        return (tree.shape[0], tree.shape[1] if tree.dim() > 1 else 0) if tree.dim() else (0, 0)
+    return (0, 0) if tree is None else (most_rows(tree) or 0, _length(tree) or 0)
 
 
 def _fewest_rows(trees: Sequence[Any], most: int) -> int:

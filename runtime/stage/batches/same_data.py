@@ -4,7 +4,7 @@
                  rank 1 (tp=1): inputs a, targets c ─┴▶ one minimum over all ranks ─▶ targets differ, on every rank
 
 Sequences are compared whole, before they are cut over cp. A rank brings all that it is given. What it does not need of
-inputs and targets it may be given or not, or something in its place whose numbers are all one. Steps 0, 1, 2, 4, 8, …
+inputs and targets it may be given or not, or something in its place (see `data_marks`). Steps 0, 1, 2, 4, 8, …
 of each kind are compared so; every step of training by marks (`data_marks`).
 """
 
@@ -22,6 +22,8 @@ from quintsched.errors import MisfitError
 from ...blocks.trees import flatten
 from ...comm import Group, ReduceOp
 from ...comm.control import share_bytes
+from .data_marks import ADVICE
+from .digests import structure_of
 
 _COLUMNS = 16
 _NOTHING = 2**63 - 1
@@ -57,7 +59,7 @@ class SameData:
         beside: list[Any] = [extras[name] for name in names]
         if len(beside) > _COLUMNS - len(whole):
             beside = [*beside[: _COLUMNS - len(whole) - 1], beside[_COLUMNS - len(whole) - 1 :]]
-        mine = [_NOTHING if tree is None else fingerprint(tree) for tree in (*whole, *beside)]
+        mine = [_NOTHING if tree is None else fingerprint(tree) for tree in whole] + list(map(fingerprint, beside))
         mine += [_NOTHING] * (_COLUMNS - len(mine))
         found = torch.full((2, self._num_replicas, _COLUMNS), _NOTHING)
         found[0, self._replica] = torch.tensor(mine)
@@ -80,24 +82,19 @@ class SameData:
         other = next(rank for rank, s in ranks if s[1] != said[1])
         raise MisfitError(
             f"ranks {first} and {other} are given different {said[2]}, and belong to one replica ({replica} of "
-            f"{self._num_replicas}): give all ranks of a replica the same samples, sequences whole, chosen by "
-            "engine.replica and engine.num_replicas alone (a loader that shuffles needs a generator or sampler with a "
-            "seed of its own, the same on all of them)"
+            f"{self._num_replicas}): {ADVICE}"
         )
 
 
 def fingerprint(tree: Any) -> int:
-    """Return a number of 62 bits that says what a tree of tensors is, with all its numbers."""
-    digest = hashlib.blake2b(digest_size=8)
-    _, tensors = flatten(tree)
+    """Return a number of 62 bits that says what a tree is: how it is built, its plain values, and all its numbers."""
+    built, tensors = flatten(tree)
+    found = hashlib.blake2b(structure_of(built, tensors).encode(errors="replace"), digest_size=8)
     for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
-        digest.update(_bytes_of(tensor))
-    if not tensors:
-        digest.update(repr(tree).encode())
-    return int.from_bytes(digest.digest(), "big") >> 2
+        found.update(_bytes_of(tensor))
+    return int.from_bytes(found.digest(), "big") >> 2
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

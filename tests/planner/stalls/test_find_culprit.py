@@ -59,6 +59,7 @@ def test_a_rank_is_named_at_every_instruction(rank):
         assert {link.waiter.rank for link in report.chain} == set(range(6)) - {rank}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("says_waits", [True, False])
 @pytest.mark.parametrize("kind", ["freeze", "skip", "none"])
 @pytest.mark.parametrize("name", NAMES)

@@ -14,13 +14,14 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from quintsched.errors import InputError, UsageError
+from quintsched.runtime.blocks.number_types import TYPES
 from quintsched.runtime.checkpoint.host_buffer import HostBuffer
-from quintsched.runtime.checkpoint.shard_file import _DTYPES, Layout, hash_file, read_shard, write_shard
+from quintsched.runtime.checkpoint.shard_file import Layout, hash_file, read_shard, write_shard
 
 
 def tensors() -> dict[str, Tensor]:
     bits = torch.arange(24, dtype=torch.uint8)
-    state = {f"x.{name}": bits.clone().view(dtype) for name, dtype in _DTYPES.items() if dtype is not torch.bool}
+    state = {f"x.{name}": bits.clone().view(dtype) for name, dtype in TYPES.items() if dtype is not torch.bool}
     return state | {
         "bool": torch.tensor([True, False, True]),
         "none": torch.empty(0, 5),

@@ -6,11 +6,9 @@ stage or step, cut on the way, or none of ours at all. After each the wire goes 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import re
-import socket
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +27,7 @@ from quintsched.runtime.comm.checked.framed import FramedReceive, room_for
 from quintsched.runtime.comm.torch_backends import GlooTransport
 from quintsched.runtime.engine import Engine
 
+from ..ranks import run_ranks
 from ..toys import sgd
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.bool]
@@ -112,9 +111,8 @@ def receive(transport: Transport, case: Case, tag: int) -> str:
     return ""
 
 
-def run_cases(rank: int, port: int, folder: Path, count: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def run_cases(folder: Path, count: int) -> None:
+    rank = int(os.environ["RANK"])
     os.chdir(folder)  # where a verdict is written
     transport = connect("gloo", timeout_s=60)
     assert isinstance(transport, GlooTransport)
@@ -140,22 +138,6 @@ def run_cases(rank: int, port: int, folder: Path, count: int) -> None:
     transport.close()
 
 
-def in_processes(target: Callable[..., None], world: int, *args: Any) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=target, args=(rank, port, *args), daemon=True) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    ended = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert ended == [0] * world
-
-
 def names_both(case: Case, words: str) -> bool:
     """Whether an error names both ends, what was expected, and what came."""
     label, spec = case.label, f"{str(case.dtype).removeprefix('torch.')} {case.shape}"
@@ -169,7 +151,7 @@ def names_both(case: Case, words: str) -> bool:
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [88, pytest.param(1100, marks=pytest.mark.slow)])
 def test_every_mismatch_is_caught_before_use(tmp_path: Path, count: int) -> None:
-    in_processes(run_cases, 2, tmp_path, count)
+    assert run_ranks(run_cases, 2, tmp_path, count) == [0, 0]
     said = (tmp_path / "said.txt").read_text().split("\n")
     assert len(said) == count
     missed = [(Case.of(number), words) for number, words in enumerate(said) if not names_both(Case.of(number), words)]
@@ -217,9 +199,8 @@ def train(transport: Transport, fault: str, verify: bool = False) -> str:
     return "went on"
 
 
-def run_training(rank: int, port: int, folder: Path, fault: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def run_training(folder: Path, fault: str) -> None:
+    rank = int(os.environ["RANK"])
     os.chdir(folder)  # where the verdict is written
     (folder / f"{rank}.txt").write_text(train(connect("gloo", timeout_s=60), fault, fault == "shorter"))
 
@@ -237,7 +218,7 @@ SPECS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", SPECS)
 def test_both_ends_of_a_run_name_the_message(tmp_path: Path, fault: str) -> None:
-    in_processes(run_training, 2, tmp_path, fault)
+    assert run_ranks(run_training, 2, tmp_path, fault) == [0, 0]
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert second.startswith("MisfitError: rank 1 (instruction ")
     microbatch = 3 if fault == "microbatch" else 2

@@ -166,14 +166,18 @@ class Run:
         self.validation = LoaderFeed(DataLoader(Rows(), batch_size=7), None)
         self.said: list[str] = []
 
-    def go_on(self, epoch: int, batch: int) -> Iterator[tuple[int, int, list[Any], bytes]]:
-        """Yield epoch, batch, what it has, and the state behind it; at an epoch's end also behind the validation."""
+    def go_on(self, epoch: int, batch: int, *, saved: bool = True) -> Iterator[tuple[int, int, list[Any], bytes]]:
+        """Yield epoch, batch, what it has, and the state behind it; at an epoch's end also behind the validation.
+
+        If nothing is `saved`, the states are empty.
+        """
+        state = self.feed.state if saved else bytes
         for now in range(epoch, EPOCHS):
             for number, given in enumerate(self.feed.epoch(now, batch), batch):
-                yield now, number + 1, numbers(given), self.feed.state()
+                yield now, number + 1, numbers(given), state()
             batch = 0
             list(self.validation.epoch(0))
-            yield now + 1, 0, [], self.feed.state()
+            yield now + 1, 0, [], state()
 
 
 def require_resumable(make: Callable[[], Any], batches: int | None, every: int = 1) -> None:
@@ -184,7 +188,7 @@ def require_resumable(make: Callable[[], Any], batches: int | None, every: int =
         epoch, batch, _, state = whole[at]
         second = Run(make, batches, seed=2 + at)
         second.feed.restore(state, epoch, batch, second.said.append)
-        left = list(second.go_on(epoch, batch))
+        left = list(second.go_on(epoch, batch, saved=False))
         assert [given[:3] for given in left] == [given[:3] for given in whole[at + 1 :]], (epoch, batch)
         assert is_alike(Generators().states(), reached)
 
@@ -239,7 +243,8 @@ def test_samples_that_nobody_wants_are_not_read() -> None:
     read.clear()
     run = Run(make, None, seed=2)
     run.feed.restore(states[7], 1, 3, run.said.append)
-    assert read == []
+    assert len(read) == 4, "the last batch alone, which is compared"
+    read.clear()
     next(run.feed.epoch(1, 3))
     assert len(read) == 2
 
@@ -260,11 +265,11 @@ def test_training_that_draws_where_a_stream_draws_is_said() -> None:
 def test_without_a_state_all_batches_are_given_again(kind: str) -> None:
     """As for another number of replicas: loaders are where they had been, had the run begun with these."""
     make, batches = LOADERS[kind]
-    whole = list(Run(make, batches, seed=1).go_on(0, 0))
+    whole = list(Run(make, batches, seed=1).go_on(0, 0, saved=False))
     for at, (epoch, batch, *_) in enumerate(whole[:-1]):
         run = Run(make, batches, seed=2)
         run.feed.restore(None, epoch, batch, run.said.append)
-        assert [given[:3] for given in run.go_on(epoch, batch)] == [given[:3] for given in whole[at + 1 :]]
+        assert list(run.go_on(epoch, batch, saved=False)) == whole[at + 1 :]
 
 
 def test_a_loader_that_became_shorter_is_refused() -> None:

@@ -12,7 +12,7 @@ from ..toys import Task, tiny_vit, train_on, train_plainly, worst_difference
 BLOCKS = tiny_vit(depth=6)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("schedule", [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2,tp=2"])
 def test_every_schedule_equals_one_process(schedule: str, mesh: str) -> None:

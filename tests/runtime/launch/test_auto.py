@@ -63,6 +63,7 @@ def test_the_sizes_of_a_built_in_model_are_its_own(name: str, options: dict[str,
     assert total(model_sizes(config, data)) == sum(p.numel() for block in blocks for p in block.parameters())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [1, 4, 8])
 def test_a_plan_of_that_many_ranks_is_chosen(name: str, world: int) -> None:

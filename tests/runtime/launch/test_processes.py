@@ -52,7 +52,7 @@ class Bomb(nn.Linear):
     steps = 0
     def forward(self, x):
         self.steps += not x.is_meta
-        if self.steps > 3 and os.environ["RANK"] == "3":
+        if self.steps > 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             open(FUSE, "w").close()
             FAULT
         return super().forward(x)
@@ -139,17 +139,23 @@ def test_of_a_wrong_world_size_torchrun_hears_from_every_rank(job_file: Path) ->
     assert err.count("exitcode  : 3 ") == 3
 
 
+@pytest.mark.parametrize(
+    ("mesh", "last"),
+    [("dp=2", "rank 1 (dp=1)"), pytest.param("dp=2,pp=2", "rank 3 (dp=1, pp=1)", marks=pytest.mark.slow)],
+)
 def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(
-    job_file: Path, tmp_path: Path
+    job_file: Path, tmp_path: Path, mesh: str, last: str
 ) -> None:
     model = tmp_path / "bomb.py"
     model.write_text(BOMB.replace("FAULT", 'raise ValueError("the bomb went off")'))
-    code, _, err = launch(
-        "--config", job_file, "--set", "parallel.mesh=dp=2,pp=2", "--set", f"model={{name: '{model}:build'}}"
-    )
+    settings = ("--set", f"parallel.mesh={mesh}", "--set", f"model={{name: '{model}:build'}}")
+    code, _, err = launch("--config", job_file, *settings)
     assert code == 1
-    assert err.splitlines()[0] == "error: rank 3 (dp=1, pp=1), stage 1, block 1 (Bomb): ValueError: the bomb went off"
-    assert "on rank 3 (dp=1, pp=1), instruction " in err.splitlines()[1]
+    assert re.fullmatch(
+        re.escape(f"error: {last}, stage ") + r"\d, block 1 \(Bomb\): ValueError: the bomb went off",
+        err.splitlines()[0],
+    )
+    assert f"on {last}, instruction " in err.splitlines()[1]
     assert f'File "{model}", line ' in err
     assert "error: rank 0" not in err
     assert time.time() - Path(f"{model}.lit").stat().st_mtime < 10  # all ranks have ended since it went off

@@ -104,6 +104,7 @@ def weights_of(engine: Engine) -> Tensor:
 LATE = ["tp=2", "pp=2", "pp=2,tp=2", "dp=2,tp=2", "ep=2,pp=2"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("last", [True, False], ids=["at once", "accumulated"])
 @pytest.mark.parametrize("mesh", LATE)
 @pytest.mark.parametrize("what", ["inputs", "targets", "extras"])

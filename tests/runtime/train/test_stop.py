@@ -48,7 +48,7 @@ def fit(
     ("parallel", "asked", "at_step"),
     [
         ({"mesh": "dp=2,pp=2,tp=2", "microbatches": 2}, 7, 3),
-        ({"mesh": "dp=2,pp=2,tp=2", "microbatches": 2}, 2, STEPS_PER_EPOCH),
+        ({"mesh": "pp=2,tp=2", "microbatches": 2}, 2, STEPS_PER_EPOCH),
         ({"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 2}, 1, 7),
         ({"mesh": "dp=1", "microbatches": 1}, 0, 1),
     ],
@@ -114,6 +114,7 @@ def squares(output, targets):
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2])
 @pytest.mark.parametrize("second", [{}, {"mesh": "pp=2", "microbatches": 4}, {"mesh": "dp=4", "microbatches": 1}])
 def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(

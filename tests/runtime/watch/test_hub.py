@@ -20,7 +20,7 @@ from quintsched.runtime.watch.connection import KEY
 from quintsched.runtime.watch.frames import HEAD, JSON
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.roster import Member
-from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end
+from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end, tell_refusal
 from quintsched.runtime.watch.waiting import WORLD_CODE
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import Fate
@@ -137,6 +137,45 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     assert verdict.culprits == (1,)
     assert "was killed by SIGKILL in step 3" in verdict.message
     assert not tell_end("127.0.0.1:1 key", 0, 5)
+
+
+@pytest.mark.processes
+def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> None:
+    launcher = (
+        "import subprocess, sys, os\n"
+        "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
+        "begin = 'from quintsched.runtime.rendezvous.parent import end_with_launcher; end_with_launcher()'\n"
+        "for rank in '01': subprocess.Popen([sys.executable, '-c', begin + sys.argv[1], rank, sys.argv[2]])\n"
+        "sys.stdin.read()"
+    )
+    command, pipe = [sys.executable, "-c", launcher, RANK, str(tmp_path / "stall.json")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+        process.kill()
+        verdict = hub.wait(10)
+    assert verdict is not None
+    assert verdict.culprits == (0, 1)
+    assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("letter", ["x", '"', "\u00e9", "\U0001f600"])
+def test_a_rank_that_cannot_connect_says_why_and_where(
+    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, letter: str
+) -> None:
+    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
+    assert not tell_refusal(1, "there is no hub", 2)
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    start_rank(0)
+    assert tell_refusal(1, f"model.py:3: the import failed: ValueError {letter * 2000}", 2)
+    verdict = hub.wait(5)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
+    assert verdict.message.startswith(
+        f"rank 1 (host {socket.gethostname()}, pp=1) raised model.py:3: the import failed"
+    )
 
 
 def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:

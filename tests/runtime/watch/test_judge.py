@@ -77,6 +77,16 @@ def test_a_rank_that_refuses_alone_is_judged() -> None:
     assert run.after(5) is Ruling.JUDGE
 
 
+def test_a_rank_that_refuses_before_others_have_connected_is_judged_when_they_have() -> None:
+    run = Run()
+    for member in run.members:
+        member.has_come = False
+    run.members[2].fail("refusal", "the import failed", 2, run.now_s)
+    assert run.after(6) is Ruling.GO_ON
+    run.members[0].has_come = run.members[1].has_come = True
+    assert run.after(0.1) is Ruling.JUDGE
+
+
 def test_a_run_that_ends_as_it_should_is_over() -> None:
     run = Run()
     for member in run.members:

@@ -49,3 +49,10 @@ def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
     ranks[0].end(Fate("signal", 9), NOW_S - 5)
     ranks[1].fail("own", "RuntimeError: something of a library's", 1, NOW_S - 2)
     assert (judge(ranks).culprits, judge(ranks).exit_code) == ((0,), 4)
+
+
+def test_a_rank_that_never_connected_is_on_an_unknown_host() -> None:
+    ranks = members()
+    ranks[1] = Member(1)
+    ranks[1].end(Fate("exit", 2), NOW_S - 1)
+    assert judge(ranks).message.startswith("rank 1 (host unknown, pp=1) ended with exit code 2 setting up")

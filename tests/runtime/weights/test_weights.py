@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
@@ -66,6 +68,7 @@ def alone() -> tuple[dict[str, Tensor], float]:
         return averages, float(loss(3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
     task = ids_task(4, SAMPLES, LENGTH)
@@ -96,6 +99,7 @@ def joined(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for state in states for name, tensor in state.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("optimizer"), [adam, adafactor, muon])
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -159,6 +163,7 @@ def test_a_full_state_has_masters_and_ties() -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 2)])
 def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dtype: torch.dtype) -> None:
@@ -218,3 +223,26 @@ def test_readers_between_steps_see_fresh_weights(zero: int) -> None:
             assert all(torch.equal(full[f"1.{name}"], tensor) for name, tensor in (seen | named).items())
 
     run_local(2, run)
+
+
+def test_averages_in_another_order_are_refused(tmp_path: Path) -> None:
+    def body(transport: Transport) -> None:
+        engines = [make(transport, "pp=1", 0) for _ in range(3)]
+        for engine, decays in zip(engines, [(0.5, 0.9), (0.9, 0.5), (0.5, 0.99)], strict=True):
+            for decay in decays:
+                engine.ema(decay)
+        saved, swapped, changed = engines
+        train(saved, [0])
+        state, full = saved.state_dict(), saved.full_state_dict()
+        save_file(state, tmp_path / "0", metadata=saved.state_metadata())
+        loads: list[Callable[[Engine], None]] = [
+            lambda engine: engine.load_state_dict(state),
+            lambda engine: engine.load_full_state_dict(full),
+            lambda engine: engine.load_state_files([tmp_path / "0"]),
+        ]
+        for load in loads:
+            with pytest.raises(MisfitError, match=r"average 0 of the state has a decay of 0\.5, .* 0\.9"):
+                load(swapped)
+            load(changed)
+
+    run_local(1, body)

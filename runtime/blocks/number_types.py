@@ -1,0 +1,61 @@
+"""What files call the types of numbers, and which types stand for each other when weights are read.
+
+whole numbers     int8 … uint64, bool        a weight of float32 takes bfloat16, or float8,
+real numbers      float8 … float64           but no int8: such are quantized, and mean other numbers
+complex numbers   complex64                  nor complex64, half of which would be lost
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintsched.errors import InputError, MisfitError, UsageError
+
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What safetensors calls types: all of PyTorch's that it has, but for numbers that share a byte."""
+
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+def name_of(dtype: torch.dtype, of: str) -> str:
+    """Return what safetensors calls a type; raises `UsageError` for one that it does not have, `of` some tensor."""
+    if dtype not in _NAMES:
+        raise UsageError(f"{of} is {dtype}, which a checkpoint cannot hold")
+    return _NAMES[dtype]
+
+
+def type_of(name: str, of: str) -> torch.dtype:
+    """Return the type that safetensors calls so; raises `InputError` for another, `of` some tensor."""
+    if name not in TYPES:
+        raise InputError(f"{of} has numbers of type {name!r}, which cannot be read; save it in another type")
+    return TYPES[name]
+
+
+def require_kind(where: str, name: str, found: torch.dtype, weight: str, wanted: torch.dtype) -> None:
+    """Raise `MisfitError` where numbers are of another kind than those of the weight that is to have them."""
+    if _kind(found) != _kind(wanted):
+        raise MisfitError(f"{where}: {name!r} has numbers of {found}, {weight} of {wanted}")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"

@@ -1,0 +1,199 @@
+"""What a tree of tensors is, in a number of 64 bits: how it is built, its plain values, shapes, types, and its numbers.
+
+    up to 256 KiB   all numbers        bits, as whole numbers x_i of 64:  Σ w_i (x_i ^ x_i >> 29)  mod 2^64
+    more            256 scattered ones, and 256 KiB of neighbours, others in each turn
+
+Whole numbers add up to the same in any order, so the same data have the same digest on any device and machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...blocks.trees import Branch, Leaf, Node, Place, Tree
+
+Number = int | Tensor
+"""An int, or 0-dimensional, int64, on the device of what it is of, which nobody waits for."""
+
+_WHOLE_BYTES = 2**18
+_SCATTERED = 256
+_BITS = 64
+_ODD = 0x9E3779B97F4A7C15
+_AT_ONCE = 64
+
+
+def structure_of(tree: Tree, tensors: Sequence[Tensor]) -> str:
+    """Return how a tree is built, with its plain values, and the types and shapes of its tensors, in words."""
+    if tree.is_tensor:
+        return _tensor_words(tensors[0].shape, tensors[0].dtype)
+    return _words(tree.root, iter(tensors))
+
+
+def digest(words: str, samples: Sequence[Tensor]) -> Number:
+    """Return the digest of a structure and of numbers, (n,) each: an int below 2^64, or a tensor of the same bits."""
+    total: Number = _digest_words(words)
+    for numbers in samples:
+        total = _joined(total, _digest(numbers))
+    return total
+
+
+def top_bits(number: Number, count: int) -> Number:
+    """Return the highest bits of a digest."""
+    found: Number = (number >> (_BITS - count)) & (2**count - 1)
+    return found
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has plain memory that can be looked at: one on the meta device has none."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
+def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor]:
+    """Return all numbers of a small tensor; of a large one some from all over it, and neighbours: each contiguous.
+
+    None of one that has none to be looked at.
+    """
+    if not has_numbers(tensor):
+        return []
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.numel() * tensor.itemsize <= _WHOLE_BYTES:
+        return [tensor.contiguous().view(-1)]
+    return [_scattered(tensor), _neighbours(tensor, _WHOLE_BYTES // tensor.itemsize, turn).contiguous().view(-1)]
+
+
+def differ(samples: Sequence[Tensor]) -> Number:
+    """Return whether not all numbers of each sample are one: 1 or 0, as a tensor on an accelerator."""
+    on_host = [numbers for numbers in samples if numbers.device.type == "cpu"]
+    if not all(_is_constant(numbers, _AT_ONCE) and _is_constant(numbers) for numbers in on_host):
+        return 1
+    found = [(numbers != numbers[0]).any() for numbers in samples if numbers.device.type != "cpu"]
+    return torch.stack(found).any().to(torch.int64) if found else 0
+
+
+def _is_constant(numbers: Tensor, most: int | None = None) -> bool:
+    raw = numbers[:most].view(torch.uint8).numpy().tobytes()
+    return raw == raw[: numbers.itemsize] * (len(raw) // numbers.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _tensor_words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def _words(node: Node, tensors: Iterator[Tensor]) -> str:
+    if node is Place.TENSOR:
+        tensor = next(tensors)
+        return _tensor_words(tensor.shape, tensor.dtype)
+    if isinstance(node, Leaf):
+        return _leaf_words(node)
+    assert isinstance(node, Branch)
+    children = [_words(child, tensors) for child in node.children]
+    named = map("{}: {}".format, node.keys, children) if node.keys else children
+    return f"{node.kind.__name__}({', '.join(named)})"
+
+
+def _leaf_words(leaf: Leaf) -> str:
+    """Return a plain value as all processes write it; of what is not plain its kind."""
+    value = leaf.value
+    if not leaf.is_plain or isinstance(value, torch.device):
+        return f"a {type(value).__name__}"
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(repr, value))})"
+    text = repr(value)
+    return f"a {type(value).__name__}" if " at 0x" in text else text
+
+
+@lru_cache(maxsize=1024)
+def _digest_words(words: str) -> int:
+    return int.from_bytes(hashlib.blake2b(words.encode(errors="replace"), digest_size=8).digest(), "little")
+
+
+def _joined(before: Number, now: Number) -> Number:
+    """Fold two numbers into one, in which their order counts, modulo 2^64."""
+    if isinstance(before, int) and isinstance(now, int):
+        return int((before * _ODD + now) & (2**_BITS - 1))
+    rotated = before * _signed(_ODD) if isinstance(before, Tensor) else _signed(before * _ODD)
+    return rotated + (_signed(now) if isinstance(now, int) else now)
+
+
+def _signed(number: int) -> int:
+    """Return the number of the same 64 bits that int64 has."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _scattered(tensor: Tensor) -> Tensor:
+    """Return numbers from all over a tensor, so placed that no pattern of rows is met: (n,)."""
+    places = _places(tensor.shape, tensor.device, is_flat=tensor.is_contiguous())
+    return tensor.view(-1).index_select(0, places[0]) if len(places) == 1 else tensor[places]
+
+
+@lru_cache(maxsize=256)
+def _places(shape: tuple[int, ...], device: torch.device, *, is_flat: bool) -> tuple[Tensor, ...]:
+    count = prod(shape)
+    flat = np.array([number * 0x9E3779B1 % count for number in range(_SCATTERED)], dtype=np.int64)
+    places = (flat,) if is_flat else np.unravel_index(flat, shape)
+    return tuple([torch.from_numpy(place).to(device) for place in places])
+
+
+def _neighbours(tensor: Tensor, most: int, turn: int) -> Tensor:
+    """Return whole rows of a tensor, at most so many numbers; where one row has more, some of one."""
+    while tensor.numel() > most:
+        rows = min(len(tensor), most * len(tensor) // tensor.numel())
+        if rows:
+            start = min(turn % -(-len(tensor) // rows) * rows, len(tensor) - rows)
+            return tensor[start : start + rows]
+        turn, row = divmod(turn, len(tensor))
+        tensor = tensor[row]
+    return tensor
+
+
+def _digest(numbers: Tensor) -> Number:
+    """Return the sum over the bits of some numbers, (n,), in one piece of memory."""
+    if numbers.device.type != "cpu":
+        return digest_on_device(numbers)
+    raw = numbers.view(torch.uint8).numpy()
+    whole = raw.size & ~7
+    words = raw[:whole].view(np.int64)
+    mixed = np.right_shift(words, 29)
+    np.bitwise_xor(mixed, words, out=mixed)
+    rest = int.from_bytes(raw[whole:].tobytes(), "little") * _ODD if whole < raw.size else 0
+    found: int = (int(np.dot(mixed, _weights()[: words.size])) + rest) & (2**_BITS - 1)
+    return found
+
+
+def digest_on_device(numbers: Tensor) -> Tensor:
+    """Return the same sum where the numbers are: 0-dimensional, int64."""
+    if numbers.storage_offset() * numbers.itemsize % 8:
+        numbers = numbers.clone()
+    raw = numbers.view(torch.uint8)
+    whole = raw.numel() & ~7
+    words = raw[:whole].view(torch.int64)
+    sums = ((words ^ (words >> 29)) * _weights_on(numbers.device)[: words.numel()]).sum()
+    if whole < raw.numel():
+        shifts = torch.arange(0, 8 * (raw.numel() - whole), 8, device=numbers.device)
+        sums = sums + (raw[whole:].to(torch.int64) << shifts).sum() * _signed(_ODD)
+    return sums
+
+
+@lru_cache(maxsize=1)
+def _weights() -> np.ndarray:
+    """Return what each number of 64 bits weighs: splitmix64's numbers, int64."""
+    with np.errstate(over="ignore"):
+        state = np.arange(1, _WHOLE_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(_ODD)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (state ^ (state >> np.uint64(31))).view(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _weights_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(_weights()).to(device)

@@ -1,0 +1,49 @@
+"""What ranks make of a step that some of them cannot begin: one voice, or the rank whose own code failed.
+
+all ranks, or a whole pipeline        a batch that no block takes    ─▶ MisfitError on all ranks, in the same words
+one rank of several alike             its code raised there alone    ─▶ CodeError on that rank; the others wait for it,
+                                                                        and hear of its end as of any other's
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from quintsched.errors import CodeError, MisfitError, UsageError
+from quintsched.ir.mesh import Mesh
+from quintsched.stalls.own_errors import failed_in_code
+
+from ..agreement.comparison import name_ranks
+from ..comm import Group
+from ..comm.control import ControlGroup, first_said, gather_texts
+from .explain import rank_in_words
+
+Refusal = MisfitError | UsageError
+
+
+def refuse_together(problem: Refusal | None, world: Group, alike: Group, mesh: Mesh) -> None:
+    """Raise, on all ranks, where some of them have a problem (collective over all).
+
+    `alike` are ranks that compute the same, this one among them.
+    """
+    if not first_said("" if problem is None else str(problem), world):
+        return
+    peers = alike.ranks if alike.size > 1 else world.ranks
+    mine = "" if problem is None else json.dumps([str(problem), failed_in_code(problem), list(peers)])
+    told = {rank: json.loads(text) for rank, text in zip(world.ranks, gather_texts(world, mine), strict=True) if text}
+    alone = [rank for rank, (_, in_code, its) in told.items() if in_code and any(peer not in told for peer in its)]
+    rank = world.ranks[world.index]
+    if rank in alone and problem is not None:
+        kind = type(problem.__cause__).__name__
+        who, others = rank_in_words(mesh, rank), "other ranks that compute the same did not fail"
+        raise CodeError(f"{who}, {kind}: {problem}; {others}") from problem.__cause__
+    if alone:
+        ControlGroup(world).barrier()  # which those who failed do not come to
+    raise problem or MisfitError(_words(told))
+
+
+def _words(told: dict[int, Sequence[str]]) -> str:
+    """Return what the first of some ranks says, and who says the same."""
+    words = next(iter(told.values()))[0]
+    return f"{name_ranks([rank for rank, theirs in told.items() if theirs[0] == words])}: {words}"

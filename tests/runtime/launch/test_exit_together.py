@@ -1,0 +1,55 @@
+"""Ranks that find a fault before they are connected: one word of all, or one of each that is not of all."""
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from quintsched.errors import UsageError
+from quintsched.runtime.launch import exit_together
+from quintsched.runtime.launch.exit_together import leave_together
+
+ERROR = UsageError("model.py:3: the import failed: ValueError")
+
+
+class Store:
+    """What ranks meet in."""
+
+    def __init__(self) -> None:
+        self._numbers, self._said, self._lock = Counter[str](), set[str](), threading.Lock()
+
+    def add(self, key: str, value: int) -> int:
+        with self._lock:
+            self._numbers[key] += value
+            return self._numbers[key]
+
+    def set(self, key: str, value: str) -> None:
+        self._said.add(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._said.issuperset(keys)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what ranks say, of two that meet in a store."""
+    words, store = list[str](), Store()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("QUINTSCHED_WATCH", raising=False)
+    monkeypatch.setattr(exit_together, "WAIT_S", 0.3)
+    monkeypatch.setattr(exit_together.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(exit_together, "_open_store", lambda: store)
+    monkeypatch.setattr(exit_together, "write_error", lambda error: words.append(str(error)))
+    return words
+
+
+def test_what_all_ranks_find_is_said_once_and_of_nobody(said: list[str]) -> None:
+    with ThreadPoolExecutor(2) as ranks:
+        codes = list(ranks.map(leave_together, [ERROR, ERROR], [0, 1]))
+    assert (codes, said) == ([2, 2], [str(ERROR)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_is_said_of_that_rank(said: list[str], rank: int) -> None:
+    assert (leave_together(ERROR, rank), said) == (2, [f"rank {rank}: {ERROR}"])
