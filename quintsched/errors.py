@@ -16,7 +16,7 @@ exits with `exit_code`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class QuintschedError(Exception):
@@ -68,6 +68,12 @@ class StallError(QuintschedError):
 
     exit_code = 4
     was_told: bool | None = None
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks: "rank 3", "ranks 0, 1 and 3"."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 MOST_QUOTED = 120

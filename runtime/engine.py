@@ -8,7 +8,6 @@ for inputs, targets in loader:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +298,7 @@ class Engine(EngineWeights, RankView, CheckpointFiles):
             raise
         if self._no_samples is None:
             self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
-        return self._runner.prepare(plan, batch, partial(self._model.compare, plan, inputs, targets, extras))
+        return self._runner.prepare(plan, batch, self._model.publish(plan, inputs, targets, extras))
 
     def step_counting_saved(self, inputs: Any, targets: Any, **extras: Any) -> tuple[StepResult, SavedBytes]:
         """Do a `step`, and count the bytes that autograd saves for backwards: by storage, weights not included."""

@@ -28,6 +28,7 @@ from .stage.mean_losses import WeighedLoss
 from .stage.rank_model import RankModel
 from .state.master_weights import Masters
 from .state.memory_stats import StateBytes
+from .state.state_dict import list_states
 from .state.training_state import TrainingState
 from .weights.access import WeightAccess
 from .weights.average import Averages, Decay, WeightAverage
@@ -123,18 +124,26 @@ class EngineWeights:
         """Return this rank's shards: weights as "model.<name>", optimizer state as "optimizer.<name>.<key>".
 
         Beside them "engine.step" says how many steps were made, which the masks of dropouts depend on, "ema.…" are
-        averages, and "engine.optimizer.…" and "engine.module.…" what optimizers and modules keep elsewhere. Raises
-        `UsageError` for what an optimizer keeps if no file can hold it.
+        averages, "engine.states" lists what optimizers keep, and "engine.optimizer.…" and "engine.module.…" are what
+        optimizers and modules keep elsewhere. Raises `UsageError` for what an optimizer keeps if no file can hold it.
         """
-        return {**self._state.read(), **self._averages.state_dict(), **self._progress()}
+        state = {**self._state.read(), **self._averages.state_dict(), **self._progress()}
+        return {**state, **list_states(state)}
 
     def require_loadable(self, state: Mapping[str, Tensor]) -> None:
         """Raise `MisfitError` unless names, shapes and types are those that `load_state_dict` takes here."""
+        if STEP not in state:
+            raise MisfitError(
+                f"the state has no {STEP!r}, and is not what state_dict gave; for weights alone, give full tensors to "
+                "engine.set_weights"
+            )
+        self._averages.require_loadable(state)
         self._state.require_loadable(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave here on the same mesh (collective with ZeRO); else raises `MisfitError`."""
         self._averages.require_none_applied("load_state_dict")
+        self.require_loadable(state)
         self._state.load(state)
         self._averages.load_state_dict(state)
         self._load_progress(state)
@@ -144,11 +153,7 @@ class EngineWeights:
 
         safetensors.torch.save_file(engine.state_dict(), path, metadata=engine.state_metadata())
         """
-        return {**self.layout_metadata(), RUN: f"{self._run_id:016x}"}
-
-    def layout_metadata(self) -> dict[str, str]:
-        """Return the part of `state_metadata` that is alike whoever runs: how tensors lie."""
-        return {LAYOUT: layout_of(self._exchange, self._averages.all).to_text()}
+        return {LAYOUT: layout_of(self._exchange, self._averages.all).to_text(), RUN: f"{self._run_id:016x}"}
 
     def load_state_files(self, paths: Sequence[str | Path]) -> None:
         """Take over what all ranks of a run have saved, on whatever mesh (collective).

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from paired import Target, median_s, sample
 
+from quintsched.descriptions.library import find_hardware
 from quintsched.descriptions.model import Model
 from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
@@ -27,13 +28,16 @@ from quintsched.runtime.train.losses import cross_entropy_sum
 from .model import MEDIUM, AdamW, Size, alone, sized, synchronize, whole
 
 WARM_UP, MOST_APART = 3, 0.05
+STAND_IN = "a100-80gb"
+"""What a CPU is taken for, to try the script itself."""
 CHOICES = ((1, "none"), (4, "none"), (1, "full"))
 """Samples of a microbatch, and what is recomputed: as different as one rank can be."""
 
 
 def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
     """Print and return predicted and measured seconds of a step."""
-    size, hardware = sized(MEDIUM, device), calibrate(device)
+    size = sized(MEDIUM, device)
+    hardware = calibrate(device) if device.type == "cuda" else find_hardware(STAND_IN)
     torch.set_num_threads(1)
     rivals: dict[str, Callable[[], None]] = {}
     seconds: dict[str, float] = {}

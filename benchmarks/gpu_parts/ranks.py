@@ -35,6 +35,8 @@ WORLDS = (2, 4)
 TRACES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zbv", 2)]
 MEMORIES = [("1f1b", 1), ("zbv", 2)]
 MOST, MOST_APART = 1.0, 0.05
+MOST_ROUNDS = 12
+"""Steps of ranks that share a GPU take long, and there are eight comparisons of them."""
 
 
 def beside_torch(device: torch.device, rounds: int) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def beside_torch(device: torch.device, rounds: int) -> dict[str, Any]:
     found = {}
     for world in WORLDS:
         for schedule in SCHEDULES:
-            ranks = _run(world, device, compare_rank, schedule, rounds)
+            ranks = _run(world, device, compare_rank, schedule, min(rounds, MOST_ROUNDS))
             if ranks is None:
                 continue
             samples, title = merge(ranks), f"{schedule} on {world} ranks"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -80,19 +81,16 @@ def torch_step(
         )
         for stage, module in modules.items()
     ]
-    given: Any = stages[0] if schedule == "1f1b" else stages
-    runs = SCHEDULES[schedule](given, size.microbatches, loss_fn=loss_sum, scale_grads=False)
+    held: Any = stages[0] if schedule == "1f1b" else stages
+    runs = SCHEDULES[schedule](held, size.microbatches, loss_fn=loss_sum, scale_grads=False)
+    quiet = {"return_outputs": False} if "return_outputs" in signature(runs.step).parameters else {}
     weights = [parameter for module in modules.values() for parameter in module.parameters()]
     optimizer, has_first, has_last = AdamW(weights), 0 in modules, num_stages - 1 in modules
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         losses: list[Tensor] = []
-        runs.step(
-            *((inputs,) if has_first else ()),
-            target=targets if has_last else None,
-            losses=losses,
-            return_outputs=False,
-        )
+        given = (inputs,) if has_first else ()
+        runs.step(*given, target=targets if has_last else None, losses=losses, **quiet)
         gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
         torch._foreach_div_(gradients, float(targets.numel()))
         norms = torch.stack(torch._foreach_norm(gradients)).square().sum()

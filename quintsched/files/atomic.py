@@ -37,6 +37,9 @@ MOST_STREAMED = 2**27
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""How a file system says that it does not sync directories."""
+
 LONGEST_PATH = 4096
 """How many letters of a path a message repeats."""
 
@@ -95,10 +98,16 @@ def whole_path(path: str | Path) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring what was made and renamed in a directory to the disk; raises `OSError`."""
+    """Bring what was made and renamed in a directory to the disk; raises `OSError`.
+
+    Some file systems (CIFS, FUSE, 9p) cannot be asked to: what is made there lasts as they see to it.
+    """
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(directory)
 

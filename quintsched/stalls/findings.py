@@ -14,8 +14,11 @@ from quintsched.stalls.states import MOST_TEXT, Fate, RankState
 
 MOST_S = 1e12
 
-Fault: TypeAlias = Literal["ended", "stands", "skipped", "wrong message"]
-"""What a culprit did: its process failed, it does not go on, it passed over a message, or sent one that fits nobody."""
+Fault: TypeAlias = Literal["ended", "stands", "skipped", "wrong message", "other data"]
+"""What a culprit did: its process failed, it does not go on, it passed over a message, or sent one that fits nobody.
+
+Or it was given other data than the other ranks of its replica.
+"""
 
 Index = Annotated[int, Field(ge=0, le=2**40)]
 Text = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(lambda text: printable(text, MOST_TEXT))]
@@ -51,7 +54,7 @@ class Culprit(Strict):
 
     `place` is that of what it did not do, or where it stands; `stands_at` the place where it said last that it is,
     where it had been for `since_s` seconds. `where` are its coordinates in the mesh, `said` what the receiver says of
-    a message that does not fit, or what else may have ended the rank.
+    a message that does not fit, what else may have ended the rank, or who was given what.
     """
 
     rank: Index

@@ -62,6 +62,19 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a rank was given of its latest batch, which is the `number`-th of its run; 0: it was not, or need not be.
+
+    `samples` of inputs, their `length` (dimension 1), and rows of `targets`.
+    """
+
+    number: int = 0
+    samples: int = 0
+    length: int = 0
+    targets: int = 0
+
+
+@dataclass(frozen=True)
 class RankState:
     """What a global rank said last.
 
@@ -82,6 +95,7 @@ class RankState:
         sent: the bytes of the last message that it has sent which was longer than those before it by the instruction
             `sent_at`; 0 where there was none, or it does not say.
         room: the bytes of the longest message that it has room for; 0 where it does not say.
+        given: what it was given of its latest batch.
     """
 
     rank: int
@@ -99,6 +113,7 @@ class RankState:
     sent: int = 0
     sent_at: int | None = None
     room: int = 0
+    given: Given = Given()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", printable(self.host, MOST_TEXT))

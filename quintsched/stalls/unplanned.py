@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quintsched.stalls.states import RankState
 from quintsched.stalls.verdict import first_dead
-from quintsched.stalls.words import MOST_LISTED, doing, ending, in_seconds, on_host, unknown
+from quintsched.stalls.words import LEFT, MOST_LISTED, doing, ending, in_seconds, on_host, unknown
 
 
 def find_without_plan(states: Sequence[RankState]) -> tuple[tuple[int, ...], str]:
@@ -33,4 +33,6 @@ def _accusation(state: RankState) -> str:
     name = f"rank {state.rank} ({on_host(state.host)})"
     if state.fate is not None:
         return f"{name} {ending(state.fate)} {doing(state.phase)}"
+    if state.phase == "ended":
+        return f"{name} is {doing(state.phase)}: {LEFT}"
     return f"{name} has not gone on for {in_seconds(state.since_s)} {doing(state.phase)}"

@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from quintsched.errors import StallError
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.findings import Culprit, Fault, Link, describe_place, where_it_stands
+from quintsched.stalls.given import find_other_data
 from quintsched.stalls.report import StallReport
 from quintsched.stalls.states import MOST_TEXT, RankState
 from quintsched.stalls.wait_graph import Edge, WaitGraph
+from quintsched.stalls.words import ending
 
 STILL_S = 1.0
 """How long a rank has to be at a place for it to count as standing still, in seconds."""
@@ -60,10 +62,11 @@ def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float 
     victims = {rank: replace(state, fate=None) for rank, state in known.items() if rank not in dead}
     graph = WaitGraph(plan, known | victims)
     edges = {rank: graph.edges(rank) for rank in known if rank not in dead}
+    dead |= {rank for rank, state in known.items() if any(_raised_alike(state, known[one]) for one in dead)}
     accused = [accusation for rank in sorted(dead) for accusation in _ended(graph, known[rank])]
     if not dead and not any(_is_unreachable(state) for state in known.values()):
         accused = _standing(graph, known | victims, edges, still_s)
-    accused = list(dict.fromkeys(accused))
+    accused = _given_other_data(plan, known, accused) or list(dict.fromkeys(accused))
     culprits = [_culprit(plan, known[one.rank], one) for one in accused]
     chain = _chain(plan, [one.rank for one in accused], edges, known)
     return StallReport(culprits=tuple(culprits), chain=tuple(chain), states=tuple(known.values()), plan=plan)
@@ -93,6 +96,37 @@ def first_dead(states: Mapping[int, RankState]) -> set[int]:
     return {state.rank for state in near if state is first or _went_together(state, first)}
 
 
+def _raised_alike(state: RankState, other: RankState) -> bool:
+    """Whether two ranks raised in the same words, as those do that refuse something together."""
+    if state.fate is None or other.fate is None or not state.fate.text:
+        return False
+    return state.fate.kind == other.fate.kind == "error" and state.fate.text == other.fate.text
+
+
+def _given_other_data(
+    plan: PlanData, states: Mapping[int, RankState], accused: Sequence[Accusation]
+) -> list[Accusation]:
+    """Accuse the ranks that were given other data, if what became of the accused may be the consequence of that."""
+    ranks = sorted({one.rank for one in accused})
+    if not all(_may_follow_from_data(one, states[one.rank], alone=len(ranks) == 1) for one in accused):
+        return []
+    found = find_other_data(plan.mesh, states, ranks)
+    if found is None:
+        return []
+    fates = [(rank, fate) for rank in ranks if (fate := states[rank].fate) is not None]
+    then = "".join(f"; then rank {rank} {ending(fate).rstrip(',')}" for rank, fate in fates)
+    return [Accusation(rank, "other data", said=found.said + then) for rank in found.ranks]
+
+
+def _may_follow_from_data(accused: Accusation, state: RankState, *, alone: bool) -> bool:
+    """Whether a rank may be accused since ranks of its replica compute with other shapes."""
+    if state.fate is None or accused.fault != "ended":
+        return True
+    if state.fate.kind == "error":
+        return alone and state.phase in ("step", "evaluate")
+    return state.fate.kind in ("signal", "exit") and state.fate.code in _ABORTS
+
+
 def _is_unreachable(state: RankState) -> bool:
     return state.fate is not None and state.fate.kind == "unreachable"
 
@@ -110,6 +144,8 @@ def _is_victim(state: RankState) -> bool:
     fate = state.fate
     if fate is None:
         return False
+    if fate.kind == "gone" and state.phase == "ended":
+        return True
     if fate.kind == "exit":
         gave_up = fate.code == StallError.exit_code and not fate.text
         return gave_up or (fate.code == 0 and state.phase == "ended")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from quintsched.errors import printable
+from quintsched.errors import listed_ranks, printable
 from quintsched.stalls.findings import Culprit, Link, Place
 from quintsched.stalls.states import Fate, RankState
 
@@ -30,15 +30,32 @@ PHASES = {
 }
 
 
+LEFT = "it left its loop, or closed its engine, while others go on"
+"""What a rank did that has done all it should, by its own account, and that others wait for."""
+
+
 def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequence[RankState]) -> str:
     """Return a verdict as a message."""
     if not culprits:
         return unknown(states)
-    lines = [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
-    if len(culprits) > MOST_LISTED:
+    together = _together(culprits)
+    lines = [together] if together else [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
+    if not together and len(culprits) > MOST_LISTED:
         lines.append(f"and so did {len(culprits) - MOST_LISTED} other ranks")
     waiting = _waiting(chain, [culprit.rank for culprit in culprits])
     return "\n".join([*lines, waiting] if waiting else lines)
+
+
+def _together(culprits: Sequence[Culprit]) -> str:
+    """Say once what several ranks did alike: they raised in the same words, or were given different data."""
+    first, ranks = culprits[0], listed_ranks([culprit.rank for culprit in culprits[:MOST_LISTED]])
+    in_step = "" if first.step is None else f" in step {first.step}"
+    if len(culprits) == 1:
+        return ""
+    if all(culprit.fault == "other data" and culprit.said == first.said for culprit in culprits):
+        return f"{ranks} were given different data{in_step}, and belong to one replica: {_shortened(first.said)}"
+    texts = {culprit.fate.text if culprit.fate and culprit.fate.kind == "error" else "" for culprit in culprits}
+    return f"{ranks} raised alike{in_step}: {_shortened(*texts)}" if len(texts) == 1 and "" not in texts else ""
 
 
 def _accusation(culprit: Culprit) -> str:
@@ -48,6 +65,8 @@ def _accusation(culprit: Culprit) -> str:
     if culprit.fault == "ended" and culprit.fate is not None:
         besides = f"; {culprit.said}" if culprit.said else ""
         return f"{name} {ending(culprit.fate)}{_where(culprit.place, in_step)}{besides}"
+    if culprit.fault == "other data":
+        return f"{name} was given other data{in_step} than most ranks of its replica: {_shortened(culprit.said)}"
     if culprit.fault == "skipped":
         return f"{name} passed over its instruction {_instruction(culprit.place)}{in_step}; it went on{_now(culprit)}"
     if culprit.fault == "wrong message":
@@ -55,6 +74,8 @@ def _accusation(culprit: Culprit) -> str:
         is_known = culprit.place.instruction is not None and culprit.place.instruction.startswith("Send")
         which = f": its instruction {_instruction(culprit.place)}" if is_known else ""
         return f"{name} sent what does not fit{in_step}{which}{said}"
+    if culprit.phase == "ended":
+        return f"{name} is{_where(culprit.place, in_step)}: {LEFT}"
     return f"{name} has not gone on for {in_seconds(culprit.since_s)}{_where(culprit.place, in_step)}"
 
 
@@ -158,7 +179,20 @@ def unknown(states: Sequence[RankState]) -> str:
         lines.append(f"rank {state.rank} ({on_host(state.host)}){ended}{step}{at.rstrip()}{since}")
     if len(states) > MOST_LISTED:
         lines.append(f"and {len(states) - MOST_LISTED} other ranks")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_other_calls(states)])
+
+
+def _other_calls(states: Sequence[RankState]) -> list[str]:
+    """Say that some ranks evaluate and others train, where that is so and may be why they wait for each other."""
+    calls = {phase: [state for state in states if state.phase == phase] for phase in ("evaluate", "step")}
+    if not all(calls.values()):
+        return []
+    one, other = (found[0] for found in calls.values())
+    after = "" if one.step is None else f" after step {one.step}"
+    return [
+        f"rank {one.rank} evaluates{after} while rank {other.rank} is in step {other.step}; all ranks have to make the "
+        "same calls in the same order, or they wait for each other"
+    ]
 
 
 def _lost_hosts(states: Sequence[RankState]) -> str:

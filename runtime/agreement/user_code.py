@@ -86,11 +86,23 @@ def attributes_of(holder: object) -> str:
 
 def is_of_library(thing: Any) -> bool:
     """Whether a class or function is of torch, the standard library, an installed package or of this one."""
-    name = str(getattr(thing, "__module__", None) or "").partition(".")[0]
-    if name in _LIBRARIES:
+    return is_library_module(str(getattr(thing, "__module__", None) or ""))
+
+
+def is_library_module(name: str) -> bool:
+    """Whether the module of this name is one of theirs."""
+    if name.partition(".")[0] in _LIBRARIES:
         return True
-    path = getattr(sys.modules.get(str(getattr(thing, "__module__", None))), "__file__", None) or ""
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" in Path(path).parts or "dist-packages" in Path(path).parts
+
+
+def names_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that code, and what is defined in it, looks up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_of(constant)
 
 
 class _Reading:
@@ -161,7 +173,7 @@ class _Reading:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if not _is_of_rank(name):
                 self.read(name, _content(cell))
-        for name in _names(code):
+        for name in names_of(code):
             if name in function.__globals__ and not _is_of_rank(name):
                 self.read(name, function.__globals__[name])
 
@@ -179,14 +191,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return ...
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code, and what is defined in it, looks up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:

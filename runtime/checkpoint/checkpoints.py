@@ -27,6 +27,7 @@ from quintsched.files.plain import require_folder
 
 from ..engine import Engine
 from ..job.choices import Start
+from ..resharding.layout import RUN
 from .host_buffer import HostBuffer
 from .joint_write import JointWrite
 from .manifest import WHAT, DcpManifest, Manifest, RankFile, file_name, make_manifest, read_manifest
@@ -146,7 +147,9 @@ class OpenCheckpoints:
         state = self.engine.state_dict()
         if loader is not None:
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
-        layout, memory = self._buffer.take(state, self.engine.layout_metadata())
+        said = self.engine.state_metadata()
+        metadata = {key: text for key, text in said.items() if key != RUN}  # the manifest has the run
+        layout, memory = self._buffer.take(state, metadata)
         attempt = self.folder.next_attempt()
         final, ranks = self.folder.step_folder(step), self.engine.plan.mesh.size
         joint = JointWrite(attempt, final, self._rank, ranks, self._patience_s, self._writer.given_up)

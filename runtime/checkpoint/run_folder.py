@@ -15,6 +15,7 @@ What a kill leaves behind begins with a dot, and goes with the next save.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -25,10 +26,12 @@ from pathlib import Path
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import sync_directory
+from quintsched.files.folders import remove_all
 from quintsched.files.plain import reading
 
 from .manifest import MANIFEST
 
+_logger = logging.getLogger("quintsched.runtime")
 _STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 _LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
 
@@ -58,6 +61,7 @@ class RunFolder:
     def __init__(self, directory: Path, launch: str) -> None:
         self.directory, self._launch = directory, launch
         self._attempts = self._removed = 0
+        self._has_said = False
 
     def step_folder(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
@@ -76,7 +80,7 @@ class RunFolder:
         """Remove what killed saves have left, but not `attempt`."""
         for entry in _entries(self.directory):
             if _LEFTOVER.fullmatch(entry.name) and entry != attempt:
-                _remove(entry)
+                self._remove(entry)
 
     def complete(self, attempt: Path, step: int, keep: int) -> None:
         """Let a save that is on the disk be the checkpoint of `step`; then drop what is not among the latest `keep`."""
@@ -89,7 +93,10 @@ class RunFolder:
         attempt.rename(final)
         sync_directory(self.directory)
         self._set_later_aside(step)
-        self._drop_old(keep)
+        try:
+            self._drop_old(keep)
+        except (OSError, InputError) as error:  # the checkpoint is there: what it replaces may stay
+            self._say(error)
 
     def move_to_old_runs(self, run_of: Mapping[Path, str], beside: Sequence[str]) -> list[Path]:
         """Move every step to the folder of its run below this one, with copies of what lies `beside`; return these."""
@@ -127,13 +134,25 @@ class RunFolder:
                 self._drop(one.folder)
         for entry in _entries(self.directory):
             if _STEP.fullmatch(entry.name) and _is_empty(entry):
-                _remove(entry)
+                self._remove(entry)
 
     def _drop(self, folder: Path) -> None:
         self._removed += 1
         away = self.directory / f".removing-{self._launch}-{self._removed}"
         folder.rename(away)
-        _remove(away)
+        self._remove(away)
+
+    def _remove(self, path: Path) -> None:
+        """Remove what is no checkpoint any more; what cannot be removed (NFS: somebody has it open) goes later."""
+        error = remove_all(path)
+        if error is not None:
+            self._say(error)
+
+    def _say(self, error: Exception) -> None:
+        """Write a warning, once, of what could not be removed."""
+        if not self._has_said:
+            _logger.warning("%s: an old checkpoint cannot be removed now, saves go on: %s", self.directory, error)
+        self._has_said = True
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -170,13 +189,6 @@ def _is_empty(path: Path) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path)
     except OSError:
         return False
-
-
-def _remove(path: Path) -> None:
-    if stat.S_ISDIR(os.lstat(path).st_mode):
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _free(path: Path) -> Path:

@@ -12,6 +12,7 @@ import os
 from quintsched.plan import Plan
 
 from ..job.choices import Rules, WireName
+from ..rendezvous.parent import end_with_launcher
 from ..watch.start import WatchOptions
 from . import LocalTransport, LocalWorld, Transport, connect
 from .device import device_kind, find_accelerator, has_device_for_each, library_of
@@ -28,7 +29,7 @@ def connect_for(
 ) -> Transport:
     """Return the transport that a run of `plan` wants: NCCL or gloo under torchrun, else this process alone.
 
-    `watch` is what the watch over several processes is told.
+    `watch` is what the watch over several processes is told. A rank of torchrun ends with torchrun from now on.
 
     "auto" and "nccl" stand for a GPU also where there is one process.
 
@@ -37,6 +38,7 @@ def connect_for(
     plan.mesh.require_world_size(int(os.environ.get("WORLD_SIZE", 1)))
     library = choose_library() if name == "auto" else name
     if "WORLD_SIZE" in os.environ:
+        end_with_launcher()
         return connect(library, timeout_s, rules=rules, watch=watch, plan=plan)
     kind = device_kind(library)
     return LocalTransport(LocalWorld(1, kind, timeout_s=timeout_s, rules=rules or "mailbox"), 0)

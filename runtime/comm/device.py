@@ -100,6 +100,8 @@ def claim_device(library: str) -> torch.device:
     Raises:
         MisfitError: there is no such device.
     """
+    if library in LIBRARIES:
+        os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # read when the driver first looks for devices
     kind = device_kind(library)
     if not is_accelerator(kind):
         return kind
@@ -109,7 +111,6 @@ def claim_device(library: str) -> torch.device:
             f"local rank {local_rank} wants a device to itself and there are {num_devices}; start fewer ranks per "
             "node, choose gloo (or, from NCCL 2.30 on, let ranks share a device with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
-    os.environ.setdefault(QUEUES, str(MOST_QUEUES))  # read when the device is first used
     device = torch.device(kind.type, local_rank % num_devices)
     torch.accelerator.set_device_index(device)
     return device

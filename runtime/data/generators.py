@@ -1,7 +1,7 @@
 """The generators of random numbers that a loader can draw from, and where they are, as plain data for checkpoints.
 
     of the process    torch's, Python's, numpy's
-    of the loader     those that it, its samplers, its data set and what these consist of have in their attributes
+    of the loader     those that it, its samplers, its data set, what these consist of and their code can reach
 
 What has no state of its own is brought back by these: they are set to where they were, and it draws again.
 """
@@ -11,24 +11,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .reachable import reachable
 
 State = list[Any]
 """Where each of some generators is: tensors, numbers, tuples, dicts."""
 
-_DEEPEST, _LONGEST, _MOST = 6, 64, 2000
-"""How far a loader is searched: from object to object, in lists and dicts of data not at all."""
-
 _OF_PROCESS = 3
 """So many come first that are those of the process."""
 
-_LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, nn.Module, type)
 _UNSIGNED: Mapping[Any, Any] = {torch.int32: np.uint32, torch.int64: np.uint64}
 
 
@@ -62,9 +58,13 @@ class Generators:
             return now
         return [None if is_alike(state, was) else state for state, was in zip(now, before, strict=True)]
 
+    def fit(self, states: State) -> bool:
+        """Whether states are those of as many generators."""
+        return len(states) == len(self._all)
+
     def set(self, states: State) -> None:
         """Let them be where they were, but for None; where there were others, only those of the process."""
-        known = states if len(states) == len(self._all) else states[:_OF_PROCESS]
+        known = states if self.fit(states) else states[:_OF_PROCESS]
         for generator, state in zip(self._all, known, strict=False):
             if state is not None:
                 generator.set(state)
@@ -82,37 +82,16 @@ def is_alike(some: Any, other: Any) -> bool:
 
 
 def _held(holders: Iterable[Any]) -> list[Any]:
-    """Return the generators that objects hold, and what these hold, and so on."""
-    seen: dict[int, Any] = {}
-    found, level = [], list(holders)
-    for _ in range(_DEEPEST):
-        new = [held for held in level if not isinstance(held, _LEAVES) and id(held) not in seen][:_MOST]
-        level = []
-        for holder in new:
-            if id(holder) in seen:
-                continue
-            seen[id(holder)] = holder
-            if isinstance(holder, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-                found.append(holder)
-            else:
-                level += _parts(holder)
-    return found
-
-
-def _parts(holder: Any) -> list[Any]:
-    """Return what an object holds."""
-    if isinstance(holder, Mapping):
-        return list(holder.values()) if len(holder) <= _LONGEST else []
-    if isinstance(holder, list | tuple):
-        return list(holder) if len(holder) <= _LONGEST else []
-    if isinstance(holder, partial):
-        return [holder.func, *holder.args, *holder.keywords.values()]
-    if isinstance(holder, MethodType):
-        return [holder.__self__]
-    if isinstance(holder, FunctionType):
-        return [cell.cell_contents for cell in holder.__closure__ or () if cell != type(cell)()]
-    held = getattr(type(holder), "__dict__", {}) and getattr(holder, "__dict__", {})
-    return [part for name, part in held.items() if name != "_iterator"] if isinstance(held, dict) else []
+    """Return the generators that objects, and their code, reach; those of the process are none of them."""
+    kinds = torch.Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
+    of_process = [torch.default_generator, np.random.mtrand._rand, getattr(random, "_inst", None)]
+    return [
+        found
+        for found in reachable(holders)
+        if isinstance(found, kinds)
+        and not isinstance(found, random.SystemRandom)
+        and all(found is not other for other in of_process)
+    ]
 
 
 def _generator(held: Any) -> _Generator:
@@ -122,7 +101,7 @@ def _generator(held: Any) -> _Generator:
         return _Generator(held.getstate, held.setstate)
     if isinstance(held, np.random.RandomState):
         return _Generator(lambda: _plain(held.get_state(legacy=False)), lambda state: held.set_state(_arrays(state)))
-    bits = held.bit_generator
+    bits = getattr(held, "bit_generator", held)
     return _Generator(lambda: _plain(bits.state), lambda state: setattr(bits, "state", _arrays(state)))
 
 

@@ -24,6 +24,7 @@ from quintsched.errors import MisfitError, UsageError
 
 from .dataset import DataSpec
 from .generators import Generators, State, is_alike
+from .marks import Mark, Sample, is_marked, mark_of, sample_of
 from .torch_loaders import can_pass_over, knows_indices, passed_over, samplers_of, with_epochs
 
 TARGETS = ("labels", "targets")
@@ -37,6 +38,21 @@ Batch = tuple[Any, Any, Mapping[str, Any]]
 
 Say = Callable[[str], None]
 
+SHARED = (
+    "the loader has no state, and the training draws from a generator that it draws its batches from: it may go on "
+    "with other batches than it would have had; give it a generator of its own, or state_dict and load_state_dict"
+)
+OTHER_GENERATORS = (
+    "the loader has not as many generators of random numbers as the checkpoint: those of the process go on where they "
+    "were, its own begin anew"
+)
+OTHER_DATA = (
+    "the loader gave the last batch before the checkpoint once more, with other data: they depend on what was read "
+    "before, on a generator that is not found, or on the time. The run goes on, but with other batches than it would "
+    "have had; give the loader state_dict and load_state_dict"
+)
+REREAD = ", or say Loaders(loader, rereads=True), which reads all batches since the beginning once more"
+
 
 @dataclass
 class Past:
@@ -47,12 +63,18 @@ class Past:
         given: how many batches it has given in that pass.
         jumps: by epoch, where those generators were at its beginning that others had drawn from since the one before.
         after: where generators were at the end of the latest epoch.
+        last: which batch of the latest pass was the last that was read, from 1 on; 0: none was.
+        before: where generators were before it, where it can be read alone.
+        mark: what it had.
     """
 
     begin: State = field(default_factory=list)
     given: int = 0
     jumps: dict[int, State] = field(default_factory=dict)
     after: State | None = None
+    last: int = 0
+    before: State = field(default_factory=list)
+    mark: Mark = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,12 +87,15 @@ class Loaders:
         spec: what a built-in model must know of the data.
         batches: how many batches an epoch has; None: all that the loader has. With a number, a loader may be endless,
             and an epoch begins where the one before ended.
+        rereads: whether a run that goes on reads all batches since its beginning once more, for nobody: for data that
+            depend on what was read before, or on a generator that is not found.
     """
 
     train: Any
     validation: Any = None
     spec: DataSpec = UNKNOWN
     batches: int | None = None
+    rereads: bool = False
 
 
 class LoaderFeed:
@@ -78,12 +103,16 @@ class LoaderFeed:
 
         a state of its own                     saved, and loaded
         torch's DataLoader over its samplers   generators are set to where its latest pass began, and it passes over
-        any other                              generators are set to where the run began, and it gives all batches again
+        any other, or one that rereads         generators are set to where the run began, and it gives all batches again
 
-    Raises `UsageError` for a loader of which nobody knows how many batches it has.
+    The last batch that was given is given once more in both of the latter, and compared with the mark that it left.
+    Without `saves`, its state is not asked for. Raises `UsageError` for a loader of which nobody knows how many batches
+    it has.
     """
 
-    def __init__(self, loader: Any, batches: int | None, *, beside: Any = None) -> None:
+    def __init__(
+        self, loader: Any, batches: int | None, *, beside: Any = None, rereads: bool = False, saves: bool = True
+    ) -> None:
         self._loader, self._goes_on = loader, batches is not None
         self._batches: Iterator[Any] | None = None
         if batches is None and not hasattr(loader, "__len__"):
@@ -95,7 +124,10 @@ class LoaderFeed:
         self._length = _length_of(loader)
         self._generators = Generators(loader, beside)
         self._past = Past()
+        self._sample: Sample | None = None
         self._reads = True
+        self._passes_over = not rereads and can_pass_over(loader, goes_on=self._goes_on)
+        self._marks, self._is_alone = saves and not self.has_state, not getattr(loader, "num_workers", 0)
 
     @property
     def has_state(self) -> bool:
@@ -140,9 +172,14 @@ class LoaderFeed:
             if batches is None:
                 self._past.begin, self._past.given = self._generators.states(), 0
             self._batches = iter(self._loader) if batches is None else batches
+            marks = self._marks and self._reads
+            before = self._generators.states() if marks and self._is_alone else []
             found = next(self._batches, None) if self._reads else passed_over(self._batches)
             if found is not None:
                 self._past.given += 1
+                if marks:
+                    self._past.last, self._past.before = self._past.given, before
+                    self._sample = sample_of(found)
                 return found
             if not self._goes_on:
                 raise MisfitError(f"the loader ended after {number} batches; its length says {self.num_batches}")
@@ -151,10 +188,12 @@ class LoaderFeed:
     def state(self) -> bytes:
         """Return where the loader is, as plain data; raises `UsageError` where it keeps anything else."""
         saved = io.BytesIO()
+        if self._sample is not None:
+            self._past.mark, self._sample = mark_of(self._sample), None
         kept: dict[str, Any] = (
             {"loader": self._loader.state_dict()} if self.has_state else {"past": dict(vars(self._past))}
         )
-        if can_pass_over(self._loader, goes_on=self._goes_on):
+        if self._passes_over and not self.has_state:
             kept["past"]["jumps"] = {}
         torch.save(kept | {"drawn": self._generators.states()}, saved)
         try:
@@ -177,18 +216,23 @@ class LoaderFeed:
             first = epoch if not self._goes_on and with_epochs(self._loader) else 0
             self._give_again(first, epoch, batch, {}, say)
             return
+        if not self._generators.fit(saved["drawn"]):
+            say(OTHER_GENERATORS)
         if self.has_state:
             self._load(saved["loader"], batch)
-        elif can_pass_over(self._loader, goes_on=self._goes_on):
-            self._pass_over(Past(**saved["past"]), epoch)
+        elif self._passes_over:
+            if not self._pass_over(Past(**saved["past"]), epoch):
+                say(OTHER_DATA + REREAD)
         else:
-            early = self._give_again(0, epoch, batch, saved["past"]["jumps"], say)
-            if _is_shared(early, self._generators.states(), saved["drawn"]):
-                say(
-                    "the loader has no state, and the training draws from a generator that it draws its batches from: "
-                    "it goes on with other batches than before; give it a generator of its own, or state_dict and "
-                    "load_state_dict"
-                )
+            past = Past(**saved["past"])
+            early = self._give_again(0, epoch, batch, past.jumps, say)
+            now = self._generators.states()
+            is_other = self._sample is not None and not is_marked(mark_of(self._sample), past.mark)
+            is_shared = _is_shared(early, now, saved["drawn"])
+            if is_shared or (is_other and _is_shared(now, self._past.before, past.before)):
+                say(SHARED)
+            elif is_other:
+                say(OTHER_DATA)
         self._generators.set(saved["drawn"])
 
     def _load(self, state: Any, batch: int) -> None:
@@ -204,19 +248,29 @@ class LoaderFeed:
         begun = iter(self._loader) if draws or batch or self._goes_on else None
         self._batches = begun if batch or self._goes_on else None
 
-    def _pass_over(self, past: Past, epoch: int) -> None:
-        """Begin the latest pass again, and pass over the batches that it has given."""
+    def _pass_over(self, past: Past, epoch: int) -> bool:
+        """Begin the latest pass again, and pass over the batches that it has given, but for the last one.
+
+        Return whether that one has what it had. A pass that is over begins again for that alone, if without workers.
+        """
         self._past = past
-        if not past.given:
-            return
-        self._set_epoch(epoch)
+        number = past.given or (past.last if self._is_alone else 0)
+        if not number:
+            return True
+        self._set_epoch(epoch if past.given else epoch - 1)
         self._generators.set(past.begin)
-        self._batches = iter(self._loader)
-        self._reads = not knows_indices(self._batches)
-        for number in range(past.given):
-            if (next(self._batches, None) if self._reads else passed_over(self._batches)) is None:
-                raise MisfitError(f"the loader ended after {number} batches; it had given {past.given}")
-        self._reads = True
+        self._batches = batches = iter(self._loader)
+        reads, found = not knows_indices(batches), None
+        for at in range(1, number + 1):
+            is_last = at == past.last
+            if is_last and past.before:
+                self._generators.set(past.before)
+            found = next(batches, None) if reads or is_last else passed_over(batches)
+            if found is None:
+                raise MisfitError(f"the loader ended after {at - 1} batches; it had given {number}")
+        if not past.given:
+            self._batches = None
+        return number != past.last or is_marked(mark_of(sample_of(found)), past.mark)
 
     def _give_again(self, first: int, epoch: int, batch: int, jumps: Mapping[int, State], say: Say) -> State:
         """Give all batches from those of epoch `first` on, for nobody, with generators where they were then.
@@ -226,7 +280,7 @@ class LoaderFeed:
         batches = (epoch - first) * self.num_batches + batch
         if batches:
             say(f"there is no state that the loader could go on from: it gives {batches} batches once more")
-        if type(self._loader) is DataLoader and can_pass_over(self._loader, goes_on=self._goes_on):
+        if type(self._loader) is DataLoader and self._passes_over:
             self._reads = self._loader.num_workers > 0
         for earlier in range(first, epoch):
             self._generators.set(jumps.get(earlier, []))

@@ -24,7 +24,7 @@ from quintsched.errors import CodeError, MisfitError, QuintschedError, StallErro
 from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import Suppressed, is_own, said
 
-from .bound import end_with
+from ..rendezvous.parent import end_with_launcher
 from .stop_request import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, or all ranks of a `local` job; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())
+    end_with_launcher()
     stop = StopRequest(under_torchrun="ROLE_RANK" in os.environ)  # which this launcher never says
     with stop.listening():
         end = _run(arguments, stop)

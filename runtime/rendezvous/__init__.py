@@ -2,5 +2,5 @@
 
 `store` opens or serves torch's key-value store; `attempt` lets the ranks that run now meet, whatever an attempt before
 has left in it; `addresses` says where one listens, and which interface the libraries use, without torch; `master` looks
-up the first machine's address. Imports nothing of the runtime.
+up the first machine's address; `parent` lets a rank end with its launcher. Imports nothing of the runtime.
 """

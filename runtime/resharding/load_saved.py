@@ -26,7 +26,7 @@ from ..interchange.save_dcp import STEP
 from ..optim.kept import kept_of
 from ..optim.own_state import BESIDE as OPTIMIZERS
 from ..state.state_dict import MARK, same
-from ..weights.average import WeightAverage
+from ..weights.average import DECAY, WeightAverage, require_order
 from .layout import layout_of, stored
 from .saved_state import AVERAGE, MODEL, STATE, SavedState
 
@@ -90,6 +90,9 @@ class _Loader:
                 for called in filter(None, (self._find(p, one.name) for p in (MODEL, *self._averaged()))):
                     self._saved.require_kind(called, one.name, one.numbers.dtype)
         self._exchange.state.require_beside([*self._saved.pieces, *self._of_modules()])
+        decays = {number: f"{AVERAGE}{number}.{DECAY}" for number in range(len(self._averages))}
+        known_decays = {n: self._saved.whole(name) for n, name in decays.items() if name in self._saved.pieces}
+        require_order(self._averages, known_decays)
         kept = {name.split(".")[1] for name in self._saved.pieces if name.startswith(AVERAGE)}
         if len(kept) > len(self._averages):
             raise UsageError(

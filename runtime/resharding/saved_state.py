@@ -26,7 +26,7 @@ from ..blocks.number_types import require_kind, type_of
 from ..interchange.boxes import Box, Placement
 from ..interchange.save_dcp import STEP
 from ..optim.loss_scale import SCALE
-from ..state.state_dict import same
+from ..state.state_dict import STATES, require_states, same
 from .layout import RUN, StateLayout, is_plain
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
@@ -161,6 +161,8 @@ class SavedState:
         A kill between the saves of two ranks leaves such.
         """
         self._require_equal(STEP, "step")
+        for piece in self.pieces.get(STATES, ()):
+            require_states(piece.whole(), {*self.pieces, *self.beside}, str(piece.path))
         for path, run in self.runs.items():
             first, its = next(iter(self.runs.items()))
             if run != its:

@@ -8,7 +8,7 @@ batch  ──▶ units, each with what of it this rank needs
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -41,7 +41,7 @@ from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.model_cuts import TensorCuts
 from ..parallel.tensor.rules import Rules, is_built_in
 from .batches.data_marks import DataMarks, is_place_holder
-from .batches.microbatches import BatchCutter
+from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_data import SameData
 from .buffers import SharedBuffers, has_batch_norms, synced_choice
 from .build import build_stages, cuts_of, require_separate
@@ -205,9 +205,26 @@ class RankModel:
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
             self.marks.note(given, needed, extras)
+            self._publish({kind: tree for kind, tree in given.items() if self.marks.has_noted(kind)})
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
             self.same_data.require(compared, extras)
+
+    def publish(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> Callable[[], None]:
+        """Say how much this rank is given of one more batch, and return what compares that.
+
+        So a verdict can tell who was given something else. What the rank does not need is told of when it is compared,
+        if it is no place holder.
+        """
+        self._transport.publisher.begin_batch()
+        self._publish({"inputs": inputs} if self.needs_inputs else {})
+        self._publish({"targets": targets} if self.needs_targets else {})
+        return partial(self.compare, plan, inputs, targets, extras)
+
+    def _publish(self, given: Mapping[str, Any]) -> None:
+        samples, length = shape_of(given.get("inputs"))
+        rows, _ = shape_of(given.get("targets"))
+        self._transport.publisher.note_given(samples, length, rows)
 
     @property
     def expert_shares(self) -> str | None:

@@ -76,7 +76,7 @@ class GradNorm:
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        figures = torch.stack([square, *(n if n.device == square.device else n.to(square.device) for n in beside)])
+        figures = torch.stack([square, *(n.to(square.device, non_blocking=True) for n in beside)])
         if row is not None:
             figures = torch.cat([figures, row])
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)

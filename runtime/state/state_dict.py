@@ -5,6 +5,8 @@ optimizer.3.attn.qkv.weight.exp_avg  what the optimizer keeps for it (`optim.kep
 engine.optimizer.…                   what it keeps beside, in groups and attributes (`optim.own_state`)
 engine.module.3.attn.…               what modules give beside tensors: get_extra_state (`blocks.module_state`)
 
+engine.states                        the names of all that optimizers keep, as JSON
+
 Where replicas shard what they step (ZeRO), both are this rank's segment, of one dimension; weights of which it has
 none are left out. Each tensor is by itself and without gaps, as files have it.
 """
@@ -13,14 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import InputError, MisfitError
+from quintsched.files.strictjson import parse_strict
 
 from ..blocks.dtensor import full_of, local_of
 from ..blocks.module_state import BESIDE as MODULES
@@ -35,10 +38,16 @@ from ..parallel.tensor.apply import gather_full
 from ..stage.build import Stage
 from .master_weights import Masters
 
+OPTIMIZER = "optimizer."
+"""How the names begin of what optimizers keep for weights."""
+
 Stages = Mapping[int, Stage]
 Steppers = Mapping[tuple[int, ...], Stepper]
 
 Value = TypeVar("Value")
+
+STATES = "engine.states"
+"""The name of the list of what optimizers keep in a state, so that none of it can be lost without a word."""
 
 MARK = "@"
 """How the part of a name begins that says which stages an optimizer steps."""
@@ -76,6 +85,30 @@ def state_of(stages: Stages, steppers: Steppers, masters: Masters) -> dict[str, 
     for name, _, _, kept in _optimizer_state(stages, steppers, masters):
         state |= {f"optimizer.{name}.{key}": value.detach() for key, value in flat_of(kept, name).items()}
     return _apart({**state, **read_beside(stages, steppers, masters)})
+
+
+def list_states(names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the "engine.states" of a state: which of its names are of what optimizers keep, if some are."""
+    kept = sorted(name for name in names if name.startswith(OPTIMIZER))
+    return {STATES: torch.frombuffer(bytearray(json.dumps(kept).encode()), dtype=torch.uint8)} if kept else {}
+
+
+def require_states(listed: Tensor | None, names: Collection[str], where: str) -> None:
+    """Raise `MisfitError` where a state lacks something of what optimizers kept as it was saved.
+
+    Weights that had no gradient have nothing kept, and are not listed; states of before have no list.
+    """
+    try:
+        kept = [] if listed is None else parse_strict(listed.cpu().numpy().tobytes())
+    except (InputError, TypeError) as error:
+        raise MisfitError(f"{where}: {STATES!r} is not what was saved: {error}") from None
+    lacking = [name for name in kept if name not in names] if isinstance(kept, list) else [STATES]
+    if lacking:
+        more = f" and {len(lacking) - 1} more of what optimizers kept" if len(lacking) > 1 else ""
+        raise MisfitError(
+            f"{where} lacks {lacking[0]!r}{more}, without which the optimizer would begin anew; for the weights alone, "
+            "give full tensors to engine.set_weights"
+        )
 
 
 def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -186,6 +219,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
     """Raise `MisfitError` for names, shapes or types that are not this rank's; of optimizers, for unknown weights."""
+    require_states(state.get(STATES), state, "the state")
     weights = _weights(stages, masters)
     given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
     if given != set(weights):

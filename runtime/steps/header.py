@@ -98,7 +98,7 @@ class Announcer:
 
     def _say(self, numbers: Sequence[int]) -> None:
         """Tell the others, and go on at once; the source waits when it speaks again."""
-        sent = torch.tensor(numbers, dtype=torch.int64, device=self._group.device)
+        sent = torch.tensor(numbers, dtype=torch.int64).to(self._group.device, non_blocking=True)
         self._under_way.append(self._group.broadcast(sent, self._source))
 
     def _hear(self, memory: Tensor) -> list[int]:

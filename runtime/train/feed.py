@@ -137,8 +137,9 @@ class UserFeed:
     def __init__(self, loaders: Loaders, world: Group) -> None:
         self.spec = loaders.spec
         self.settings: Record = {}
-        self._train = LoaderFeed(loaders.train, loaders.batches, beside=loaders.validation)
-        self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None)
+        beside, rereads = loaders.validation, loaders.rereads
+        self._train = LoaderFeed(loaders.train, loaders.batches, beside=beside, rereads=rereads)
+        self._validation = None if loaders.validation is None else LoaderFeed(loaders.validation, None, saves=False)
         self.num_batches = self._train.num_batches
         said = {
             "batches of training": self.num_batches,

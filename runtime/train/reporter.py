@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import sys
@@ -39,6 +41,10 @@ class Reporter:
                 self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
                 raise UsageError(f"{path}: cannot write the log: {error.strerror}") from error
+            if _is_locked(self._file):
+                self.say(
+                    f"{path}: another run writes to this log as well, line by line; give each a log.path of its own"
+                )
 
     def record(self, record: Mapping[str, object]) -> None:
         """Write one record to the log, and give it to the sinks; raises `UsageError` if the log fails."""
@@ -89,6 +95,15 @@ class Reporter:
                 raise  # else that says why the run ends: a log that could not be written cannot be closed
         finally:
             self.sinks.__exit__(kind, error, trace)
+
+
+def _is_locked(file: TextIO) -> bool:
+    """Whether another process has locked a log; else it is locked for this one, until that closes it or ends."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)  # else it is a file that has no locks
+    return False
 
 
 @contextmanager

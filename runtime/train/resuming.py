@@ -6,6 +6,7 @@ first batch             ─▶ as many samples in a step as before?
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +40,24 @@ def go_on_from(
         say(words)
     progress = progress_of(found, feed.num_batches)
     found.load()
-    engine.everyone.together(lambda: feed.restore(found.loader(), progress.epoch, progress.batch, say))
+    _restore(found, engine, feed, progress, say)
     say(f"resumed after step {found.step}")
     return progress
+
+
+def _restore(found: Found, engine: Engine, feed: Feed, progress: Progress, say: Say) -> None:
+    """Let loaders be where they were (collective); what is said of those of other ranks is said once."""
+    said: list[str] = []
+
+    def note(words: str) -> None:
+        said.append(words)
+        say(words)
+
+    engine.everyone.together(lambda: feed.restore(found.loader(), progress.epoch, progress.batch, note))
+    shared = [words for rank in engine.everyone.share_bytes(json.dumps(said).encode()) for words in json.loads(rank)]
+    for words in dict.fromkeys(shared):
+        if words not in said:
+            say(words)
 
 
 class Scale:

@@ -15,14 +15,14 @@ from collections.abc import MutableSequence
 from contextlib import suppress
 from typing import NamedTuple, cast, get_args
 
-from quintsched.stalls.states import Phase
+from quintsched.stalls.states import Given, Phase
 
 from .waiting import NOTHING
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID, SENT, SENT_AT, ROOM = range(12)
-"""What each number of a cell is."""
-NUMBERS = 12
+INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID, SENT, SENT_AT, ROOM, GIVEN = range(13)
+"""What each number of a cell is; from the last on they are those of `Given`."""
+NUMBERS = GIVEN + 4
 BYTES = 8 * NUMBERS
 NOWHERE = -1
 """No instruction, no step, no program."""
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     `wait` is a number as `waiting` has it, `run` says how many programs it has begun, `entered` how many phases.
     `sent` are the bytes of its last message that was longer than those before it by the instruction `sent_at`, `room`
-    those of the longest that it has room for.
+    those of the longest that it has room for. The others say what the rank was given, as `Given` has it.
     """
 
     at: int
@@ -46,6 +46,7 @@ class Place(NamedTuple):
     sent: int = 0
     sent_at: int = NOWHERE
     room: int = 0
+    given: Given = Given()
 
 
 START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
@@ -115,7 +116,9 @@ def place_of(numbers: list[int]) -> Place:
     if len(numbers) < NUMBERS or not 0 <= numbers[PHASE] < len(PHASES):
         raise ValueError("no numbers of a cell")
     at, step, program, phase, wait, run, entered = numbers[:RANK]
-    return Place(at, step, program, PHASES[phase], wait, run, entered, *numbers[SENT : ROOM + 1])
+    sent, sent_at, room = numbers[SENT:GIVEN]
+    given = Given(*numbers[GIVEN:NUMBERS])
+    return Place(at, step, program, PHASES[phase], wait, run, entered, sent, sent_at, room, given)
 
 
 def _shared_memory() -> tuple[int | None, mmap.mmap | bytearray]:

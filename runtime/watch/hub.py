@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from .clock import now_s
 from .connection import ADDRESS, KEY, Connection, Listener
 from .frames import FrameError
 from .judge import SETTLE_S, Judge, Ruling, is_silent
-from .process import ProcessId, fate_of, fate_of_code, look_at, machine
+from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .progress import Patience, Progress
 from .roster import Member
 from .verdict import Plans, Verdict, make_verdict
@@ -199,6 +200,7 @@ class Hub:
         member.has_come, member.host = True, str(message["host"])[:200]
         member.host_waits = bool(message["host_waits"])
         member.process = ProcessId(int(message["pid"]), int(message["started"]))
+        member.launcher = ProcessId(*map(int, message.get("launcher", NOBODY)))
         member.changed_s = member.heard_s = now
         member.is_here = bool(self._machine) and message["machine"] == self._machine
         if member.is_here and message["file"] is not None:
@@ -258,6 +260,8 @@ class Hub:
             member.end(Fate("unreachable" if member.is_cut else "gone"), now)
             return
         fate = fate_of(look_at(member.process))
+        if fate is not None and _went_with_launcher(member, fate):
+            fate = replace(fate, text=f"as its launcher, process {member.launcher.pid}, has ended")
         if fate is not None and fate.kind in ("exit", "signal"):
             member.end(fate, now)
         elif now > member.closed_s + FATE_S:
@@ -286,6 +290,14 @@ class Hub:
         assert self.verdict is not None
         is_culprit = connection.rank in self.verdict.culprits
         connection.send({"verdict": self.verdict.message[:16_000], "spoken": self._spoken, "at_once": is_culprit})
+
+
+def _went_with_launcher(member: Member, fate: Fate) -> bool:
+    """Whether a process was killed, or is gone, whose launcher had ended before, as the kernel then does it."""
+    if member.launcher == NOBODY or (fate.kind, fate.code) not in (("signal", signal.SIGKILL), ("gone", None)):
+        return False
+    state = look_at(member.launcher)
+    return state is None or state.state in "ZX"
 
 
 def main() -> int:

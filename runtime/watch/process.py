@@ -18,6 +18,8 @@ from weakref import ref
 
 from quintsched.stalls.states import Fate
 
+from ..rendezvous.parent import has_launcher
+
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Where these are in /proc/PID/stat, counted from the state, which is the third."""
 
@@ -29,6 +31,9 @@ class ProcessId(NamedTuple):
     started: int
 
 
+NOBODY = ProcessId(0, 0)
+
+
 class ProcessState(NamedTuple):
     """What the kernel says of a process; `exit_code` as `wait` has it, None where that is not said."""
 
@@ -38,8 +43,18 @@ class ProcessState(NamedTuple):
 
 def this_process() -> ProcessId:
     """Return this process."""
-    fields = _stat(os.getpid())
-    return ProcessId(os.getpid(), int(fields[_STARTED]) if fields else 0)
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> ProcessId:
+    """Return a process of this machine by its number."""
+    fields = _stat(pid)
+    return ProcessId(pid, int(fields[_STARTED]) if fields else 0)
+
+
+def launcher() -> ProcessId:
+    """Return the process that this one ends with as a rank; `NOBODY` where there is none, or nothing is known of it."""
+    return process_of(os.getppid()) if has_launcher() else NOBODY
 
 
 def machine() -> str:

@@ -15,7 +15,7 @@ from weakref import ref
 
 from quintsched.stalls.states import Phase
 
-from .cell import ENTERED, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, ROOM, RUN, SENT, SENT_AT, STEP, WAIT, Cell
+from .cell import ENTERED, GIVEN, INDEX, NOWHERE, PHASE, PHASES, PROGRAM, ROOM, RUN, SENT, SENT_AT, STEP, WAIT, Cell
 from .waiting import NOTHING, WORLD_CODE, WaitCell
 
 if TYPE_CHECKING:
@@ -146,6 +146,18 @@ class Publisher:
     def note_room(self, nbytes: int) -> None:
         """Say that a message of so many bytes could come in."""
         self.numbers[ROOM] = max(self.numbers[ROOM], nbytes)
+
+    def begin_batch(self) -> None:
+        """Say that this rank is given one more batch, of which nothing is known yet."""
+        self.numbers[GIVEN] += 1
+        for beside in (1, 2, 3):
+            self.numbers[GIVEN + beside] = 0
+
+    def note_given(self, samples: int, length: int, targets: int) -> None:
+        """Say what this rank is given of it: samples, how long they are, rows of targets; 0: as it was."""
+        for beside, number in enumerate((samples, length, targets), 1):
+            if number:
+                self.numbers[GIVEN + beside] = number
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""

@@ -15,10 +15,8 @@ from quintsched.errors import StallError
 from quintsched.stalls.states import Fate, RankState, Wait
 
 from .cell import NOWHERE, START, CellReader, Place
-from .process import ProcessId
+from .process import NOBODY, ProcessId
 from .waiting import WORLD_CODE, wait_of
-
-NOBODY = ProcessId(0, 0)
 
 ErrorKind = Literal["own", "refusal", "stall"]
 """What a rank says of an error: its own code's; one that all ranks may find alike; that a wait for others failed."""
@@ -31,6 +29,8 @@ class Member:
     rank: int
     host: str = ""
     process: ProcessId = NOBODY
+    launcher: ProcessId = NOBODY
+    """The process that it ends with, where that is known."""
     is_here: bool = False
     """Whether it runs on the hub's machine, where numbers of processes mean the same."""
     reader: CellReader | None = None
@@ -100,6 +100,7 @@ class Member:
             sent=place.sent,
             sent_at=None if place.sent_at == NOWHERE else place.sent_at,
             room=place.room,
+            given=place.given,
         )
 
     def _told_fate(self, now_s: float) -> Fate | None:

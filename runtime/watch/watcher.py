@@ -30,7 +30,7 @@ from .cell import Cell
 from .connection import CHUNK, keep_alive
 from .frames import FrameError, FrameReader, answer, challenge, is_answer, json_frame, message_of, plan_frame
 from .judge import RESTING
-from .process import HeldTerm, machine, this_process
+from .process import HeldTerm, launcher, machine, this_process
 from .publisher import Answer
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class Watcher:
             machine=machine(),
             pid=process.pid,
             started=process.started,
+            launcher=launcher(),
             file=self._cell.file,
             **about,
         )

@@ -8,7 +8,7 @@ A step that is skipped changes neither. Buffers, and weights that are not traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,9 @@ from ..state.training_state import TrainingState
 
 Decay = float | Callable[[int], float]
 """The share that stays of the average; or a function of how many times it was updated before."""
+
+DECAY = "decay"
+"""What a state calls the share that stays."""
 
 
 class WeightAverage:
@@ -87,7 +90,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this rank has of the average, by the names of weights, and how often it was updated."""
-        return {**self._averages, "updates": torch.tensor(self.updates)}
+        return {**self._averages, "updates": torch.tensor(self.updates), DECAY: self.saved_decay}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -99,6 +102,11 @@ class WeightAverage:
             require_kind("the state", name, found.dtype, "the average", average.dtype)
             average.copy_(found)
         self.updates = int(state.get("updates", 0))
+
+    @property
+    def saved_decay(self) -> Tensor:
+        """The share that stays of it, as a state has it; -1 where that is a function."""
+        return torch.tensor(-1.0 if callable(self._decay) else self._decay, dtype=torch.float64)
 
     def of(self, name: str) -> Tensor | None:
         """Return what this rank has of the average of a weight."""
@@ -129,17 +137,42 @@ class Averages:
             for name, tensor in average.state_dict().items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the state of all; raises `UsageError` for one of an average that the engine does not keep."""
-        found: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in state.items():
-            if name.startswith("ema."):
-                _, number, rest = name.split(".", 2)
-                found.setdefault(int(number), {})[rest] = tensor
+    def require_loadable(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `UsageError` for a state of an average that is not kept, `MisfitError` for another order of them."""
+        found = _by_number(state)
         if len(found) > len(self.all):
             raise UsageError(
                 f"the state has {len(found)} averages of weights, the engine {len(self.all)}; call engine.ema(decay) "
                 "before it is loaded"
             )
-        for index, kept in found.items():
+        require_order(self.all, {number: kept[DECAY] for number, kept in found.items() if DECAY in kept})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the state of all; raises as `require_loadable`."""
+        self.require_loadable(state)
+        for index, kept in _by_number(state).items():
             self.all[index].load_state_dict(kept)
+
+
+def _by_number(state: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        if name.startswith("ema."):
+            _, number, rest = name.split(".", 2)
+            found.setdefault(int(number), {})[rest] = tensor
+    return found
+
+
+def require_order(averages: Sequence[WeightAverage], saved: Mapping[int, Tensor]) -> None:
+    """Raise `MisfitError` where averages were made in another order than those of a state, by their saved decays.
+
+    Other decays than any of these are the program's, as learning rates are.
+    """
+    mine = {number: float(averages[number].saved_decay) for number in saved if number < len(averages)}
+    theirs = {number: float(decay) for number, decay in saved.items() if number in mine}
+    if mine != theirs and sorted(mine.values()) == sorted(theirs.values()):
+        odd = next(number for number in mine if mine[number] != theirs[number])
+        raise MisfitError(
+            f"average {odd} of the state has a decay of {theirs[odd]:g}, that of the engine {mine[odd]:g}: call "
+            "engine.ema in the order of the run that was saved"
+        )

@@ -32,9 +32,9 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.shard import gather_full, shard_of, take_shard
 from ..stage.build import Stage
 from ..stage.rank_model import RankModel
-from ..state.state_dict import require_alike
+from ..state.state_dict import OPTIMIZER, require_alike
 from ..state.training_state import TrainingState
-from .average import WeightAverage
+from .average import DECAY, WeightAverage, require_order
 
 
 class FullState:
@@ -80,6 +80,7 @@ class FullState:
                 yield from self._optimizer_state(stage, name, parameter)
         for number, average in enumerate(self._averages):
             yield f"ema.{number}.updates", torch.tensor(average.updates)
+            yield f"ema.{number}.{DECAY}", average.saved_decay
 
     def _full(self, parameter: nn.Parameter, held: Tensor | None) -> Tensor:
         """Return the full tensor of which this rank holds what it steps of a parameter, or something like it."""
@@ -122,7 +123,9 @@ class FullState:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
         """Take this rank's slices of a state; without `strict`, what it lacks stays as it is. Raises `MisfitError`."""
-        has_optimizers = any(name.startswith("optimizer.") for name in state)
+        decays = {number: state.get(f"ema.{number}.{DECAY}") for number in range(len(self._averages))}
+        require_order(self._averages, {number: decay for number, decay in decays.items() if decay is not None})
+        has_optimizers = any(name.startswith(OPTIMIZER) for name in state)
         with self._state.writing():
             for stage in self._model.stages.values():
                 for full_name, tensor in saved_tensors(stage).items():

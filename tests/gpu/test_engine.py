@@ -13,13 +13,13 @@ import pytest
 from .machine import Machine
 
 pytestmark = [pytest.mark.processes]
-LIMIT_S = 150
+LIMIT_S = 240
 
 JOB = """
 model: {options: {hidden: 32, depth: 6, heads: 4}}
 data: {name: "DATA:load"}
 train: {epochs: 2, batch_size: 16, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}, clip: 1.0}
-runtime: {timeout_s: 60, precision: float64}
+runtime: {timeout_s: 120, precision: float64}
 log: {every: 1}
 """
 

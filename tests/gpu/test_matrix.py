@@ -30,7 +30,7 @@ def runs_of(world_size: int) -> list[Run]:
 
 
 def lasting_of(world_size: int) -> list[Run]:
-    (lasting,) = [run for run in of_schedules(world_size) if (run.case.schedule, run.case.mesh) == LASTING[world_size]]
+    lasting = next(run for run in runs_of(world_size) if (run.case.schedule, run.case.mesh) == LASTING[world_size])
     return [lasting, *(FREE if world_size == 2 else [])]
 
 

@@ -7,20 +7,26 @@ verify   every byte of every file
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quintsched.errors import InputError, QuintschedError, UsageError, printable
-from quintsched.files.plain import open_plain, read_plain
+from quintsched.files.plain import open_plain, read_plain, reading, require_folder
 
 from ..manifest import MANIFEST, MOST_BYTES, WHAT, DcpManifest, Manifest, parse_manifest
 from ..run_folder import SavedStep, saved_steps
 from ..shard_file import require_intact
 
 _OF_DCP = re.compile(rb'"format": *"quintsched[.]dcp"')
+
+
+class InterruptedSave(InputError):
+    """A checkpoint without a manifest."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,12 @@ class FoundStep:
     saved: SavedStep
     manifest: Manifest | DcpManifest | None
     fault: str | None
+    is_interrupted: bool = False
 
     @property
     def num_bytes(self) -> int:
         """The bytes of its files, as far as they are there."""
-        return sum(size for _, size in _sizes(self.saved.folder))
+        return sum(_sizes(self.saved.folder))
 
     def words(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -85,14 +92,17 @@ def _look_at(saved: SavedStep) -> FoundStep:
     try:
         manifest = read_any(saved)
     except InputError as error:
-        return FoundStep(saved, None, str(error))
+        return FoundStep(saved, None, str(error), isinstance(error, InterruptedSave))
     return FoundStep(saved, manifest, _fault_of_sizes(saved.folder, manifest))
 
 
 def read_any(saved: SavedStep) -> Manifest | DcpManifest:
-    """Return the manifest of a checkpoint of either format; raises `InputError`."""
-    if not saved.is_complete:
-        raise InputError(f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}")
+    """Return the manifest of a checkpoint of either format; raises `InputError`, `InterruptedSave` without one."""
+    require_folder(saved.folder, WHAT)
+    with reading(saved.folder, WHAT):
+        names = os.listdir(saved.folder)
+    if MANIFEST not in names:
+        raise InterruptedSave(f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}")
     content = read_plain(saved.manifest, WHAT, MOST_BYTES)
     try:
         if _OF_DCP.search(content):
@@ -113,10 +123,12 @@ def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | Non
     return None
 
 
-def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    for entry in sorted(folder.iterdir()):
-        if entry.is_file() and not entry.is_symlink():
-            yield entry.name, entry.lstat().st_size
+def _sizes(folder: Path) -> Iterator[int]:
+    """Yield the sizes of the files in a folder, as far as one may look."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                yield entry.stat(follow_symlinks=False).st_size
 
 
 def verify(found: FoundStep) -> str | None:
@@ -136,7 +148,7 @@ def as_text(found: list[FoundStep]) -> str:
     lines = []
     for one in found:
         manifest = one.manifest
-        what = "interrupted" if manifest is None else "whole" if one.fault is None else "damaged"
+        what = "interrupted" if one.is_interrupted else "whole" if one.fault is None else "damaged"
         mesh = manifest.mesh if isinstance(manifest, Manifest) else "any mesh (dcp)" if manifest is not None else "-"
         run = f"run {manifest.run}" if manifest is not None and manifest.run else ""
         lines.append(

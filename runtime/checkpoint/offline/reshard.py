@@ -34,6 +34,7 @@ from ...resharding.layout import LAYOUT, StateLayout
 from ...resharding.load_saved import PROGRESS, require_of_any_mesh
 from ...resharding.saved_state import AVERAGE, MODEL, STATE, SavedState
 from ...stage.build import cut, cut_as_planned
+from ...state.state_dict import STATES
 from ..manifest import MANIFEST, WHAT, Manifest, RankFile, file_name, make_manifest
 from ..reading import LOADER
 from ..shard_file import hash_file
@@ -120,7 +121,7 @@ def _shares(saved: SavedState, plan: Plan) -> list[list[Share]]:
     holders = [[rank for rank in range(mesh.size) if mesh.pp_rank(rank) == pp] for pp in range(mesh.axis_size("pp"))]
     found: list[list[Share]] = [[] for _ in range(mesh.size)]
     for name in saved.pieces:
-        if name == LOADER:
+        if name in (LOADER, STATES):
             continue
         shape = saved.shape(name)
         if name.startswith(PROGRESS):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, listed_ranks
 
 from ...blocks.trees import flatten
 from .digests import Number, differ, digest, has_numbers, samples_of, structure_of, top_bits
@@ -105,6 +105,11 @@ class DataMarks:
             found = [_folded(before, now) for before, now in zip(self._marks, found, strict=True)]
         self._marks = found
 
+    def has_noted(self, kind: str) -> bool:
+        """Whether this rank is known to be given something of a kind in this step, and no place holder."""
+        mark = None if self._marks is None else self._marks[KINDS.index(kind)]
+        return mark is not None and isinstance(mark.is_given, int)
+
     def take(self) -> Tensor | None:
         """Return the step's numbers, to be summed over the ranks: float64, one row; None where none are compared."""
         marks, self._marks = self._marks, None
@@ -122,7 +127,7 @@ class DataMarks:
                 row[at : at + 3] = is_given, number * is_given, number * number * is_given
         elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
         on_host = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row
-        table = torch.tensor(on_host, dtype=torch.float64, device=self._device)
+        table = torch.tensor(on_host, dtype=torch.float64).to(self._device, non_blocking=True)
         for at in elsewhere:
             table[at] = row[at]
         return table
@@ -142,8 +147,8 @@ class DataMarks:
         all_told = dict(zip(self._ranks, map(json.loads, self._share(json.dumps(told).encode())), strict=False))
         given = {rank: (all_told[rank][0], all_told[rank][1]) for rank in members if all_told.get(rank) is not None}
         error = MisfitError(
-            f"{_listed(members)} belong to one replica, but were not all given the same {KINDS[kind]} in this step, "
-            f"which changed no weights{who_is_odd(given)}: {ADVICE}"
+            f"{listed_ranks(members)} belong to one replica, but were not all given the same {KINDS[kind]} in this "
+            f"step, which changed no weights{who_is_odd(given)}: {ADVICE}"
         )
         self._tell(error)
         raise error
@@ -187,14 +192,8 @@ def who_is_odd(given: Mapping[int, tuple[int, str]]) -> str:
         return f" (nobody can be told from the other{'s' * (len(given) > 2)}{built})"
     odd = [rank for rank, (number, _) in given.items() if number != most]
     usual = [rank for rank in given if rank not in odd]
-    said = f" ({_listed(odd)} {'was' if len(odd) == 1 else 'were'} given something else than {_listed(usual)}"
+    said = f" ({listed_ranks(odd)} {'was' if len(odd) == 1 else 'were'} given something else than {listed_ranks(usual)}"
     return said + (")" if are_built_alike else f": {words[odd[0]]}, and not {words[usual[0]]})")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _folded(before: Mark | None, now: Mark | None) -> Mark | None:

@@ -265,6 +265,13 @@ def most_rows(tree: Any) -> int | None:
     return max((len(tensor) for tensor in flatten(tree)[1] if tensor.dim()), default=None)
 
 
+def shape_of(tree: Any) -> tuple[int, int]:
+    """Return how many rows a tree has, and how long its sequences are; 0: nothing says so."""
+    if isinstance(tree, Tensor):
+        return (tree.shape[0], tree.shape[1] if tree.dim() > 1 else 0) if tree.dim() else (0, 0)
+    return (0, 0) if tree is None else (most_rows(tree) or 0, _length(tree) or 0)
+
+
 def _fewest_rows(trees: Sequence[Any], most: int) -> int:
     """Return how many samples there are where no tree has inputs: a tensor may have several rows of each."""
     rows = (len(tensor) for tensor in flatten(list(trees))[1] if tensor.dim() and len(tensor) > 1)

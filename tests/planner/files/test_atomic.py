@@ -1,5 +1,6 @@
 """Files are written whole or not at all, whatever stands at their path, and read no further than their limit."""
 
+import errno
 import os
 import stat
 import threading
@@ -218,3 +219,20 @@ def test_another_users_link_in_a_folder_of_all_leads_nowhere(tmp_path):
         with pytest.raises(UsageError, match="of another user in a folder that all may write to"):
             write_whole(shared / name, "new", "the plan")
     assert precious.read_text() == "by my own link"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_syncs_no_directories_is_taken_as_it_is(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    if code == errno.EIO:
+        with pytest.raises(UsageError, match="Input/output error"):
+            write_whole(tmp_path / "a", "text", "the text", durable=True)
+    else:
+        write_whole(tmp_path / "a", "text", "the text", durable=True)
+    assert (tmp_path / "a").read_text() == "text"

@@ -175,6 +175,30 @@ def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fa
     assert "gloo" not in report.words(), "nothing was on its way"
 
 
+@pytest.mark.parametrize("fate", [None, Fate("gone"), Fate("exit", 0)])
+def test_who_leaves_its_loop_while_others_go_on_is_said_to_have_left(fate):
+    left = RankState(1, "a", 13, "ended", 5, "train", None, 0.3, 0.3, fate, Wait("nothing"), 2)
+    waits = [state(rank, awaits=Wait("collective", ranks=(0, 1, 2, 3)), index=None) for rank in (0, 2, 3)]
+    report = find_culprit(PLAN, [waits[0], left, *waits[1:]])
+    assert report.ranks == (1,)
+    assert report.words().startswith(
+        "rank 1 (host a, dp=0, pp=1) is at the end of its run after step 5: it left its loop, or closed its engine"
+    )
+
+
+def test_ranks_in_other_calls_are_told_apart_though_nobody_is_named():
+    lost = Fate("error", 4, "StallError: a peer died")
+    evaluates = replace(state(0, lost, phase="evaluate", index=2, awaits=Wait("receive", 2)), program="forward")
+    states = [evaluates, state(1, lost, awaits=Wait("receive", 4)), state(2, lost), state(3, lost)]
+    report = find_culprit(PLAN, states)
+    assert report.ranks == ()
+    assert (
+        report.words().splitlines()[-1].startswith("rank 0 evaluates after step 3 while rank 1 is in step 3; all ranks")
+    )
+    trains = find_culprit(PLAN, [replace(states[0], phase="step"), *states[1:]])
+    assert "same calls" not in trains.words()
+
+
 @pytest.mark.parametrize("awaits", [Wait("nothing"), Wait("collective", ranks=(1, 3)), None])
 def test_who_is_aborted_beside_partners_in_a_collective_is_doubted_for_these(awaits):
     plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=4)

@@ -17,6 +17,7 @@ import pytest
 import quintsched as qs
 from quintsched.runtime.checkpoint import run_lock
 from quintsched.runtime.checkpoint.manifest import read_manifest
+from quintsched.runtime.checkpoint.run_folder import RunFolder
 from quintsched.runtime.checkpoint.run_lock import LOCK, lock_folder
 from quintsched.runtime.launch.worker import main
 
@@ -216,3 +217,30 @@ def test_the_command_line_says_it_in_one_line(
     with pytest.raises(SystemExit) as usage:
         command("--fresh", "--resume")
     assert usage.value.code == 2
+
+
+@pytest.mark.parametrize("call", ["rmdir", "scandir", "unlink"])
+def test_an_old_step_that_cannot_be_removed_goes_with_a_later_save(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    folder = RunFolder(tmp_path, "0" * 16)
+
+    def save(step: int) -> None:
+        attempt = folder.next_attempt()
+        attempt.mkdir()
+        folder.clear(attempt)
+        (attempt / "manifest.json").write_text("{}")
+        folder.complete(attempt, step, 1)
+
+    save(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        save(2)
+        save(3)
+    assert steps_in(tmp_path) == ["step-00000003"]
+    assert caplog.text.count("an old checkpoint cannot be removed now, saves go on") == 1
+    save(4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]

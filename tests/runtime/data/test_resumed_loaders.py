@@ -243,7 +243,8 @@ def test_samples_that_nobody_wants_are_not_read() -> None:
     read.clear()
     run = Run(make, None, seed=2)
     run.feed.restore(states[7], 1, 3, run.said.append)
-    assert read == []
+    assert len(read) == 4, "the last batch alone, which is compared"
+    read.clear()
     next(run.feed.epoch(1, 3))
     assert len(read) == 2
 

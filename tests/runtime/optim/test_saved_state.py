@@ -227,3 +227,47 @@ def test_a_scheduler_goes_on_where_it_was(optimizer: Any, scheduler: Any, engine
     go(engine, schedulers, SECOND)
     go(again, others, SECOND)
     require_same(again.state_dict(), engine.state_dict())
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.frozen = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.frozen(self.used(inputs))
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("dp=2", 2), ("pp=3", 0)])
+def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str, zero: int, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+
+    def engine_of(transport: Transport) -> Engine:
+        blocks = [partial(nn.Linear, 6, 5), HalfUsed, partial(nn.Linear, 5, 3)]
+        return Engine(plan, blocks, nn.MSELoss(), TORCH["AdamW"], transport=transport)
+
+    def body(transport: Transport) -> None:
+        engine = engine_of(transport)
+        share = slice(engine.replica, None, engine.num_replicas)
+        for step in FIRST:
+            engine.step(INPUTS[step, share], TARGETS[step, share])
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        kept = [name for name in state if name.startswith("optimizer.")]
+        again = engine_of(transport)
+        again.load_state_dict(state)
+        require_same(again.state_dict(), state)
+        of_one = kept[0].rpartition(".")[0]
+        for lost in ({kept[0]}, {name for name in kept if name.startswith(of_one)}, set(kept), {"engine.step"}):
+            first = next(name for name in sorted(state) if name in lost)
+            part = {name: tensor for name, tensor in state.items() if name not in lost}
+            with pytest.raises(MisfitError, match=rf"the state (lacks|has no) '{first}'.*engine.set_weights"):
+                again.load_state_dict(part)
+        require_same(again.state_dict(), state)
+        path = tmp_path / f"{transport.rank}"
+        part = {name: tensor for name, tensor in state.items() if not name.startswith(of_one)}
+        save_file(part, path, metadata=engine.state_metadata())
+        engine.everyone.barrier()
+        with pytest.raises(MisfitError, match=r"0 lacks 'optimizer\..* without which the optimizer would begin anew"):
+            again.load_state_files([tmp_path / str(rank) for rank in range(plan.mesh.size)])
+
+    run_local(plan.mesh.size, body, timeout_s=60)

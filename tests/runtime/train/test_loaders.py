@@ -13,9 +13,10 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.data.loaders import LoaderFeed, batch_of
+from quintsched.runtime.data.loaders import OTHER_DATA, REREAD, LoaderFeed, batch_of
 from quintsched.runtime.job.config import JobConfig
 from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
@@ -144,6 +145,25 @@ class Numbers(torch.utils.data.IterableDataset):
 def stream(replica):
     return Loaders(torch.utils.data.DataLoader(Numbers(17 + replica), batch_size=4), batches=5)
 
+class Counted(torch.utils.data.Dataset):
+    '''Of the second replica, samples depend on how many were read.'''
+
+    def __init__(self, replica):
+        self.replica, self.calls = replica, 0
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        self.calls += self.replica
+        return INPUTS[index] + self.calls / 100, TARGETS[index]
+
+def counted(replica):
+    return torch.utils.data.DataLoader(Counted(replica), batch_size=4)
+
+def counted_again(replica):
+    return Loaders(torch.utils.data.DataLoader(Counted(replica), batch_size=4), rereads=True)
+
 def shared(replica, num_replicas):
     from torch.utils.data import DataLoader, default_collate
     random = torch.Generator().manual_seed(7)
@@ -183,11 +203,15 @@ def job(tmp_path: Path, load: str, mesh: str = "dp=2,pp=2", **checkpoint: Any) -
     )
 
 
-def fit(job: JobConfig, *, resume: bool = False, overrides: Sequence[str] = ()) -> list[dict[str, Tensor]]:
-    plan = plan_of(job)
+def fit(
+    job: JobConfig, *, resume: bool = False, overrides: Sequence[str] = (), said: list[str] | None = None
+) -> list[dict[str, Tensor]]:
+    """Train, and return the weights of each rank; what rank 0 says is put into `said`."""
+    plan, words = plan_of(job), [] if said is None else said
 
     def body(transport: Any) -> dict[str, Tensor]:
-        trainer = Trainer(job, plan, transport, overrides=overrides)
+        reporter = Reporter(None, words.append if transport.rank == 0 else lambda _: None)
+        trainer = Trainer(job, plan, transport, reporter, overrides=overrides)
         trainer.fit(resume=resume)
         return trainer.engine.full_weights()
 
@@ -262,6 +286,25 @@ def test_loaders_without_state_go_on_behind_any_batch(tmp_path: Path, load: str,
     expected = fit(settings)
     forget_after(tmp_path, step)
     require_alike(fit(settings, resume=True), expected)
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_other_data_of_another_rank_are_said(tmp_path: Path, step: int) -> None:
+    settings = job(tmp_path, "counted", mesh="dp=2", every=1)
+    fit(settings)
+    forget_after(tmp_path, step)
+    said: list[str] = []
+    fit(settings, resume=True, said=said)
+    assert said.count(OTHER_DATA + REREAD) == 1
+
+
+def test_who_rereads_goes_on_exactly(tmp_path: Path) -> None:
+    settings = job(tmp_path, "counted_again", mesh="dp=2")
+    expected = fit(settings)
+    forget_after(tmp_path, 6)
+    said: list[str] = []
+    require_alike(fit(settings, resume=True, said=said), expected)
+    assert not any("other data" in words for words in said)
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp=2", "dp=1"), ("dp=1", "dp=2,pp=2")])

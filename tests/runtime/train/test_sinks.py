@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,23 @@ def test_a_log_that_cannot_be_written_ends_a_run_in_one_line() -> None:
     reporter = Reporter("/dev/full", lambda _: None)
     with pytest.raises(UsageError, match="/dev/full: cannot write the log: No space left on device"), reporter:
         reporter.record({"event": "step"})
+
+
+@pytest.mark.processes
+def test_a_second_run_that_writes_to_one_log_says_so(tmp_path: Path) -> None:
+    path, said = str(tmp_path / "log.jsonl"), list[str]()
+    code = (
+        "import sys; from quintsched.runtime.train.reporter import Reporter\n"
+        "with Reporter(sys.argv[1], print): print('open', flush=True); sys.stdin.read()"
+    )
+    command, pipe = [sys.executable, "-c", code, path], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with Reporter(path, said.append) as reporter:
+            reporter.record({"loss": 1.0})
+        other.communicate()
+    assert len(said) == 1
+    assert said[0].startswith(f"{path}: another run writes to this log as well")
+    with Reporter(path, said.append):
+        assert len(said) == 1

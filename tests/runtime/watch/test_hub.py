@@ -140,6 +140,26 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
 
 
 @pytest.mark.processes
+def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> None:
+    launcher = (
+        "import subprocess, sys, os\n"
+        "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
+        "begin = 'from quintsched.runtime.rendezvous.parent import end_with_launcher; end_with_launcher()'\n"
+        "for rank in '01': subprocess.Popen([sys.executable, '-c', begin + sys.argv[1], rank, sys.argv[2]])\n"
+        "sys.stdin.read()"
+    )
+    command, pipe = [sys.executable, "-c", launcher, RANK, str(tmp_path / "stall.json")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+        process.kill()
+        verdict = hub.wait(10)
+    assert verdict is not None
+    assert verdict.culprits == (0, 1)
+    assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("letter", ["x", '"', "\u00e9", "\U0001f600"])
 def test_a_rank_that_cannot_connect_says_why_and_where(
     hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, letter: str

@@ -1,0 +1,53 @@
+"""Lets a process end with the one that started it, however that one ends.
+
+Linux        the kernel kills this process when its parent ends: also while it hangs in a library, or is stopped
+elsewhere    a thread looks whether the parent is still there, and kills the process if not
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from time import sleep
+
+ORPHANED = 4
+"""The exit code where the parent was gone from the start: that of a run whose peer died."""
+
+LOOK_S = 1.0
+_SET_DEATH_SIGNAL = 1
+"""Linux's PR_SET_PDEATHSIG."""
+
+
+def end_with(parent: int) -> None:
+    """Let this process end with its parent, a process id; at once if that is its parent no more."""
+    if not _asks_kernel():
+        threading.Thread(target=_look_after, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(ORPHANED)
+
+
+def end_with_launcher() -> None:
+    """Let this process end with the launcher that started it as a rank, as torchrun's agent; does nothing elsewhere."""
+    if has_launcher():
+        end_with(os.getppid())
+
+
+def has_launcher() -> bool:
+    """Whether this process was started as a rank, by torchrun or as torchrun does it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _asks_kernel() -> bool:
+    if sys.platform != "linux":
+        return False
+    failed: int = ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    return not failed
+
+
+def _look_after(parent: int) -> None:
+    while os.getppid() == parent:
+        sleep(LOOK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
