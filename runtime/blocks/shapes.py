@@ -24,6 +24,7 @@ from .blame import place_of
 from .blocks import TARGETS, Blocks, Parcel, accepted_extras, needed_extras, on_meta, split_result, typed
 from .dtensor import before_fully_shard
 from .in_place import InPlace
+from .quick_shapes import QuickShapes
 from .tree_words import from_words, to_words
 from .trees import TensorSpec, TreeSpec, tensors_of
 from .untouched import attributes_untouched
@@ -109,7 +110,7 @@ def trace_shapes(
         weights = {name: tensor.to("meta", kind) for name, tensor, kind in typed(bare, dtype)}
         watch.hold(weights.values())
         try:
-            with torch.no_grad(), draws_undone(), attributes_untouched(module):
+            with torch.no_grad(), draws_undone(), attributes_untouched(module), QuickShapes():
                 result = results[number] if results else _run(bare, weights, given, taken)
         except Exception as error:
             raise MisfitError(_cannot_take(number, module, given, taken, error)) from error
