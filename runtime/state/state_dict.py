@@ -219,7 +219,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state: Mapping[str, Tensor]) -> None:
     """Raise `MisfitError` for names, shapes or types that are not this rank's; of optimizers, for unknown weights."""
-    require_states(state.get(STATES), state, "the state")
     weights = _weights(stages, masters)
     given = {name.removeprefix("model.") for name in state if name.startswith("model.")}
     if given != set(weights):
@@ -229,6 +228,7 @@ def require_loadable(stages: Stages, steppers: Steppers, masters: Masters, state
         found = state[f"model.{name}"]
         if found.shape != weight.shape or found.dtype != weight.dtype:
             raise MisfitError(f"{name} is {found.dtype} {tuple(found.shape)}, not {weight.dtype} {tuple(weight.shape)}")
+    require_states(state.get(STATES), state, "the state")
     kept = {f"optimizer.{name}" for name, *_ in _optimizer_state(stages, steppers, masters)}
     for name in state:
         parts = name.split(".") if name.startswith("optimizer.") else []

@@ -37,7 +37,8 @@ def lasting_of(world_size: int) -> list[Run]:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_no_schedule_is_left_out(world_size: int) -> None:
     found = {run.case.schedule for run in of_schedules(world_size)}
-    assert {schedule.name for schedule in all_schedules() if schedule.mode == "train"} <= found
+    ours = [schedule for schedule in all_schedules() if schedule.order.__module__.startswith("quintsched.")]
+    assert {schedule.name for schedule in ours if schedule.mode == "train"} <= found
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
