@@ -312,6 +312,23 @@ def test_state_survives_a_round_trip() -> None:
     run_local(4, run)
 
 
+def test_states_of_different_steps_are_refused_before_the_first_step() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    steps = list(zip(TASK.inputs, TASK.targets, strict=True))
+
+    def run(transport: Transport) -> None:
+        engine, other = (engine_on(transport, plan, tiny_vit()) for _ in range(2))
+        states = []
+        for step in steps[:2]:
+            engine.step(*step)
+            states.append({name: tensor.clone() for name, tensor in engine.state_dict().items()})
+        other.load_state_dict(states[transport.rank])
+        with pytest.raises(qs.MisfitError, match="number of steps before this one"):
+            other.step(*steps[0])
+
+    run_local(2, run)
+
+
 def test_block_costs() -> None:
     blocks = [lambda: nn.Embedding(1000, 8), lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 64)]
     assert estimate_costs(blocks) == [8.0, 72.0, 576.0]
