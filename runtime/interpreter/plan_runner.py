@@ -176,7 +176,7 @@ class PlanRunner:
         except (MisfitError, UsageError) as error:
             problem = error
         refuse_together(problem, world, self._alike, plan.mesh)
-        agree("the number of steps before this one, of the state that was loaded,", str(self.steps.total), world)
+        agree("how many steps the loaded state has behind it", str(self.steps.total), world)
         compare()
         shape = self._settler.any_shape()
         spec, shapes = shape.spec, shape.parcels

@@ -323,7 +323,7 @@ def test_states_of_different_steps_are_refused_before_the_first_step() -> None:
             engine.step(*step)
             states.append({name: tensor.clone() for name, tensor in engine.state_dict().items()})
         other.load_state_dict(states[transport.rank])
-        with pytest.raises(qs.MisfitError, match="number of steps before this one"):
+        with pytest.raises(qs.MisfitError, match="how many steps the loaded state has behind it"):
             other.step(*steps[0])
 
     run_local(2, run)
