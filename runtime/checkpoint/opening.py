@@ -95,7 +95,9 @@ def _begin(folder: RunFolder, start: Start, launch: str, beside: Sequence[str]) 
             f"{folder.directory}: an earlier run was saved there, up to step {steps[0].step}; go on with it "
             "(--resume), move it away (--fresh), or give this run a checkpoint.dir of its own"
         )
-    return _only_run(folder.directory, steps, runs) or launch, ""
+    run = _only_run(folder.directory, steps, runs) or launch
+    folder.clear()
+    return run, ""
 
 
 def _only_run(directory: Path, steps: Sequence[SavedStep], runs: dict[Path, str]) -> str | None:

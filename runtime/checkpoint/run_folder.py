@@ -76,8 +76,8 @@ class RunFolder:
         self._attempts += 1
         return self.directory / f".saving-{self._launch}-{self._attempts}"
 
-    def clear(self, attempt: Path) -> None:
-        """Remove what killed saves have left, but not `attempt`."""
+    def clear(self, attempt: Path | None = None) -> None:
+        """Remove what killed saves have left, but not `attempt`; nobody else saves here."""
         for entry in _entries(self.directory):
             if _LEFTOVER.fullmatch(entry.name) and entry != attempt:
                 self._remove(entry)
