@@ -33,8 +33,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from fidelity import Spans, only_step, sleep, timed, took_ms, urgently
+from fidelity import Spans, only_step, timed, took_ms
 from paired import merge, ratios, run_processes, sample
+from sleeper import sleep, urgently
 from torch import Tensor, nn
 
 import quintsched as qs
