@@ -184,6 +184,8 @@ def _abort(transport: Transport, error: BaseException) -> None:
     """Have a transport hang up because of an error; what a signal's handler raises meanwhile is told as well."""
     try:
         transport.abort(error)
+        if isinstance(error, QuintschedError) and transport.publisher.has_said(error):
+            error.was_told = True
     except BaseException as another:
         transport.publisher.fail(another)
         raise
@@ -240,9 +242,10 @@ def explain(error: BaseException, rank: int) -> int:
     Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
     lost a peer and has heard no verdict, waits before it speaks.
     """
+    if isinstance(error, QuintschedError) and error.was_told:
+        return error.exit_code
     if isinstance(error, StallError) and error.was_told is not None:
-        if not error.was_told:
-            write_error(error)
+        write_error(error)
         return error.exit_code
     known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
     if "RANK" in os.environ and known:

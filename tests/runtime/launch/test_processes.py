@@ -196,5 +196,13 @@ def test_settings_that_are_wrong_are_said_once(job_file: Path, setting: str, cod
     assert "Traceback" not in err
 
 
+def test_what_one_rank_refuses_is_said_once_of_that_rank(job_file: Path, tmp_path: Path) -> None:
+    data = tmp_path / "odd.py"
+    data.write_text(f"import os\nassert os.environ['RANK'] != '1', 'not on this one'\n{DATA}")
+    code, _, err = launch("--config", job_file, "--set", "parallel.mesh=dp=2", "--set", f"data.name={data}:load")
+    assert (code, err.count("not on this one")) == (2, 1)
+    assert re.match(r"error: rank 1 \(host [^)]+\) raised .*odd.py:2: the import failed", err)
+
+
 def running_commands() -> str:
     return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
