@@ -16,7 +16,7 @@ exits with `exit_code`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class QuintschedError(Exception):
@@ -70,10 +70,20 @@ class StallError(QuintschedError):
     exit_code = 4
 
 
-def listed_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks: "rank 3", "ranks 0, 1 and 3"."""
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+SURE = (UsageError.exit_code, MisfitError.exit_code)
+"""Exit codes that a run would end with again: a wrong setting, a misfit."""
+
+
+def listed_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in words: "rank 2", "ranks 0, 1 and 3", "ranks 0 to 63", "9 ranks (0, 2, 4, 6, 8, 10, …)"."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 3 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    if len(ordered) > 8:
+        return f"{len(ordered)} ranks ({', '.join(map(str, ordered[:6]))}, …)"
+    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
 
 
 MOST_QUOTED = 120
