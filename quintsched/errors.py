@@ -22,8 +22,8 @@ from collections.abc import Iterable
 class QuintschedError(Exception):
     """Root of all errors raised on purpose.
 
-    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; None where it is not
-    known.
+    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; False: every rank
+    has this error, or is told of it; None where it is not known.
     """
 
     exit_code = 1

@@ -49,17 +49,22 @@ def leave_together(error: QuintschedError, rank: int) -> int:
         number = 0 if store is None else store.add("ranks", 1)
         found_by_all = store is not None and _all_come(store, world_size, HEARD_WAITS_S if is_heard else WAIT_S)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
-        if not found_by_all:
-            if store is None or not is_heard:
-                write_error(words)
-        elif number == 1:
-            write_error(error)
-            store.set("said", "so")
-        else:
-            _until(lambda: store.check(["said"]), WAIT_S)
+        if store is not None and found_by_all:
+            _say_once(error, store, number)
+        elif store is None or not is_heard:  # else the hub has named this rank by now
+            write_error(words)
     except RuntimeError:
         write_error(words)
     return error.exit_code
+
+
+def _say_once(error: QuintschedError, store: Store, number: int) -> None:
+    """Say what all ranks find, on the first that came; the others wait until it has."""
+    if number == 1:
+        write_error(error)
+        store.set("said", "so")
+    else:
+        _until(lambda: store.check(["said"]), WAIT_S)
 
 
 def _open_store() -> Store | None:

@@ -184,8 +184,8 @@ def _abort(transport: Transport, error: BaseException) -> None:
     """Have a transport hang up because of an error; what a signal's handler raises meanwhile is told as well."""
     try:
         transport.abort(error)
-        if isinstance(error, QuintschedError) and transport.publisher.has_said(error):
-            error.was_told = True
+        if isinstance(error, QuintschedError) and error.was_told is None:
+            error.was_told = transport.publisher.has_said(error)
     except BaseException as another:
         transport.publisher.fail(another)
         raise
@@ -253,7 +253,8 @@ def explain(error: BaseException, rank: int) -> int:
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
     words = said(error)
     trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
-    is_named = "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
+    is_of_all = isinstance(error, QuintschedError) and error.was_told is False
+    is_named = is_of_all or "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
     whose = "" if is_named else f"rank {rank}: "
     write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
     return error.exit_code if isinstance(error, QuintschedError) else 1

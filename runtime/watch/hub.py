@@ -246,8 +246,9 @@ class Hub:
             case Ruling.JUDGE:
                 self._make_verdict()
             case Ruling.OVER:
+                errors = {member.error for member in self._members}
                 for connection in self._by_rank.values():
-                    connection.send({"over": 1})
+                    connection.send({"over": 1, "alike": len(errors) == 1})
                 self._is_over.set()
 
     def _read(self, member: Member, now: float) -> None:

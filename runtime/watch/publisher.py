@@ -49,8 +49,11 @@ class Listener(Protocol):
     def ask(self, words: str) -> Answer | None:
         """Pass on that a wait for other ranks failed, in `words`; return the verdict, None where there is none."""
 
-    def has_said(self, error: BaseException) -> bool:
-        """Return whether the hub has told the user of an error that was passed on; waits for its verdict."""
+    def has_said(self, error: BaseException) -> bool | None:
+        """Return whether the hub has told the user of an error that was passed on; waits for its verdict.
+
+        False: it has not, as all ranks have this error; None: there is no telling.
+        """
 
     def close(self, *, clean: bool) -> None:
         """Hang up; `clean` says that this rank has done all it should."""
@@ -167,12 +170,12 @@ class Publisher:
         if self._listener is not None:
             self._listener.tell_error(error)
 
-    def has_said(self, error: BaseException) -> bool:
+    def has_said(self, error: BaseException) -> bool | None:
         """Return whether who hears this rank has told the user of its error, so that it need not.
 
-        Takes a few seconds at most.
+        False: no, as all ranks have this error; None: there is no telling. Takes a few seconds at most.
         """
-        return self._listener is not None and self._listener.has_said(error)
+        return None if self._listener is None else self._listener.has_said(error)
 
     def explain(self, said: str) -> Answer | None:
         """Say that a wait for other ranks failed, and return whose fault it was; None: nobody says.

@@ -63,7 +63,7 @@ class Watcher:
         self._sending = threading.Lock()
         self._answer: Answer | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
-        self._asks = self._has_failed = self._refuses = False
+        self._asks = self._has_failed = self._refuses = self._is_of_all = False
         try:
             self._is_seen, self._hub_speaks = self._shake_hands(key, about)
         except BaseException:
@@ -105,14 +105,14 @@ class Watcher:
         self._answered.wait(ASK_S)
         return self._answer
 
-    def has_said(self, error: BaseException) -> bool:
+    def has_said(self, error: BaseException) -> bool | None:
         """Return whether the hub has said all of a refusal of this rank to the user, as it does unless all refuse."""
         if not (self._refuses and self._hub_speaks):
-            return False
+            return None
         self._answered.wait(ASK_S)
         told = self._answer.message if self._answer is not None and self._answer.was_told else ""
         is_one_line = "\n" not in said(error) and not getattr(error, "__notes__", None)
-        return is_one_line and headline(error) in told
+        return True if is_one_line and headline(error) in told else False if self._is_of_all else None
 
     def close(self, *, clean: bool) -> None:
         """Hang up, and end the thread."""
@@ -207,6 +207,7 @@ class Watcher:
         if "ask" in message:
             self._say_place()
         if "over" in message:
+            self._is_of_all = bool(message["alike"])
             self._answered.set()
         if "verdict" in message:
             self._end(str(message["verdict"]), was_told=bool(message["spoken"]), at_once=bool(message["at_once"]))

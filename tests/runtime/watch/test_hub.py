@@ -106,10 +106,10 @@ def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("refusing", "words", "said"), [((0, 1), "no", False), ((1,), "no", True), ((1,), "no " * 200, False)]
+    ("refusing", "words", "said"), [((0, 1), "no", False), ((1,), "no", True), ((1,), "no " * 200, None)]
 )
 def test_a_rank_hears_whether_its_refusal_was_said(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, refusing: tuple[int, ...], words: str, said: bool
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, refusing: tuple[int, ...], words: str, said: bool | None
 ) -> None:
     monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
     with ExitStack() as held:
