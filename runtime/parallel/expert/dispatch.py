@@ -65,7 +65,7 @@ def padded(routing: Routing, capacity: int, group: Group) -> Dispatch:
     by_expert, order = assigned.sort(stable=True)
     first = counts.cumsum(0) - counts
     # An expert without assignments is given the first of the next one, or the very last.
-    number = torch.arange(capacity, device=order.device) % counts.clamp(min=1, max=capacity).unsqueeze(1)
+    number = torch.arange(capacity, device=order.device) % counts.clamp(min=1).unsqueeze(1)
     rows = order[(first.unsqueeze(1) + number).clamp(max=len(order) - 1).flatten()]
     places = torch.arange(len(order), device=order.device) - first[by_expert]
     places = torch.empty_like(order).scatter_(0, order, places)

@@ -95,8 +95,11 @@ UNEVEN = [
     Shape([(1, 8), (0, 8)]),
     Shape([(0, 8), (5, 4)]),
     Shape([(12, 8), (12, 8)]),
+    Shape([(12, 8), (5, 8)]),
+    Shape([(12, 8), (12, 8)]),
 ]
-"""Of two replicas: uneven microbatches, other numbers of samples, other lengths, none."""
+"""Of two replicas: uneven microbatches, other numbers of samples, other lengths, none; the first of them may not see
+from its own samples that something has changed."""
 
 
 def padding(factor: float = 0.75, *, pads: bool = True) -> Blocks:
