@@ -16,13 +16,18 @@ exits with `exit_code`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class QuintschedError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose.
+
+    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; False: every rank
+    has this error, or is told of it; None where it is not known.
+    """
 
     exit_code = 1
+    was_told: bool | None = None
 
 
 class UsageError(QuintschedError):
@@ -60,20 +65,25 @@ class NotFiniteError(QuintschedError):
 
 
 class StallError(QuintschedError):
-    """A run stalled, or a peer died.
-
-    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; None where it is not
-    known.
-    """
+    """A run stalled, or a peer died."""
 
     exit_code = 4
-    was_told: bool | None = None
 
 
-def listed_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks: "rank 3", "ranks 0, 1 and 3"."""
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+SURE = (UsageError.exit_code, MisfitError.exit_code)
+"""Exit codes that a run would end with again: a wrong setting, a misfit."""
+
+
+def listed_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in words: "rank 2", "ranks 0, 1 and 3", "ranks 0 to 63", "9 ranks (0, 2, 4, 6, 8, 10, …)"."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 3 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    if len(ordered) > 8:
+        return f"{len(ordered)} ranks ({', '.join(map(str, ordered[:6]))}, …)"
+    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
 
 
 MOST_QUOTED = 120

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quintsched.errors import StallError
+from quintsched.errors import StallError, listed_ranks
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.findings import Culprit, Fault, Link, describe_place, where_it_stands
 from quintsched.stalls.given import find_other_data
@@ -222,12 +222,8 @@ def _doubt(graph: WaitGraph, state: RankState) -> str:
     partners = [] if is_receiving else graph.partners(state.rank)
     how = "it did so itself, or gloo did as more came than there was room for"
     if partners and not too_much:
-        return f"{how}: {_named(partners)} may have begun another collective than it"
-    return f"{how}: messages of {_named(too_much or senders)} were on the way" if senders else ""
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"{how}: {listed_ranks(partners)} may have begun another collective than it"
+    return f"{how}: messages of {listed_ranks(too_much or senders)} were on the way" if senders else ""
 
 
 def _standing(

@@ -48,7 +48,7 @@ def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequenc
 
 def _together(culprits: Sequence[Culprit]) -> str:
     """Say once what several ranks did alike: they raised in the same words, or were given different data."""
-    first, ranks = culprits[0], listed_ranks([culprit.rank for culprit in culprits[:MOST_LISTED]])
+    first, ranks = culprits[0], listed_ranks(culprit.rank for culprit in culprits)
     in_step = "" if first.step is None else f" in step {first.step}"
     if len(culprits) == 1:
         return ""

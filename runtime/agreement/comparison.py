@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, listed_ranks
 
 from ..comm import Group
 
@@ -102,7 +102,7 @@ def _find_differences(sections: Sections, group: Group) -> tuple[list[str], str]
             is_clear = is_clear and others is not None
             odd.update(others or ())
     clearly = is_clear and bool(found)
-    who = f" ({name_ranks([*odd])} {'differs' if len(odd) == 1 else 'differ'} from the others)" if clearly else ""
+    who = f" ({listed_ranks([*odd])} {'differs' if len(odd) == 1 else 'differ'} from the others)" if clearly else ""
     return [*found.values()], who
 
 
@@ -166,7 +166,7 @@ def _told_apart(key: str, by_value: Mapping[str, list[int]]) -> tuple[list[int] 
     sizes = sorted(map(len, by_value.values()), reverse=True)
     is_clear = sizes[0] > sizes[1]
     order = sorted(by_value, key=lambda value: (len(by_value[value]) if is_clear else 0, min(by_value[value])))
-    each = [f"{excerpts[value]} on {name_ranks(by_value[value])}" for value in order]
+    each = [f"{excerpts[value]} on {listed_ranks(by_value[value])}" for value in order]
     odd = [rank for value in order[:-1] for rank in by_value[value]] if is_clear else None
     return odd, f"{key} is {', '.join(each[:-1])}, but {each[-1]}"
 
@@ -186,15 +186,3 @@ def _cut(value: str, start: int) -> str:
 def _listed(words: Sequence[str]) -> str:
     more = len(words) - MOST_KEYS
     return "; ".join([*words[:MOST_KEYS], *([f"and {more} more"] if more > 0 else [])])
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 2", "ranks 0, 1 and 3", "ranks 0 to 63"."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if len(ordered) > 3 and ordered[-1] - ordered[0] == len(ordered) - 1:
-        return f"ranks {ordered[0]} to {ordered[-1]}"
-    if len(ordered) > 8:
-        return f"{len(ordered)} ranks ({', '.join(map(str, ordered[:6]))}, …)"
-    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
 
+from quintsched.errors import SURE
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
@@ -25,8 +27,8 @@ LAST_LOOKS = 50
 DIED = 4
 """The exit code of a run that lost a rank: one that a signal ended has no code of its own."""
 
-SURE = (0, 2, 3)
-"""Exit codes that a run would end with again: good, a wrong setting, a misfit."""
+FINAL = (0, *SURE)
+"""Exit codes after which there is no further attempt: good, or what would come again."""
 
 
 @dataclass(frozen=True)

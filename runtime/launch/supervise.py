@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from quintsched.files.terminal import write_line
 
-from .machines import DIED, SURE, Ended, Machines
+from .machines import DIED, FINAL, Ended, Machines
 from .processes import Ranks, Wakes
 
 LOOK_S = 0.5
@@ -74,7 +74,7 @@ def _failure(code: int, asked: int | None) -> Ended:
     if asked is not None and code == -signal.SIGTERM:
         return Ended(128 + asked, is_final=True, was_asked=True)  # it was asked when it could not stop by itself yet
     code = code if code > 0 else DIED
-    return Ended(code, is_final=code in SURE or asked is not None, was_asked=asked is not None)
+    return Ended(code, is_final=code in FINAL or asked is not None, was_asked=asked is not None)
 
 
 def say_end(rank: int, code: int) -> None:

@@ -17,7 +17,7 @@ from time import sleep
 
 from torch.distributed.distributed_c10d import Store
 
-from quintsched.errors import StallError
+from quintsched.errors import StallError, listed_ranks
 
 from .store import has_launchers_store, open_store, within
 
@@ -89,7 +89,7 @@ def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
         if not missing:
             return attempt
         sleep(POLL_S)
-    raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: {_named(missing)} did not")
+    raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: {listed_ranks(missing)} did not")
 
 
 def _attempt(store: Store, number: int) -> Attempt:
@@ -104,7 +104,3 @@ def _answer(store: Store, rank: int, number: int, answered: dict[int, bytes]) ->
     if answered.get(rank) != nonce:
         store.set(f"{ROOM}/welcome/{rank}/{nonce.decode()}", str(number))
         answered[rank] = nonce
-
-
-def _named(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -26,10 +26,10 @@ from ..blocks.number_types import require_kind, type_of
 from ..interchange.boxes import Box, Placement
 from ..interchange.save_dcp import STEP
 from ..optim.loss_scale import SCALE
-from ..state.state_dict import STATES, require_states, same
+from ..state.state_dict import OPTIMIZER, STATES, require_states, same
 from .layout import RUN, StateLayout, is_plain
 
-MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
+MODEL, STATE, AVERAGE = "model.", OPTIMIZER, "ema."
 """How names begin: of weights and buffers, of what optimizers keep, of averages ("ema.0.<name>")."""
 
 _TOGETHER = "give the files that all ranks of one run have saved after the same step"

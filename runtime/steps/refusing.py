@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from quintsched.errors import CodeError, MisfitError, UsageError
+from quintsched.errors import CodeError, MisfitError, UsageError, listed_ranks
 from quintsched.ir.mesh import Mesh
 from quintsched.stalls.own_errors import failed_in_code
 
-from ..agreement.comparison import name_ranks
 from ..comm import Group
 from ..comm.control import ControlGroup, first_said, gather_texts
 from .explain import rank_in_words
@@ -46,4 +45,4 @@ def refuse_together(problem: Refusal | None, world: Group, alike: Group, mesh: M
 def _words(told: dict[int, Sequence[str]]) -> str:
     """Return what the first of some ranks says, and who says the same."""
     words = next(iter(told.values()))[0]
-    return f"{name_ranks([rank for rank, theirs in told.items() if theirs[0] == words])}: {words}"
+    return f"{listed_ranks([rank for rank, theirs in told.items() if theirs[0] == words])}: {words}"

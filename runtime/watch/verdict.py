@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from quintsched.errors import MisfitError, QuintschedError, StallError, UsageError, printable
+from quintsched.errors import SURE, QuintschedError, StallError, printable
 from quintsched.files.atomic import write_plain
 from quintsched.plan import Plan
 from quintsched.stalls.report import StallReport
@@ -27,9 +27,6 @@ REPORT_S, LATE_REPORT_S = 0.3, 3.0
 """How long the verdict waits for the report, and how long its end does."""
 
 MOST_PLANS = 32
-
-SURE = (UsageError.exit_code, MisfitError.exit_code)
-"""Exit codes that a run would end with again: a wrong setting, a misfit."""
 
 
 class Plans:

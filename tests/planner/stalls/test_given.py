@@ -84,4 +84,4 @@ def test_what_several_ranks_refuse_together_is_said_once():
     report = find_culprit(PLAN, states(EVEN, {rank: replace(fate, ago_s=2.0 - rank / 10) for rank in (4, 5, 6, 7)}))
     assert report.ranks == (4, 5, 6, 7)
     first = report.words().splitlines()[0]
-    assert first == f"ranks 4, 5, 6 and 7 raised alike in step 3: {fate.text}"
+    assert first == f"ranks 4 to 7 raised alike in step 3: {fate.text}"

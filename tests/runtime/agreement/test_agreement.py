@@ -15,9 +15,9 @@ import yaml
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, QuintschedError
+from quintsched.errors import MisfitError, QuintschedError, listed_ranks
 from quintsched.runtime.agreement import comparison
-from quintsched.runtime.agreement.comparison import Record, Section, name_ranks, require_same
+from quintsched.runtime.agreement.comparison import Record, Section, require_same
 from quintsched.runtime.agreement.records import OF_A_MACHINE, code_settings, flatten, job_settings, of_all_ranks
 from quintsched.runtime.comm import Group, Transport, run_local
 from quintsched.runtime.data import Dataset, Split
@@ -94,7 +94,7 @@ def test_many_differences_are_counted() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert [name_ranks(r) for r in ([3], [0, 2], [4, 1, 2], range(8), range(0, 40, 3))] == [
+    assert [listed_ranks(r) for r in ([3], [0, 2], [4, 1, 2], range(8), range(0, 40, 3))] == [
         "rank 3",
         "ranks 0 and 2",
         "ranks 1, 2 and 4",
