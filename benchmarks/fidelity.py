@@ -25,24 +25,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from paired import run_processes
+from sleeper import Pace, Sleeper, urgently
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.instructions import Compute
 from quintsched.ir.dataflow import Value, flow
 from quintsched.runtime import Engine, Transport, connect, run_local
-from quintsched.runtime.autograd.deferred_weight_grads import defer
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.comm import Rules
 from quintsched.simulation.simulator import Simulation
@@ -58,6 +58,7 @@ WITHIN_MS, ACROSS_MS = 2.0, 12.0
 OTHERS_MS = {(2, 3): 25.0, (3, 2): 5.0}
 """How long messages within a node and across nodes are under way, and those between these ranks."""
 Spans = list[tuple[float, float]]
+AnyRow = TypeVar("AnyRow")
 """When each step began and ended on one rank, in seconds on a clock that all ranks share."""
 
 
@@ -80,6 +81,7 @@ class Row:
     measured_ms: float
     limit: float
     slips: Sequence[Slip] = ()
+    columns: ClassVar[str] = f"{'simulated':>12}{'measured':>12}{'ratio':>9}"
 
     @property
     def ratio(self) -> float:
@@ -147,71 +149,6 @@ def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
 
 
 # Sleeps.
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long a stage sleeps for one unit of length 1, in seconds; the values of its input are its length."""
-
-    forward_s: float
-    input_s: float
-    weight_s: float
-
-
-class Sleeper(nn.Module):
-    """A block that sleeps: in its forward, and in each half of its backward."""
-
-    deferrable = ("weight",)
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self._pace = pace
-
-    def forward(self, given: Tensor, past: Past | None = None) -> Tensor:
-        output: Tensor = _Sleep.apply(given, self.weight, self._pace)  # type: ignore[no-untyped-call]
-        return output
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: nn.Parameter, pace: Pace) -> Tensor:
-        ctx.weight, ctx.pace, ctx.length = weight, pace, 0.0 if given.is_meta else float(given.mean())
-        sleep(pace.forward_s * ctx.length)
-        return given.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        sleep(ctx.pace.input_s * ctx.length)
-        product = partial(_weight_gradient, ctx.pace.weight_s * ctx.length)
-        waits = defer(ctx.weight, product, (gradient,))
-        return gradient.clone(), None if waits else product(gradient), None
-
-
-def _weight_gradient(seconds: float, gradient: Tensor) -> Tensor:
-    sleep(seconds)
-    return gradient.new_ones(1)
-
-
-def sleep(seconds: float) -> None:
-    """Sleep to within a few hundredths of a millisecond; a plain sleep is a tenth late, whatever its length."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(seconds - 1e-3, 0.0))
-    time.sleep(max(end - time.perf_counter() - 1e-4, 0.0))
-
-
-@contextmanager
-def urgently() -> Iterator[None]:
-    """Give this thread, and those it starts, real-time priority, if the system allows it."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    except (PermissionError, AttributeError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @dataclass(frozen=True)
@@ -299,8 +236,8 @@ def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> R
     plan = case.plan()
     simulation = plan.simulate(case.costs())
     with TemporaryDirectory() as folder, urgently():
-        links = {"wire_s": case.wire_s(), "host_bandwidth": case.host_bandwidth}
-        measured = took_ms(run_local(case.pp, partial(case.run, Path(folder)), rules=rules, **links))
+        wire_s, host_bandwidth, run = case.wire_s(), case.host_bandwidth, partial(case.run, Path(folder))
+        measured = took_ms(run_local(case.pp, run, rules=rules, wire_s=wire_s, host_bandwidth=host_bandwidth))
         slips = []
         if plan.mode == "train":
             trace = Trace.load(Path(folder), plan)
@@ -385,9 +322,9 @@ def chosen(names: Sequence[str]) -> list[qs.Schedule]:
     return [schedule for schedule in qs.all_schedules() if schedule.name in names and schedule.mode == "train"]
 
 
-def report(title: str, rows: Iterator[Row]) -> list[Row]:
+def report(title: str, rows: Iterator[AnyRow], columns: str = Row.columns) -> list[AnyRow]:
     """Print rows as they come."""
-    print(f"\n{title}\n  {'':<18}{'simulated':>12}{'measured':>12}{'ratio':>9}", flush=True)
+    print(f"\n{title}\n  {'':<18}{columns}", flush=True)
     found = []
     for row in rows:
         print(row, flush=True)

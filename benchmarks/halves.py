@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from paired import Target, ratios, report, sample
+from paired import Target, ratios, report, sample_warm
 
 import quintsched as qs
 from quintsched.runtime import Engine
@@ -81,10 +81,7 @@ def tracing(rounds: int) -> dict[str, Any]:
         name: partial(engine_of("1f1b", traced).step, *batch())
         for name, traced in ((PLAIN, None), (AGAIN, None), (TRACED, FOREVER))
     }
-    for step in rivals.values():
-        for _ in range(3):
-            step()
-    samples = sample(rivals, rounds, 1, lambda: None)
+    samples = sample_warm(rivals, rounds, 1, lambda: None, 3)
     target = Target("time with a trace", ratios(samples, TRACED, PLAIN, 0).median, 1.02)
     return report("a step, traced and not", samples, 1, PLAIN, [target])
 

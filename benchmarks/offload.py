@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from fidelity import MICROBATCHES, SLICES, Row, Sleeper, Sleeps, _Sleep, chosen, compile_for, report, run_sleeps
+from fidelity import MICROBATCHES, SLICES, Row, Sleeps, chosen, compile_for, report, run_sleeps
+from sleeper import Sleeper, SleepFunction
 from torch import Tensor, nn
 
 import quintsched as qs
@@ -44,8 +44,8 @@ def compile_capped(schedule: qs.Schedule, pp: int, costs: qs.Costs) -> qs.Plan:
     """Return a plan that holds half of what it would, or as little as it can."""
     free = compile_for(schedule, pp, costs)
     cap = max(least_cap(free, costs), max(free.simulate(costs).peak_activations) / 2)
-    shape = {"mesh": free.mesh, "microbatches": MICROBATCHES, "slices": free.schedule.slices}
-    return qs.compile(schedule, **shape, costs=costs, offload=cap)
+    slices = free.schedule.slices
+    return qs.compile(schedule, mesh=free.mesh, microbatches=MICROBATCHES, slices=slices, costs=costs, offload=cap)
 
 
 # Time.
@@ -59,10 +59,10 @@ class SavingSleeper(Sleeper):
         return output
 
 
-class _SavingSleep(_Sleep):
+class _SavingSleep(SleepFunction):
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: nn.Parameter, pace: Any) -> Tensor:
-        output = _Sleep.forward(ctx, given, weight, pace)
+        output = SleepFunction.forward(ctx, given, weight, pace)
         ctx.save_for_backward(output)
         return output
 
@@ -104,6 +104,7 @@ class Peak:
     simulated: float
     measured: float
     limit: float
+    columns: ClassVar[str] = f"{'all':>12}{'simulated':>12}{'measured':>12}{'ratio':>9}{'of all':>9}"
 
     @property
     def is_within(self) -> bool:
@@ -143,16 +144,6 @@ def run_memory(schedule: qs.Schedule) -> Peak:
     return max(found, key=lambda peak: abs(peak.measured / peak.simulated - 1))
 
 
-def report_memory(title: str, rows: Iterator[Peak]) -> list[Peak]:
-    """Print rows as they come."""
-    print(f"\n{title}\n  {'':<18}{'all':>12}{'simulated':>12}{'measured':>12}{'ratio':>9}{'of all':>9}", flush=True)
-    found = []
-    for row in rows:
-        print(row, flush=True)
-        found.append(row)
-    return found
-
-
 def main() -> int:
     names = [schedule.name for schedule in qs.all_schedules() if schedule.mode == "train"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -171,7 +162,7 @@ def main() -> int:
             found["time"] = report(title, (run_sleeps(OffloadedSleeps(one), limit=0.05) for one in schedules))
         if options.only != "time":
             title = "a small GPT on 2 ranks, the rank farthest from its simulation: peak of saved bytes"
-            found["memory"] = report_memory(title, map(run_memory, schedules))
+            found["memory"] = report(title, map(run_memory, schedules), Peak.columns)
     if options.json:
         print(json.dumps({part: [asdict(row) for row in rows] for part, rows in found.items()}, indent=1))
     return 0 if all(row.is_within for rows in found.values() for row in rows) else 1

@@ -33,8 +33,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from fidelity import Spans, only_step, sleep, timed, took_ms, urgently
-from paired import merge, ratios, run_processes, sample
+from fidelity import Spans, only_step, timed, took_ms
+from paired import merge, ratios, run_processes, sample_warm
+from sleeper import sleep, urgently
 from torch import Tensor, nn
 
 import quintsched as qs
@@ -212,10 +213,7 @@ def run_both(rounds: int, transport: Transport) -> Any:
     engines = {name: make_engine(transport, overlap=name == "overlap", hidden=128) for name in ("plain", "overlap")}
     again = make_engine(transport, overlap=False, hidden=128)
     rivals = {name: partial(engine.step, *batch_of(engine)) for name, engine in (engines | {"again": again}).items()}
-    for step in rivals.values():
-        for _ in range(3):
-            step()
-    return sample(rivals, rounds, 1, engines["plain"].everyone.barrier)
+    return sample_warm(rivals, rounds, 1, engines["plain"].everyone.barrier, 3)
 
 
 def measure_cost(rounds: int = 60) -> list[Figure]:

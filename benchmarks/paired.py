@@ -11,6 +11,7 @@ of the slowest process and its CPU time the sum over all, threads included.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import statistics
@@ -59,6 +60,21 @@ def sample(rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, 
             wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
             samples[name].append((wall_s, cpu_s))
     return samples
+
+
+def sample_warm(
+    rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, meet: Callable[[], object], warm_up: int
+) -> Samples:
+    """The same after `warm_up` steps of each; the garbage collector passes over all that was there before."""
+    for step in rivals.values():
+        for _ in range(warm_up):
+            step()
+    gc.collect()
+    gc.freeze()
+    try:
+        return sample(rivals, rounds, steps, meet)
+    finally:
+        gc.unfreeze()
 
 
 def merge(ranks: Sequence[Samples]) -> Samples:

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from paired import Samples, Target, merge, ratios, report, run_processes, sample
+from paired import Samples, Target, merge, ratios, report, run_processes, sample_warm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -198,11 +198,8 @@ def measure_data(rank: int, number: int, rounds: int) -> Samples:
 
 def timed(rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, group: Group) -> Samples:
     """Warm up, and sample the rivals in turn."""
-    for step in rivals.values():
-        for _ in range(WARM_UP):
-            step()
     flag = torch.zeros(1)
-    return sample(rivals, rounds, steps, lambda: group.all_reduce(flag).wait())
+    return sample_warm(rivals, rounds, steps, lambda: group.all_reduce(flag).wait(), WARM_UP)
 
 
 def compare(title: str, samples: Samples, steps: int) -> dict[str, Any]:

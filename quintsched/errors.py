@@ -20,9 +20,14 @@ from collections.abc import Iterable
 
 
 class QuintschedError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose.
+
+    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; False: every rank
+    has this error, or is told of it; None where it is not known.
+    """
 
     exit_code = 1
+    was_told: bool | None = None
 
 
 class UsageError(QuintschedError):
@@ -60,14 +65,9 @@ class NotFiniteError(QuintschedError):
 
 
 class StallError(QuintschedError):
-    """A run stalled, or a peer died.
-
-    `was_told` says whether the user has been told of the cause already, by who outlives the ranks; None where it is not
-    known.
-    """
+    """A run stalled, or a peer died."""
 
     exit_code = 4
-    was_told: bool | None = None
 
 
 SURE = (UsageError.exit_code, MisfitError.exit_code)

@@ -6,12 +6,11 @@ instructions of its program, is the host's time for one of them.
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any
 
 import torch
-from paired import Target, median_interval, report, sample
+from paired import Target, median_interval, report, sample_warm
 
 from .model import PlainLoop, Size, alone, make_engine, synchronize, whole
 
@@ -27,13 +26,7 @@ def host(device: torch.device, rounds: int) -> dict[str, Any]:
         PLAIN: whole(PlainLoop(HOST, device).step, batch, device),
         "quintsched, 1f1b": whole(engine.step, batch, device),
     }
-    for step in rivals.values():
-        for _ in range(WARM_UP):
-            step()
-    gc.collect()
-    gc.freeze()
-    samples = sample(rivals, rounds, HOST.steps, partial(synchronize, device))
-    gc.unfreeze()
+    samples = sample_warm(rivals, rounds, HOST.steps, partial(synchronize, device), WARM_UP)
     instructions = len(plan.programs[0])
     pairs = zip(samples["quintsched, 1f1b"], samples[PLAIN], strict=True)
     above = median_interval([(ours[0] - bare[0]) * 1e6 / HOST.steps / instructions for ours, bare in pairs])

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.descriptions.model import Model
 from quintsched.runtime import Engine, Transport, build_model
 from quintsched.runtime.comm import LocalTransport, LocalWorld
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_sizes
 from quintsched.runtime.train.losses import cross_entropy_sum
 
 AdamW = partial(torch.optim.AdamW, lr=1e-4)
@@ -37,9 +38,17 @@ class Size:
     steps: int
     """Steps of one sample of the measurement."""
 
-    def blocks(self) -> Sequence[Callable[[], nn.Module]]:
+    @property
+    def _made_of(self) -> tuple[DataSpec, GPTOptions]:
         data = DataSpec(input_shape=(self.length,), num_classes=self.tokens)
-        return gpt(data, GPTOptions(hidden=self.hidden, depth=self.depth, heads=self.heads))
+        return data, GPTOptions(hidden=self.hidden, depth=self.depth, heads=self.heads)
+
+    def blocks(self) -> Sequence[Callable[[], nn.Module]]:
+        return gpt(*self._made_of)
+
+    def model(self) -> Model:
+        """Return it as predictions know it."""
+        return gpt_sizes(*self._made_of)
 
     def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return ids and the ids that follow them."""

@@ -6,16 +6,14 @@ calibrate ──▶ description of this GPU ──▶ predicted seconds of a few
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from paired import Target, median_s, sample
+from paired import Target, median_s, sample_warm
 
 from quintsched.descriptions.library import find_hardware
-from quintsched.descriptions.model import Model
 from quintsched.descriptions.placement import resolved
 from quintsched.descriptions.strategy import Strategy
 from quintsched.descriptions.wording import strategy_name
@@ -44,13 +42,9 @@ def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
     for microbatch, recompute in CHOICES:
         strategy = strategy_of(size, device, microbatch, recompute)
         name = strategy_name(resolved(strategy))
-        seconds[name] = predict(model_of(size), hardware, strategy).step_s
+        seconds[name] = predict(size.model(), hardware, strategy).step_s
         rivals[name] = step_of(size, strategy, device)
-    for step in rivals.values():
-        for _ in range(WARM_UP):
-            step()
-    gc.collect()
-    samples = sample(rivals, rounds, 1, partial(synchronize, device))
+    samples = sample_warm(rivals, rounds, 1, partial(synchronize, device), WARM_UP)
     print(f"\n{size.title}, {size.samples * size.microbatches} samples a step: predicted and measured, ms")
     found = {}
     for name, guess in seconds.items():
@@ -65,21 +59,6 @@ def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
     return {"strategies": found, "hardware": hardware.model_dump(mode="json", exclude_none=True)}
 
 
-def model_of(size: Size) -> Model:
-    """Return the size as predictions know it."""
-    return Model(
-        name=size.title,
-        layers=size.depth,
-        hidden=size.hidden,
-        heads=size.heads,
-        vocab=size.tokens,
-        seq=size.length,
-        tied=False,
-        dropout=False,
-        attention="flash",
-    )
-
-
 def strategy_of(size: Size, device: torch.device, microbatch: int, recompute: str) -> Strategy:
     samples = size.samples * size.microbatches
     dtype = "bf16" if device.type == "cuda" else "fp32"
@@ -88,6 +67,6 @@ def strategy_of(size: Size, device: torch.device, microbatch: int, recompute: st
 
 def step_of(size: Size, strategy: Strategy, device: torch.device) -> Callable[[], None]:
     """Return a step of a strategy, on the batch of all of them."""
-    plan, dtype = plan_of(model_of(size), strategy), torch.bfloat16 if strategy.dtype == "bf16" else torch.float32
+    plan, dtype = plan_of(size.model(), strategy), torch.bfloat16 if strategy.dtype == "bf16" else torch.float32
     engine = Engine(plan, size.blocks(), cross_entropy_sum, AdamW, dtype=dtype, transport=alone(device))
     return whole(engine.step, size.batch(device), device)

@@ -9,13 +9,12 @@ No message takes part, so what is above 1 is the price of computing shard by sha
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from paired import Target, ratios, report, sample
+from paired import Target, ratios, report, sample_warm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,11 +54,7 @@ def ring(device: torch.device, rounds: int) -> dict[str, Any]:
         standing = StandingRing(size, size // 2)
         passed = partial(_passed, standing)
         rivals[f"a ring of {size}"] = attention(passed, length // size, heads, dtype, device, times=size)
-    for step in rivals.values():
-        for _ in range(WARM_UP):
-            step()
-    gc.collect()
-    samples = sample(rivals, rounds, 1, partial(synchronize, device))
+    samples = sample_warm(rivals, rounds, 1, partial(synchronize, device), WARM_UP)
     targets = [
         Target(f"a ring of {n} against it", ratios(samples, f"a ring of {n}", FUSED, 0).median, MOST) for n in RINGS
     ]

@@ -184,6 +184,8 @@ def _abort(transport: Transport, error: BaseException) -> None:
     """Have a transport hang up because of an error; what a signal's handler raises meanwhile is told as well."""
     try:
         transport.abort(error)
+        if isinstance(error, QuintschedError) and error.was_told is None:
+            error.was_told = transport.publisher.has_said(error)
     except BaseException as another:
         transport.publisher.fail(another)
         raise
@@ -240,9 +242,10 @@ def explain(error: BaseException, rank: int) -> int:
     Under torchrun the first rank to end takes the others with it. So who may only repeat rank 0's error, or has only
     lost a peer and has heard no verdict, waits before it speaks.
     """
+    if isinstance(error, QuintschedError) and error.was_told:
+        return error.exit_code
     if isinstance(error, StallError) and error.was_told is not None:
-        if not error.was_told:
-            write_error(error)
+        write_error(error)
         return error.exit_code
     known = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
     if "RANK" in os.environ and known:
@@ -250,7 +253,8 @@ def explain(error: BaseException, rank: int) -> int:
     notes = "".join(f"\n  {note}" for note in error.__dict__.pop("__notes__", []))
     words = said(error)
     trace = "" if known else "".join(map(_fit, traceback.format_exception(error)))
-    is_named = "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
+    is_of_all = isinstance(error, QuintschedError) and error.was_told is False
+    is_named = is_of_all or "RANK" not in os.environ or re.match(r"rank \d+\b", words)  # else a note says which
     whose = "" if is_named else f"rank {rank}: "
     write_error(f"{whose}{_fit(words)}{_fit(notes)}\n{trace}".rstrip("\n"))
     return error.exit_code if isinstance(error, QuintschedError) else 1

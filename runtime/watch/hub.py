@@ -212,7 +212,7 @@ class Hub:
                 float(message["timeout_s"]), None if after is None else float(after), bool(message["compiles"])
             )
             self._report = self._report or Path(str(message["report"]))
-        connection.send({"seen": member.reader is not None})
+        connection.send({"seen": member.reader is not None, "speaks": self._spoken})
         if self.verdict is not None:
             self._announce(connection)
 
@@ -246,6 +246,9 @@ class Hub:
             case Ruling.JUDGE:
                 self._make_verdict()
             case Ruling.OVER:
+                errors = {member.error for member in self._members}
+                for connection in self._by_rank.values():
+                    connection.send({"over": 1, "alike": len(errors) == 1})
                 self._is_over.set()
 
     def _read(self, member: Member, now: float) -> None:

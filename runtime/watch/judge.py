@@ -4,7 +4,8 @@ a process ended, or is cut off                 0.3 s later: late words are in, a
 a process ended quietly, in set-up             1.5 s later, if somebody waits for it
 a rank's own code raised                       when its process has ended, so that its traceback comes first
 all ranks refuse (a job that does not fit)     never: they say so themselves, in the same words
-some refuse                                    4 s later; 8 s while others have not connected, who may find the same
+some refuse                                    4 s later; 8 s while others have not connected, who may find the same;
+                                               0.3 s after another one's wait for them has failed
 a rank's wait for others failed                as soon as the cause is known, 2 s later in any case
 nobody moves for longer than the limit         0.3 s later, asked anew, if still nobody has moved
 a rank of another machine does not answer      the last two wait for whether it is cut off, 15 s at most
@@ -105,26 +106,26 @@ class Judge:
 
     def _patience(self, member: Member) -> float:
         """Return how long others have to find the error of a rank too; before it has connected, until they have."""
-        if member.error is None or member.error[0] != "refusal":
+        if not _refuses(member):
             return OWN_ERROR_S
         are_here = all(one.has_come or one.error is not None for one in self._members)
         return REFUSAL_S if member.has_come or are_here else LATE_REFUSAL_S
 
     def _due_of_end(self, member: Member) -> float:
-        if member.error is not None and member.error[0] == "refusal":
+        if _refuses(member):
             return member.fate_s + self._patience(member)
         return member.fate_s + (QUIET_S if is_quiet(member) else SETTLE_S)
 
     def _complaint(self, now_s: float) -> float | None:
         if not any(member.error is not None and member.error[0] == "stall" for member in self._members):
             return None
-        is_explained = any(not member.lives for member in self._members)
+        is_explained = any(not member.lives or _refuses(member) for member in self._members)
         return self._first_s.setdefault("complaint", now_s) + (SETTLE_S if is_explained else COMPLAINT_S)
 
     def _all_refuse(self) -> bool:
         """Whether all ranks that have not ended as they should say, by themselves, why they cannot go on."""
-        errors = [member.error for member in self._members if not member.has_ended]
-        return bool(errors) and all(error is not None and error[0] == "refusal" for error in errors)
+        at_work = [member for member in self._members if not member.has_ended]
+        return bool(at_work) and all(map(_refuses, at_work))
 
     def _was_asked_to_end(self) -> bool:
         """Whether somebody ended all ranks from outside."""
@@ -136,6 +137,10 @@ class Judge:
 def is_silent(member: Member, now_s: float) -> bool:
     """Whether a rank of another machine does not answer although that does: it would have been found cut off by now."""
     return _may_be_silent(member) and member.heard_s <= now_s - CUT_OFF_S
+
+
+def _refuses(member: Member) -> bool:
+    return member.error is not None and member.error[0] == "refusal"
 
 
 def _may_be_silent(member: Member) -> bool:

@@ -46,8 +46,14 @@ class Listener(Protocol):
     def tell_error(self, error: BaseException) -> None:
         """Pass on why this rank ends."""
 
-    def ask(self, said: str) -> Answer | None:
-        """Pass on that a wait for other ranks failed, as `said`; return the verdict, None where there is none."""
+    def ask(self, words: str) -> Answer | None:
+        """Pass on that a wait for other ranks failed, in `words`; return the verdict, None where there is none."""
+
+    def has_said(self, error: BaseException) -> bool | None:
+        """Return whether the hub has told the user of an error that was passed on; waits for its verdict.
+
+        False: it has not, as all ranks have this error; None: there is no telling.
+        """
 
     def close(self, *, clean: bool) -> None:
         """Hang up; `clean` says that this rank has done all it should."""
@@ -163,6 +169,13 @@ class Publisher:
         """Say why this rank ends."""
         if self._listener is not None:
             self._listener.tell_error(error)
+
+    def has_said(self, error: BaseException) -> bool | None:
+        """Return whether who hears this rank has told the user of its error, so that it need not.
+
+        False: no, as all ranks have this error; None: there is no telling. Takes a few seconds at most.
+        """
+        return None if self._listener is None else self._listener.has_said(error)
 
     def explain(self, said: str) -> Answer | None:
         """Say that a wait for other ranks failed, and return whose fault it was; None: nobody says.

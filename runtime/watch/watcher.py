@@ -23,7 +23,7 @@ from weakref import ref
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken, write_error
-from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own
+from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, said
 
 from . import clock
 from .cell import Cell
@@ -63,9 +63,9 @@ class Watcher:
         self._sending = threading.Lock()
         self._answer: Answer | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
-        self._asks = self._has_failed = False
+        self._asks = self._has_failed = self._refuses = self._is_of_all = False
         try:
-            self._is_seen = self._shake_hands(key, about)
+            self._is_seen, self._hub_speaks = self._shake_hands(key, about)
         except BaseException:
             self._socket.close()
             raise
@@ -94,16 +94,25 @@ class Watcher:
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)
             kind = "refusal" if is_refusal else "own"
             self._say(error=headline(error), kind=kind, code=_exit_code_alone(error))
-            self._has_failed = True
+            self._has_failed, self._refuses = True, is_refusal
         elif isinstance(error, Exception) and not (self._asks or self._has_failed):
             self._say(error=headline(error), kind="stall")
 
-    def ask(self, said: str) -> Answer | None:
+    def ask(self, words: str) -> Answer | None:
         """Pass on that a wait for others failed, and return the verdict, if one comes within `ASK_S`."""
         self._asks = True
-        self._say(error=printable(said), kind="stall")
+        self._say(error=printable(words), kind="stall")
         self._answered.wait(ASK_S)
         return self._answer
+
+    def has_said(self, error: BaseException) -> bool | None:
+        """Return whether the hub has said all of a refusal of this rank to the user, as it does unless all refuse."""
+        if not (self._refuses and self._hub_speaks):
+            return None
+        self._answered.wait(ASK_S)
+        told = self._answer.message if self._answer is not None and self._answer.was_told else ""
+        is_one_line = "\n" not in said(error) and not getattr(error, "__notes__", None)
+        return True if is_one_line and headline(error) in told else False if self._is_of_all else None
 
     def close(self, *, clean: bool) -> None:
         """Hang up, and end the thread."""
@@ -121,8 +130,8 @@ class Watcher:
             self._thread.join(GRACE_S)
         self._socket.close()
 
-    def _shake_hands(self, key: str, about: dict[str, Any]) -> bool:
-        """Show the key, see that of the hub, and return whether it reads the cell itself."""
+    def _shake_hands(self, key: str, about: dict[str, Any]) -> tuple[bool, bool]:
+        """Show the key, see that of the hub, and return whether it reads the cell itself, and says its verdict."""
         asked, process = challenge(), this_process()
         given = answer(key, str(self._next()["ask"]), "rank")
         self._say(
@@ -139,7 +148,8 @@ class Watcher:
         )
         if not is_answer(self._next().get("answer"), key, asked, "hub"):
             raise FrameError("the hub does not know the key")
-        return bool(self._next().get("seen"))
+        welcome = self._next()
+        return bool(welcome.get("seen")), bool(welcome.get("speaks"))
 
     def _next(self) -> dict[str, Any]:
         """Return the next message, as long as hands are shaken."""
@@ -196,6 +206,9 @@ class Watcher:
     def _hear(self, message: dict[str, Any]) -> None:
         if "ask" in message:
             self._say_place()
+        if "over" in message:
+            self._is_of_all = bool(message["alike"])
+            self._answered.set()
         if "verdict" in message:
             self._end(str(message["verdict"]), was_told=bool(message["spoken"]), at_once=bool(message["at_once"]))
 

@@ -1,7 +1,7 @@
 """What is trained on several ranks besides the matrix of schedules: each axis, ZeRO, rings and trees, types, compiling.
 
 Run("zero 3", Case("zb-h1", "dp=2", 2, zero=3))         ─▶ on every rank: engine, losses, weights
-Run("ring over dp", …, communication="ring")            ─▶ the same in one process, to be equal within `tolerance`
+Run("ring", Case(…, communication="ring"))              ─▶ the same in one process, to be equal within `tolerance`
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ MORE = [
 class Run:
     """One training on several ranks: a case of the matrix, and what the engine is told besides.
 
-    `communication` is that of the plan; `moves` change the order of its instructions (rank, from, to).
+    `moves` change the order of the plan's instructions (rank, from, to).
     """
 
     name: str
     case: Case
     dtype: torch.dtype = torch.float64
-    communication: str = "native"
     compiled: bool = False
     traced: bool = False
     moves: tuple[tuple[int, int, int], ...] = ()
@@ -54,17 +53,7 @@ class Run:
 
     @property
     def plan(self) -> qs.Plan:
-        case = self.case
-        if self.communication != "native":
-            return qs.compile(
-                case.schedule,
-                mesh=case.mesh,
-                microbatches=case.microbatches,
-                chunks=case.chunks,
-                zero=case.zero,
-                communication=self.communication,
-            )
-        return moved(case.plan, *self.moves)
+        return moved(self.case.plan, *self.moves)
 
     def task(self, steps: int) -> Task:
         samples = 2 * self.case.in_step
@@ -113,9 +102,9 @@ FEATURES = [
     Run("zero 3", Case("1f1b", "dp=2", 2, zero=3)),
     Run("tp", Case("1f1b", "tp=2", 2)),
     Run("cp", Case("zb-h1", "cp=2", 2, model="gpt")),
-    Run("ring over dp", Case("1f1b", "dp=2", 2), communication="ring"),
-    Run("tree over dp", Case("zb-h1", "dp=2", 2), communication="tree"),
-    Run("ring and zero 2", Case("1f1b", "dp=2", 2, zero=2), communication="ring"),
+    Run("ring over dp", Case("1f1b", "dp=2", 2, communication="ring")),
+    Run("tree over dp", Case("zb-h1", "dp=2", 2, communication="tree")),
+    Run("ring and zero 2", Case("1f1b", "dp=2", 2, zero=2, communication="ring")),
     Run("float32", Case("zbv", "pp=2", 4), torch.float32),
     Run("float32, tp", Case("1f1b", "tp=2", 2), torch.float32),
     Run("compiled", Case("1f1b", "pp=2", 4, model="gpt"), torch.float32, compiled=True),
@@ -124,8 +113,8 @@ FEATURES = [
     Run("zero 3 in a pipeline", Case("interleaved-1f1b", "dp=2,pp=2", 2, chunks=2, zero=3, model="tied")),
     Run("tp in a pipeline", Case("zb-h1", "pp=2,tp=2", 3)),
     Run("cp in a pipeline", Case("zb-h1", "pp=2,cp=2", 3, model="tied")),
-    Run("ring of four", Case("1f1b", "dp=4", 2), communication="ring"),
-    Run("tree of four", Case("1f1b", "dp=4", 2), communication="tree"),
+    Run("ring of four", Case("1f1b", "dp=4", 2, communication="ring")),
+    Run("tree of four", Case("1f1b", "dp=4", 2, communication="tree")),
     Run("float32 on four", Case("dualpipe", "dp=2,pp=2", 4, buckets=2), torch.float32),
 ]
 EXPERTS = [

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.launch.test_processes import DATA
+
 from .machine import Machine
 
 pytestmark = [pytest.mark.processes]
@@ -21,19 +23,6 @@ data: {name: "DATA:load"}
 train: {epochs: 2, batch_size: 16, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}, clip: 1.0}
 runtime: {timeout_s: 120, precision: float64}
 log: {every: 1}
-"""
-
-DATA = """
-import numpy as np
-from quintsched.runtime.data import Dataset, Split
-
-def load():
-    random = np.random.default_rng(0)
-    def split(n):
-        targets = random.integers(0, 4, n)
-        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
-        return Split(inputs=inputs, targets=targets)
-    return Dataset(name="steps", train=split(75), validation=split(20), num_classes=4)
 """
 
 

@@ -1,4 +1,4 @@
-"""What four ranks of a transport do to find out whether groups and channels keep their promises, and their streams."""
+"""What four ranks of a transport do to find out whether channels keep their promises, and their streams."""
 
 from __future__ import annotations
 
@@ -6,39 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from quintsched.runtime.comm import Group, ReduceOp, Transport
+from quintsched.runtime.comm import Transport
+from tests.runtime.comm.group_checks import WORLD
 
-WORLD = 4
-CHANNELS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
 # In clock cycles of a device at 1.5 to 2 GHz.
 ONE_SECOND = 2_000_000_000
-
-
-def check_collectives(t: Transport, group: Group) -> None:
-    x = torch.full((group.size, 3), float(t.rank), device=t.device)
-    most, total, source = x.clone(), x.clone(), x.clone()
-    gathered, scattered = x.new_empty(group.size * group.size, 3), x.new_empty(1, 3)
-    swapped, parts = torch.empty_like(x), x * 10 + torch.arange(group.size, device=x.device)[:, None].to(x.dtype)
-    sent, received = [*range(group.size)], [group.index] * group.size  # member k gets k rows of each
-    uneven = x.new_empty(sum(received), 3)
-    works = [
-        group.all_reduce(most, ReduceOp.MAX),
-        group.all_reduce(total),
-        group.all_gather(gathered, x),
-        group.reduce_scatter(scattered, x),
-        group.all_to_all(swapped, parts),
-        group.broadcast(source, group.size - 1),
-        group.all_to_all(uneven, x.new_full((sum(sent), 3), t.rank), received, sent),
-    ]
-    for work in works:
-        work.wait()
-    assert most.eq(max(group.ranks)).all()
-    assert total.eq(sum(group.ranks)).all()
-    assert scattered.eq(sum(group.ranks)).all()
-    assert swapped[:, 0].tolist() == [10 * rank + group.index for rank in group.ranks]
-    assert uneven[:, 0].tolist() == [rank for rank in group.ranks for _ in range(group.index)]
-    assert source.eq(group.ranks[-1]).all()
-    assert gathered[:: group.size, 0].tolist() == list(group.ranks)
 
 
 def check_both_directions_at_once(t: Transport) -> None:

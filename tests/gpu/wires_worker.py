@@ -23,19 +23,20 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connect
 from quintsched.runtime.comm.device import QUEUES, is_accelerator, synchronize
 from quintsched.runtime.train.losses import cross_entropy_sum
+from tests.runtime.comm.group_checks import CHAIN, check_collectives, make_groups
 from tests.runtime.comm.test_message_collectives_processes import check_spelled
 from tests.runtime.toys import ids_task, share, tiny_gpt
 
 from .machine import Backend
-from .wire_checks import CHANNELS, CHECKS, STREAM_CHECKS, check_collectives
+from .wire_checks import CHECKS, STREAM_CHECKS
 
 TIMEOUT_S, STEPS, SAMPLES, LENGTH = 120, 5, 8, 16
 
 
 def try_transport(transport: Transport, folder: Path) -> None:
     """Collectives over groups of several shapes, and messages over directed channels."""
-    groups = [transport.make_group(p) for p in ([(0, 1, 2), (3,)], [(0,), (1,), (2, 3)], [(0, 1, 2, 3)])]
-    transport.open_channels(CHANNELS)
+    groups = make_groups(transport)
+    transport.open_channels(CHAIN)
     for group in groups:
         check_collectives(transport, group)
     for check in [*CHECKS, *(STREAM_CHECKS if is_accelerator(transport.device) else [])]:

@@ -115,6 +115,7 @@ class Case:
     zero: int = 0
     offload: float | None = None
     overlap: bool = False
+    communication: str = "native"
     model: Model = "vit"
     through: Callable[[qs.Plan], qs.Plan] | None = None
     file: str = ""
@@ -130,6 +131,7 @@ class Case:
             "zero": self.zero or None,
             "offload": self.offload,
             "overlap": self.overlap or None,
+            "communication": self.communication if self.communication != "native" else None,
             "through": self.through and self.through.__name__.removeprefix("through_"),
         }
         words = [f"{name}={value}".replace(" ", "") for name, value in more.items() if value is not None]
@@ -150,6 +152,7 @@ class Case:
             zero=self.zero,
             offload=self.offload,
             overlap=self.overlap,
+            communication=self.communication,
             tied=self._tied_stages(),
         )
         return self.through(compiled) if self.through else compiled

@@ -13,56 +13,21 @@ import torch.distributed as dist
 from torch import nn
 
 from quintsched.errors import MisfitError, StallError, UsageError
-from quintsched.runtime.comm import Group, ReduceOp, SelfGroup, Transport, as_group, connect
+from quintsched.runtime.comm import Group, SelfGroup, Transport, as_group, connect
 from quintsched.runtime.comm.torch_backends import require_same_backend
 from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel
 
 from ..ranks import free_port, run_ranks
-
-WORLD = 4
-CHAIN = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+from .group_checks import CHAIN, WORLD, check_collectives, make_groups
 
 
 def check_groups(t: Transport) -> None:
-    """Ranks 0 to 3 make different numbers of groups, which must not confuse them."""
-    trio = t.make_group([(0, 1, 2), (3,)])
-    pair = t.make_group([(0,), (1,), (2, 3)])
-    world = t.make_group([(0, 1, 2, 3)])
+    trio, pair, world = make_groups(t)
     assert trio.ranks == ((0, 1, 2) if t.rank < 3 else (3,))
     assert isinstance(pair, SelfGroup) == (t.rank < 2)
     for group in (trio, pair, world):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             check_collectives(t, group, dtype)
-
-
-def check_collectives(t: Transport, group: Group, dtype: torch.dtype) -> None:
-    x = torch.full((group.size, 3), t.rank, dtype=dtype)
-    most, least, total, source = x.clone(), x.clone(), x.clone(), x.clone()
-    gathered, scattered = x.new_empty(group.size * group.size, 3), x.new_empty(1, 3)
-    swapped, parts = torch.empty_like(x), x * 10 + torch.arange(group.size, device=x.device)[:, None].to(x.dtype)
-    sent, received = [*range(group.size)], [group.index] * group.size  # member k gets k rows of each
-    uneven = x.new_empty(sum(received), 3)
-    works = [
-        group.all_reduce(most, ReduceOp.MAX),
-        group.all_reduce(least, ReduceOp.MIN),
-        group.all_reduce(total),
-        group.all_gather(gathered, x),
-        group.reduce_scatter(scattered, x),
-        group.all_to_all(swapped, parts),
-        group.broadcast(source, group.size - 1),
-        group.all_to_all(uneven, x.new_full((sum(sent), 3), t.rank), received, sent),
-    ]
-    for work in works:
-        work.wait()
-        work.wait()
-    assert most.eq(max(group.ranks)).all()
-    assert least.eq(min(group.ranks)).all()
-    assert total.eq(sum(group.ranks)).all()
-    assert scattered.eq(sum(group.ranks)).all()
-    assert swapped[:, 0].tolist() == [10 * rank + group.index for rank in group.ranks]
-    assert uneven[:, 0].tolist() == [rank for rank in group.ranks for _ in range(group.index)]
-    assert source.eq(group.ranks[-1]).all()
-    assert gathered[:: group.size, 0].tolist() == list(group.ranks)
 
 
 def check_messages(t: Transport) -> None:

@@ -9,6 +9,7 @@ import pytest
 from quintsched.errors import UsageError
 from quintsched.runtime.launch import exit_together
 from quintsched.runtime.launch.exit_together import leave_together
+from quintsched.runtime.watch.hub import Hub
 
 ERROR = UsageError("model.py:3: the import failed: ValueError")
 
@@ -53,3 +54,20 @@ def test_what_all_ranks_find_is_said_once_and_of_nobody(said: list[str]) -> None
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_finds_is_said_of_that_rank(said: list[str], rank: int) -> None:
     assert (leave_together(ERROR, rank), said) == (2, [f"rank {rank}: {ERROR}"])
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_what_the_launcher_says_no_rank_says_as_well(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, ranks: list[int]
+) -> None:
+    monkeypatch.setattr("quintsched.runtime.watch.judge.LATE_REFUSAL_S", 0.3)
+    monkeypatch.setattr(exit_together, "HEARD_WAITS_S", 1.0)
+    hub = Hub(2, tell=lambda verdict: said.append(verdict.message))
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    hub.start()
+    with ThreadPoolExecutor(2) as threads:
+        assert set(threads.map(leave_together, [ERROR] * len(ranks), ranks)) == {2}
+    hub.close()
+    (words,) = said
+    assert words == str(ERROR) if len(ranks) == 2 else words.startswith(f"rank {ranks[0]} (host ")

@@ -196,5 +196,18 @@ def test_settings_that_are_wrong_are_said_once(job_file: Path, setting: str, cod
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("section", ["data", "model"])
+def test_what_one_rank_refuses_is_said_once(job_file: Path, tmp_path: Path, section: str) -> None:
+    """Data are loaded together, and no rank goes on without: of what all refuse it is not said that it is rank 0's."""
+    odd = tmp_path / "odd.py"
+    built = "from torch import nn\ndef build(data):\n    return [lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4))]"
+    odd.write_text(f"import os\nassert os.environ['RANK'] != '1', 'not on this one'\n{DATA}\n{built}")
+    name = f"{section}={{name: '{odd}:{'load' if section == 'data' else 'build'}'}}"
+    code, _, err = launch("--config", job_file, "--set", "parallel.mesh=dp=2", "--set", name)
+    assert (code, err.count("not on this one")) == (2, 1)
+    whose = r"rank 1 \(host [^)]+\) raised " if section == "model" else ""
+    assert re.match(f"error: {whose}{odd}:2: the import failed: AssertionError: not on this one", err)
+
+
 def running_commands() -> str:
     return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -43,6 +43,19 @@ sys.stdin.read()
 """
 
 
+REFUSING = """
+import sys
+from quintsched.errors import UsageError
+from quintsched.runtime.watch.start import WatchOptions, find_watch
+
+publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
+print("here", flush=True)
+error = UsageError(sys.stdin.readline().strip())
+publisher.fail(error)
+print(publisher.has_said(error), flush=True)
+"""
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     made = Hub(2, report=tmp_path / "stall.json")
@@ -89,6 +102,34 @@ def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
     assert culprit.fate is not None
     assert (culprit.fate.kind, culprit.fate.code) == ("signal", signal.SIGKILL)
     assert ranks[0].wait(10) == 4  # its main thread sleeps: the watcher ends it
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("refusing", "words", "said"), [((0, 1), "no", False), ((1,), "no", True), ((1,), "no " * 200, None)]
+)
+def test_a_rank_hears_whether_its_refusal_was_said(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, refusing: tuple[int, ...], words: str, said: bool | None
+) -> None:
+    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
+    with ExitStack() as held:
+        ranks = []
+        for rank in range(2):
+            command, pipe = [sys.executable, "-c", REFUSING, str(rank)], subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment)
+            held.callback(process.communicate)
+            held.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            ranks.append(process)
+        for rank in refusing:
+            ranks[rank].stdin.write(f"{words}\n")  # type: ignore[union-attr]
+            ranks[rank].stdin.flush()  # type: ignore[union-attr]
+        found = hub.wait(5)
+        assert (found is None) is (refusing == (0, 1))
+        assert found is None or (found.culprits == (1,) and "raised no" in found.message)
+        for rank in refusing:
+            assert ranks[rank].stdout.readline() == f"{said}\n"  # type: ignore[union-attr]
 
 
 @pytest.mark.processes

@@ -77,6 +77,13 @@ def test_a_rank_that_refuses_alone_is_judged() -> None:
     assert run.after(5) is Ruling.JUDGE
 
 
+def test_a_refusal_that_others_lost_their_peer_by_is_judged_at_once() -> None:
+    run = Run()
+    run.members[2].error = "refusal", "the batch does not divide"
+    run.members[0].error = "stall", "connection closed by peer"
+    assert run.after(0.4) is Ruling.JUDGE
+
+
 def test_a_rank_that_refuses_before_others_have_connected_is_judged_when_they_have() -> None:
     run = Run()
     for member in run.members:
