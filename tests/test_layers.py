@@ -244,6 +244,34 @@ def test_the_time_is_read_by_the_clocks_alone():
         assert not read or path in clocks, f"{path.relative_to(ROOT)} imports {read}"
 
 
+UNIX = {
+    "os": {"register_at_fork", "fork", "posix_spawn", "memfd_create", "MFD_CLOEXEC", "getuid", "killpg", "setsid"}
+    | {"O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_DIRECTORY", "WNOHANG", "pread", "pwrite", "sched_getaffinity"},
+    "signal": {"SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGSTOP", "SIGCONT", "SIGPIPE", "SIGALRM"},
+    "socket": {"AF_UNIX", "SO_REUSEPORT"},
+}
+"""What other systems lack of modules that they have."""
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what an import runs: a module without the bodies of its functions."""
+    yield node
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in [node.args, *getattr(node, "decorator_list", ())] if is_function else ast.iter_child_nodes(node):
+        yield from at_import(child)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_importing_needs_no_unix(layer):
+    for path in sources(layer):
+        found = {module for module, lazily in imports(path, layer) if not lazily}
+        assert not found & {"fcntl", "resource", "pwd", "grp", "termios", "pty", "posix", "syslog"}, path
+        for node in at_import(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                where = f"{path.relative_to(ROOT)}, line {node.lineno}: {node.value.id}.{node.attr}"
+                assert node.attr not in UNIX.get(node.value.id, ()), where
+
+
 @pytest.mark.parametrize("layer", ["quintsched.runtime", "quintsched.viz"])
 def test_siblings_are_imported_relatively(layer):
     for path in sources(layer):

@@ -1,6 +1,6 @@
 """Whole folders that take each other's names, and go.
 
-exchange      out ⇄ out.replaced     in one step, where the system can: there is no moment without either
+take_place    out.saving ─▶ out ─▶ out.replaced     in one step, where the system can: there is no moment without out
 remove_all    everything below a path; what cannot be removed stays, and is the caller's to tell
 """
 
@@ -31,6 +31,21 @@ def exchange(one: Path, other: Path) -> bool:
     if code in _UNABLE:
         return False
     raise OSError(code, os.strerror(code), str(one))
+
+
+def take_place(fresh: Path, path: Path, old: Path) -> None:
+    """Let a folder be called `path`; what was there is called `old` then, as nothing may be before. Raises `OSError`.
+
+    A kill in between leaves at both names something whole; where the system cannot exchange, it may be at `old` alone.
+    """
+    if not os.path.lexists(path):
+        fresh.rename(path)
+        return
+    fresh.rename(old)
+    if not exchange(old, path):
+        old.rename(fresh)
+        path.rename(old)
+        fresh.rename(path)
 
 
 def remove_all(path: Path) -> OSError | None:

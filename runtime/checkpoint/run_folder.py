@@ -6,7 +6,7 @@
 
     DIR/.saving-<launch>-<n>/          a save under way, or one that was killed ─▶ renamed when all of it is on the disk
     DIR/.removing-<launch>-<n>/        a checkpoint that goes: renamed first, so that no half of one is ever seen
-    DIR/step-00000120.replaced/        the same step of before, while a new one takes its place; whole until it goes
+    DIR/step-00000120.replaced/        the same step once more, while a new one takes its place; both are whole
     DIR/run-<id>/                      where `--fresh` moves the steps of an earlier run
     DIR/set-aside-<launch>/            later steps than that which a run went on from, as it saves its first step
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import sync_directory
-from quintsched.files.folders import remove_all
+from quintsched.files.folders import remove_all, take_place
 from quintsched.files.plain import reading
 
 from .manifest import MANIFEST
@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.repl
 
 @dataclass(frozen=True, order=True)
 class SavedStep:
-    """A checkpoint as it lies in the folder; not `is_newer`: another one of the same step was to take its place."""
+    """A checkpoint as it lies in the folder; not `is_newer`: beside another one of its step, which counts for more."""
 
     step: int
     is_newer: bool
@@ -86,11 +86,9 @@ class RunFolder:
         """Let a save that is on the disk be the checkpoint of `step`; then drop what is not among the latest `keep`."""
         final = self.step_folder(step)
         replaced = final.with_name(f"{final.name}.replaced")
-        if os.path.lexists(final):
-            if os.path.lexists(replaced):
-                self._drop(replaced)
-            final.rename(replaced)
-        attempt.rename(final)
+        if os.path.lexists(final) and os.path.lexists(replaced):
+            self._drop(replaced)
+        take_place(attempt, final, replaced)
         sync_directory(self.directory)
         self._set_later_aside(step)
         try:

@@ -9,10 +9,10 @@ nobody out; the file stays, and what is in it serves messages only, and to see t
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from time import sleep
 
@@ -26,7 +26,8 @@ LOCK = "run.lock"
 MOST_BYTES = 4096
 _POLL_S = 0.05
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What file systems say that have no locks: there, nobody is locked out."""
+"""What file systems say that have no locks: there, nobody is locked out; nor on Windows, which has none like these."""
+_FLAGS = os.O_RDWR | os.O_CREAT | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 
 
 class RunLock:
@@ -34,12 +35,16 @@ class RunLock:
 
     def __init__(self, opened: int) -> None:
         self._opened: int | None = opened
-        os.register_at_fork(after_in_child=self._forget)
+        if sys.platform != "win32":
+            os.register_at_fork(after_in_child=self._forget)
 
     def release(self) -> None:
         """Let go of the lock."""
         if self._opened is not None:
-            fcntl.flock(self._opened, fcntl.LOCK_UN)
+            if sys.platform != "win32":
+                import fcntl
+
+                fcntl.flock(self._opened, fcntl.LOCK_UN)
             self._forget()
 
     def _forget(self) -> None:
@@ -59,7 +64,7 @@ def lock_folder(directory: Path, launch: str, patience_s: float, instead: str = 
     Raises `UsageError` where another run has it, `OSError` where there can be no lock.
     """
     path = directory / LOCK
-    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    opened = os.open(path, _FLAGS, 0o666)
     try:
         deadline = now_s() + patience_s
         while not _try_lock(opened):
@@ -67,7 +72,7 @@ def lock_folder(directory: Path, launch: str, patience_s: float, instead: str = 
                 raise UsageError(f"{directory}: another run saves its checkpoints there{_holder(path)}; {instead}")
             sleep(_POLL_S)
         os.ftruncate(opened, 0)
-        os.pwrite(opened, json.dumps({"launch": launch, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        os.write(opened, json.dumps({"launch": launch, "host": socket.gethostname(), "pid": os.getpid()}).encode())
     except BaseException:
         os.close(opened)
         raise
@@ -85,6 +90,10 @@ def sees_lock(directory: Path, launch: str, patience_s: float) -> bool:
 
 
 def _try_lock(opened: int) -> bool:
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

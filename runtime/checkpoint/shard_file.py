@@ -36,6 +36,7 @@ MOST_HEADER = 10**8
 
 MOST_NAME, MOST_AXES = 4096, 64
 
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 METADATA = "__metadata__"
 _KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -184,7 +185,7 @@ def read_shard(path: Path, file: RankFile) -> tuple[dict[str, Tensor], Mapping[s
 def write_shard(path: Path, layout: Layout, memory: Tensor) -> RankFile:
     """Write a new file, and return what the manifest says of it, when it is on the disk. Raises `OSError`."""
     digest = hashlib.sha256()
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    opened = os.open(path, _FLAGS, 0o666)
     try:
         for block in (memoryview(layout.header()), *blocks_of(memory)):
             digest.update(block)

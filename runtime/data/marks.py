@@ -65,7 +65,12 @@ def _places(count: int, device: torch.device) -> Tensor:
     """Return which numbers of so many are looked at: all, or scattered ones."""
     if count <= _SAMPLED:
         return torch.arange(count, device=device)
-    return torch.tensor([number * 0x9E3779B1 % count for number in range(_SAMPLED)], device=device)
+    return torch.from_numpy(scattered(count, _SAMPLED)).to(device)
+
+
+def scattered(count: int, most: int) -> np.ndarray:
+    """Return `most` places from all over `count` numbers, so that no pattern of rows is met: int64, (most,)."""
+    return np.arange(most, dtype=np.int64) * 0x9E3779B1 % count
 
 
 def _digest(numbers: Any) -> list[int]:

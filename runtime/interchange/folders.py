@@ -21,7 +21,7 @@ from pathlib import Path
 
 from quintsched.errors import UsageError
 from quintsched.files.atomic import sync_directory, writing
-from quintsched.files.folders import exchange, remove_all
+from quintsched.files.folders import remove_all, take_place
 
 from ..comm.control import ControlGroup
 
@@ -65,15 +65,8 @@ def replace_folder(
     def finish() -> None:
         with writing(path, what):
             sync_directory(fresh)
-            if not path.exists():
-                fresh.rename(path)
-            else:
-                fresh.rename(old)
-                if not exchange(old, path):
-                    old.rename(fresh)
-                    path.rename(old)
-                    fresh.rename(path)
-                _move_over(old, path, replaced)
+            take_place(fresh, path, old)
+            _move_over(old, path, replaced)
             sync_directory(path.parent)
 
     def drop() -> None:

@@ -224,6 +224,7 @@ class PlanRunner:
         self._latest, self._is_broken = interpreter, True
         current, trains = state.current, state.flows.trains
         current.number, current.units, current.last = self.steps.total, step.units, last
+        self._model.follow(alike=step.units.alike)
         self._transport.stamp.begin(self.steps.total + 1)
         current.samples_before = self._samples_before if trains else 0
         current.outputs = {} if wants_outputs else None

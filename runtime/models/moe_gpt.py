@@ -36,6 +36,8 @@ class MoEGPTOptions(GPTOptions):
     """Whether the weights of a token's experts add up to 1; not with one expert, which would then have no gradient."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """How many times an even load of a rank's assignments an expert takes; the rest is dropped; none: no limit."""
+    pad_to_capacity: bool = False
+    """Whether every expert is given as many rows as it takes, by repeats, so that the host never waits for routing."""
     shared_experts: int = Field(default=0, ge=0)
     """Experts that every token passes."""
     every: int = Field(default=1, ge=1)
@@ -51,6 +53,11 @@ class MoEGPTOptions(GPTOptions):
             raise UsageError(f"moe-gpt: a token cannot use top_k={self.top_k} of experts={self.experts}")
         if self.renormalise and self.top_k == 1:
             raise UsageError("moe-gpt: with top_k=1 and renormalise every weight is 1, and the router learns nothing")
+        if self.pad_to_capacity and self.capacity_factor is None:
+            raise UsageError(
+                "moe-gpt: pad_to_capacity wants a capacity_factor, which says how many rows an expert is given; with "
+                f"capacity_factor={self.experts / self.top_k:g}, experts / top_k, nothing is dropped"
+            )
         if self.every > self.depth:
             raise UsageError(f"moe-gpt: no block has experts, for every={self.every} is more than depth={self.depth}")
         return self
@@ -86,6 +93,7 @@ def _block(options: MoEGPTOptions, length: int) -> Block:
         top_k=options.top_k,
         renormalise=options.renormalise,
         capacity_factor=options.capacity_factor,
+        pad_to_capacity=options.pad_to_capacity,
         balance=options.balance,
         z=options.z,
         shared=feed_forward(options, width, bias=False) if width else None,

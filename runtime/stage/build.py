@@ -169,7 +169,7 @@ def build_stages(
         take_over_synced(module)
         builder = None if isinstance(blocks[number], nn.Module) else blocks[number]
         choice = prover.choose(number, module, builder)
-        apply_expert_parallel(module, groups.experts, groups.context)
+        apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # as every step says anew
         cut = tensor.apply(number, module, choice)
         prover.note(number, cut)
         return cut

@@ -33,7 +33,7 @@ from ..job.choices import BufferChoice, ContextMethod, Proofs
 from ..parallel.context.context import ContextParallel
 from ..parallel.dropout import Masks
 from ..parallel.expert.load import ExpertLoad
-from ..parallel.expert.moe import leave_uncompiled
+from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures
 from ..parallel.expert.report import expert_report
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.proof.prover import Prover
@@ -267,6 +267,21 @@ class RankModel:
         """Whether units without samples are computed too, since ranks of several replicas meet within a forward."""
         meet = self._groups.experts.size > 1 or self.synced is not None
         return meet or any(is_sharded(stage) for stage in self.stages.values())
+
+    @cached_property
+    def pads_over_experts(self) -> bool:
+        """Whether mixtures of experts pad, of which all ranks of ep have to know whether they have as many tokens."""
+        pads = (layer.pad_to_capacity for block in self.outlines for layer in mixtures(on_meta(block)).values())
+        return self._groups.experts.size > 1 and any(pads)
+
+    @cached_property
+    def _mixtures(self) -> list[MoE]:
+        return [layer for stage in self.stages.values() for layer in mixtures(stage).values()]
+
+    def follow(self, *, alike: bool) -> None:
+        """Tell mixtures of experts whether all ranks of ep have units of the same shapes in this step."""
+        for layer in self._mixtures:
+            layer.tokens_alike = alike
 
     @cached_property
     def num_replicas(self) -> int:

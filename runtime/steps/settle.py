@@ -5,18 +5,21 @@
 
 Where dropouts draw and several replicas divide the batch, a replica has to know how many samples those before it have,
 since masks belong to samples by their number in the whole batch: one small reduction tells. Replicas whose models draw
-nothing need not know of each other, and may have other lengths and numbers of samples without a word.
+nothing need not know of each other, and may have other lengths and numbers of samples without a word; but for mixtures
+of experts that pad, of which all ranks of ep have to know whether they have the same.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from quintsched.errors import MisfitError, UsageError
+from quintsched.ir.instructions import Overlap
 from quintsched.plan import Plan
 
 from ..blocks.blocks import TARGETS, Parcel, on_meta, takes_targets
@@ -28,10 +31,14 @@ from ..stage.cargo import Cargo, require_planned_skips
 from ..stage.in_place import require_own_memory
 from ..stage.rank_model import RankModel
 from .header import Announcer
+from .same_shapes import SameShapes
 from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 
 FindShapes = Callable[[UnitSpec, Batch, int], list[Parcel]]
 """Finds what every block leaves for the next, of one unit of a batch, given by its number."""
+
+Extras = tuple[tuple[tuple[str, TreeSpec], ...], ...]
+"""Of a unit of each size: what its extras are, by name."""
 
 
 class StepSettler:
@@ -48,6 +55,7 @@ class StepSettler:
         self._has_inputs, self._has_targets = model.pp_rank == first, model.pp_rank == last
         self._inputs = Announcer(groups.pipeline, first, width=2)
         self._targets = Announcer(groups.pipeline, last, width=0) if any(map(takes_targets, model.outlines)) else None
+        self._same_shapes = SameShapes(groups.experts if model.pads_over_experts else None)
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
         self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
         self._latest: UnitShape | None = None
@@ -58,35 +66,70 @@ class StepSettler:
         """Tell the other ranks of the pipeline that this rank's batch cannot be cut, if it is the one that they ask."""
         if self._inputs.refuse(error) and self._targets is not None:
             self._targets.refuse(error)
+        self._same_shapes.agree(lambda: str(error))
 
     def settle(self, plan: Plan, batch: Batch) -> Units:
         """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
 
         Raises `MisfitError` where blocks cannot take them, or ranks have other numbers of samples or microbatches.
         """
-        slices = plan.schedule.slices
-        words = self._describe(batch, slices, batch.input_spec) if self._has_inputs else ""
-        (microbatches, samples), inputs = self._inputs.announce([batch.microbatches, batch.num_samples or 0], words)
-        targets = ""
-        if self._targets is not None:
-            words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
-            _, targets = self._targets.announce([], words)
+        microbatches, samples, inputs, targets = self._announce(batch, plan.schedule.slices)
+        alike = self._agree(plan, batch, (microbatches, samples, inputs, targets))
         first = self._first_sample(plan, batch.microbatches, samples)
-        said = (batch.microbatches, batch.num_samples, microbatches, samples, first, inputs, targets)
+        said = (batch.microbatches, batch.num_samples, microbatches, samples, first, inputs, targets, alike)
         if self._same is not None and self._same[0] is plan and self._same[1] == said and not batch.extras[0]:
             return self._same[2]
         _require_alike(batch, microbatches, samples)
         sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
-        firsts = self._first_of_each_size(sizes, slices).values()
-        extras = tuple(batch.extra_specs(unit) for unit in firsts)
-        key = (plan.mode, sizes, first, inputs, targets, extras)
+        extras = self._extras_of_each_size(batch, sizes, plan.schedule.slices)
+        key = (plan.mode, sizes, first, inputs, targets, extras, alike)
 
         def make() -> Units:
-            return self._make(plan, batch, sizes, first, self._given(plan, inputs, targets, extras))
+            given = self._given(plan, inputs, targets, extras)
+            return replace(self._make(plan, batch, sizes, first, given), alike=alike)
 
         units = self._units.get(key, make)
         self._same = None if batch.extras[0] else (plan, said, units)
         return units
+
+    def _announce(self, batch: Batch, slices: int) -> tuple[int, int, str, str]:
+        """Return what the pipeline is told: microbatches, samples, and inputs and targets in words."""
+        try:
+            words = self._describe(batch, slices, batch.input_spec) if self._has_inputs else ""
+            (microbatches, samples), inputs = self._inputs.announce([batch.microbatches, batch.num_samples or 0], words)
+            targets = ""
+            if self._targets is not None:
+                words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
+                _, targets = self._targets.announce([], words)
+        except (MisfitError, UsageError) as error:
+            refusal = str(error)
+            self._same_shapes.agree(lambda: refusal)
+            raise
+        return microbatches, samples, inputs, targets
+
+    def _agree(self, plan: Plan, batch: Batch, said: tuple[int, int, str, str]) -> bool:
+        """Return whether all ranks of ep have the same units, where mixtures want to know (collective).
+
+        Raises `MisfitError` where they have not, and computations overlap, whose exchanges are settled.
+        """
+
+        def words() -> str:
+            microbatches, samples, *_ = said
+            sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
+            extras = self._extras_of_each_size(batch, sizes, plan.schedule.slices)
+            return json.dumps([plan.mode, *said, [[(name, to_words(spec)) for name, spec in unit] for unit in extras]])
+
+        alike = self._same_shapes.agree(words)
+        if not alike and len(plan.columns.rows_where(Overlap)):
+            raise MisfitError(
+                "ranks of ep are given units of other shapes, so that experts with pad_to_capacity count their rows, "
+                "which they did not when it was settled how computations overlap: give all replicas as many samples of "
+                "the same length, or compile the plan without overlap"
+            )
+        return alike
+
+    def _extras_of_each_size(self, batch: Batch, sizes: Sizes, slices: int) -> Extras:
+        return tuple(batch.extra_specs(unit) for unit in self._first_of_each_size(sizes, slices).values())
 
     def any_shape(self) -> UnitShape:
         """Return the shape of units that were settled before, for a rank that has none in this step.
@@ -97,9 +140,7 @@ class StepSettler:
             raise UsageError("the first step of a replica needs samples, by which the shapes of what travels are found")
         return self._latest
 
-    def _given(
-        self, plan: Plan, inputs: str, targets: str, extras: Sequence[tuple[tuple[str, TreeSpec], ...]]
-    ) -> list[UnitSpec]:
+    def _given(self, plan: Plan, inputs: str, targets: str, extras: Extras) -> list[UnitSpec]:
         """Return what units of each size are given."""
         of_targets = self._read(targets) if targets else [None] * len(extras)
         return [

@@ -55,6 +55,11 @@ class Trial:
         Raises `MisfitError` on all ranks for a block that cannot take what it is given.
         """
         model, results = self._model, list[object]()
+        if model.pads_over_experts:
+            raise MisfitError(
+                "experts with pad_to_capacity over ep want shapes that all ranks know, but those of this model's "
+                "blocks depend on data; take pad_to_capacity=False"
+            )
         carried: tuple[Any, dict[str, Tensor]] = (None, {})
         for stage in model.plan.routes[0].stages:
             holder = model.plan.layout.rank_of(stage)

@@ -79,12 +79,14 @@ class Units:
         samples: by unit: the numbers of its samples in the whole batch, over all replicas.
         empty: the units that are passed over.
         num_samples: how many samples this replica has in all.
+        alike: whether all ranks of ep have units of these shapes, where mixtures want to know.
     """
 
     shapes: Sequence[UnitShape | None]
     samples: Sequence[range]
     empty: frozenset[int]
     num_samples: int
+    alike: bool = True
 
 
 NO_UNITS = Units((), (), frozenset(), 0)

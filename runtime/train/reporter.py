@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import sys
@@ -98,7 +97,14 @@ class Reporter:
 
 
 def _is_locked(file: TextIO) -> bool:
-    """Whether another process has locked a log; else it is locked for this one, until that closes it or ends."""
+    """Whether another process has locked a log; else it is locked for this one, until that closes it or ends.
+
+    On Windows, where there are no such locks, none has.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -32,7 +32,8 @@ SILENT_S, CUT_OFF_S = 1.5, 15.0
 """After how long a silence a rank of another machine may be cut off, and after how long that would have shown."""
 RESTING: tuple[Phase, ...] = ("idle", "ended")
 """The phases in which a rank of a loop of somebody's own may end without a word."""
-ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+ASKED_TO_END = {1, signal.SIGTERM, signal.SIGINT}
+"""SIGHUP, by its number, as Windows has none of this name."""
 
 
 class Ruling(Enum):

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
+from quintsched.runtime.blocks.blocks import Blocks
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context import block_attention
 from quintsched.runtime.parallel.context.block_attention import PLAIN, Kernel, attend, choose, gradients
@@ -19,6 +20,7 @@ from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
 from quintsched.runtime.train.losses import cross_entropy_sum
 from quintsched.trace.measured import Trace
 from tests.runtime.matrix import ONE_RANK, Case
+from tests.runtime.parallel.expert.moe_training import moe_blocks
 from tests.runtime.toys import Outcome, ids_task, tiny_gpt, train_rank, worst_difference
 
 from .machine import Machine
@@ -31,11 +33,16 @@ SPLIT = [("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2), ("interleaved-1f1b", 2
 
 
 def engine_of(
-    machine: Machine, plan: qs.Plan, dtype: torch.dtype, trace_steps: range | None = None, length: int = LENGTH
+    machine: Machine,
+    plan: qs.Plan,
+    dtype: torch.dtype,
+    trace_steps: range | None = None,
+    length: int = LENGTH,
+    blocks: Blocks | None = None,
 ) -> Engine:
     return Engine(
         plan,
-        tiny_gpt(length),
+        tiny_gpt(length) if blocks is None else blocks,
         cross_entropy_sum,
         partial(torch.optim.SGD, lr=0.05, momentum=0.9),
         dtype=dtype,
@@ -179,11 +186,13 @@ def test_a_block_of_a_ring_is_attention(
             assert (one.double() - other).norm() <= tolerance * other.norm(), kernel.name
 
 
-def test_a_step_waits_for_the_device_once(machine: Machine) -> None:
-    """That is for the norm of the gradients, which says whether the step counts."""
+@pytest.mark.parametrize("with_experts", [False, True])
+def test_a_step_waits_for_the_device_once(machine: Machine, with_experts: bool) -> None:
+    """That is for the norm of the gradients, which says whether the step counts; experts that pad add none."""
     machine.require_cuda("a CPU is not waited for")
+    blocks = moe_blocks(16, capacity_factor=1.25, pad_to_capacity=True) if with_experts else None
     engine, task = (
-        engine_of(machine, qs.compile("1f1b", mesh="pp=1", microbatches=4), torch.bfloat16),
+        engine_of(machine, qs.compile("1f1b", mesh="pp=1", microbatches=4), torch.bfloat16, blocks=blocks),
         ids_task(3, 8, 16),
     )
     batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in zip(task.inputs, task.targets, strict=True)]

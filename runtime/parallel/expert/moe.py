@@ -7,9 +7,10 @@
     all-to-all    0 0 1  2 3              0 1  2 2 3           back; weighed, and added up in the order of a token's k
 
 No assignment is dropped (Gale et al. 2022, "MegaBlocks"), unless a capacity is set (Fedus et al. 2021, "Switch
-Transformers"). Every expert runs in every forward, on no rows where none came: then its weights have gradients, which
-are zero, on all ranks at the same point. An expert that all tokens pass besides (`shared`) is that of Dai et al. 2024,
-"DeepSeekMoE".
+Transformers"); with `pad_to_capacity` every expert is given as many rows as that, and the host never waits for the
+routing (see `dispatch`). Every expert runs in every forward, on no rows where none came: then its weights have
+gradients, which are zero, on all ranks at the same point. An expert that all tokens pass besides (`shared`) is that of
+Dai et al. 2024, "DeepSeekMoE".
 """
 
 from __future__ import annotations
@@ -26,11 +27,9 @@ from quintsched.errors import MisfitError, UsageError
 from ...autograd.deferred_weight_grads import linear
 from ...comm import Group, SelfGroup, as_group
 from ...comm.autograd_collectives import all_to_all_rows
+from .dispatch import Rows, counted, padded
 from .router import Routing, balance_loss, route, z_loss
 from .tensor_boundary import TensorBoundary
-
-Rows = list[list[int]]
-"""How many rows, per rank of ep and expert of the rank that they lie on."""
 
 
 class MoE(nn.Module):
@@ -46,7 +45,10 @@ class MoE(nn.Module):
         top_k: how many experts a token uses.
         renormalise: whether the weights of a token's experts add up to 1.
         capacity_factor: an expert takes no more than ceil(factor · T · k / E) of the assignments of a rank's T tokens,
-            first come, first served; the rest is dropped. None: no limit.
+            first come, first served; the rest is dropped. None: no limit. From E / k on nothing is.
+        pad_to_capacity: give each expert exactly as many rows, T at most, by repeats where there are fewer: numbers
+            are the same, shapes do not depend on the routing, and the host does not wait for it. Experts must treat
+            each row by itself.
         balance: coefficient of the balancing loss.
         z: coefficient of the router's z-loss.
         shared: what every token passes besides.
@@ -54,8 +56,10 @@ class MoE(nn.Module):
     Attributes:
         expert_tokens: (E,), int64: how often each expert was chosen here, by tokens of training forwards; what was
             dropped then counts too.
+        tokens_alike: whether all ranks of ep pass as many tokens in a forward; else rows are counted, with
+            `pad_to_capacity` too.
 
-    Raises `UsageError` for a `top_k` or a factor that cannot be.
+    Raises `UsageError` for a `top_k` or a factor that cannot be, or padding without one.
     """
 
     expert_tokens: Tensor
@@ -69,6 +73,7 @@ class MoE(nn.Module):
         top_k: int = 2,
         renormalise: bool = False,
         capacity_factor: float | None = None,
+        pad_to_capacity: bool = False,
         balance: float = 0.0,
         z: float = 0.0,
         shared: nn.Module | None = None,
@@ -78,8 +83,14 @@ class MoE(nn.Module):
             raise UsageError(f"a token cannot use top_k={top_k} of {experts} experts")
         if capacity_factor is not None and capacity_factor <= 0:
             raise UsageError(f"capacity_factor is {capacity_factor:g}; it must be above 0, or None for no limit")
+        if pad_to_capacity and capacity_factor is None:
+            raise UsageError(
+                "pad_to_capacity wants a capacity_factor, which says how many rows an expert is given; with "
+                f"capacity_factor={experts / top_k:g}, experts / top_k, nothing is dropped"
+            )
         self.num_experts, self.top_k, self.renormalise = experts, top_k, renormalise
         self.capacity_factor, self.balance, self.z = capacity_factor, balance, z
+        self.pad_to_capacity, self.tokens_alike = pad_to_capacity, True
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = nn.ModuleDict({str(number): make() for number in range(experts)})
         self.shared = shared
@@ -89,7 +100,12 @@ class MoE(nn.Module):
         self._boundary = TensorBoundary(self.group, cut=False, sliced=False)
         self._uncompiled: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
 
-    def share_out(self, group: Group, context: Group) -> None:
+    @property
+    def waits_for_routing(self) -> bool:
+        """Whether the host waits, in each forward, until it knows how many tokens go where."""
+        return not (self.pad_to_capacity and self.tokens_alike)
+
+    def share_out(self, group: Group, context: Group, *, tokens_alike: bool = False) -> None:
         """Keep this rank's experts, under their numbers; `context` are the ranks of one sequence.
 
         Raises `MisfitError` where the experts do not divide.
@@ -101,6 +117,7 @@ class MoE(nn.Module):
         mine = range(group.index * here, (group.index + 1) * here)
         self.experts = nn.ModuleDict({str(number): self.experts[str(number)] for number in mine})
         self.group, self._context = group, context
+        self.tokens_alike = tokens_alike or group.size == 1
 
     def set_boundary(self, boundary: TensorBoundary) -> None:
         """Let tokens enter and leave as tensor parallelism wants it."""
@@ -146,24 +163,24 @@ class MoE(nn.Module):
 
     def _mix(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return what each token's experts make of it, weighed: (T, D). The only way to the experts, and from them."""
-        limit = self._capacity(len(tokens))
-        counts = routing.counts if limit is None else routing.counts.clamp(max=limit)
-        order = _order(routing, limit)
-        sent, received = _exchange(counts, self.group)
-        to_others, from_others = [sum(rows) for rows in sent], [sum(rows) for rows in received]
+        capacity = self._capacity(len(tokens))
+        if capacity is None or self.waits_for_routing:
+            way = counted(routing, capacity, self.group)
+        else:
+            way = padded(routing, capacity, self.group)
+        from_others = [sum(rows) for rows in way.received]
         assigned = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
-        kept = order[: sum(to_others)]
-        arrived = all_to_all_rows(assigned.index_select(0, kept), self.group, to_others, from_others)
-        returned = all_to_all_rows(self._run(arrived, received), self.group, from_others, to_others)
-        placed = torch.zeros_like(assigned).index_copy(0, kept, returned)
+        arrived = all_to_all_rows(assigned.index_select(0, way.rows), self.group, way.sent, from_others)
+        returned = all_to_all_rows(self._run(arrived, way.received), self.group, from_others, way.sent)
+        placed = way.place(returned)
         weights = self._boundary.weights(routing.weights).to(tokens.dtype)
         weighed: Tensor = placed.unflatten(0, (-1, self.top_k)) * weights.unsqueeze(-1)
         return weighed.sum(1)
 
     def _capacity(self, tokens: int) -> int | None:
-        """The most assignments that an expert takes from this rank."""
+        """The most assignments that an expert takes from this rank, of which each token has at most one for it."""
         factor = self.capacity_factor
-        return None if factor is None else ceil(factor * tokens * self.top_k / self.num_experts)
+        return None if factor is None else min(tokens, ceil(factor * tokens * self.top_k / self.num_experts))
 
     def _run(self, rows: Tensor, received: Rows) -> Tensor:
         """Run each expert here on its rows, which come rank by rank and there expert by expert; return them so."""
@@ -176,38 +193,24 @@ class MoE(nn.Module):
         return torch.cat([made[place][source] for source in range(self.group.size) for place in range(num_here)])
 
     def touched_parameters(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """Yield the experts' parameters and what fraction of them a token touches."""
+        """Yield the experts' parameters and what fraction of them a token touches; rows that fill up count too."""
+        rows = self.top_k / self.num_experts
+        if self.pad_to_capacity and self.capacity_factor is not None:
+            rows = min(1.0, self.capacity_factor * rows)
         for parameter in self.experts.parameters():
-            yield parameter, self.top_k / self.num_experts
+            yield parameter, rows
 
     def extra_repr(self) -> str:
         """Describe the layer with its full count of experts."""
         return f"experts={self.num_experts}, top_k={self.top_k}, ep={self.group.size}"
 
 
-def _order(routing: Routing, limit: int | None) -> Tensor:
-    """Return the assignments (of T · k, a token's side by side) by expert, each in order; those beyond `limit` last."""
-    experts, order = routing.experts.flatten().sort(stable=True)
-    if limit is None:
-        return order
-    first = routing.counts.cumsum(0) - routing.counts
-    is_late = torch.arange(len(order), device=order.device) - first[experts] >= limit
-    return order[is_late.to(torch.uint8).sort(stable=True).indices]
-
-
-def _exchange(counts: Tensor, group: Group) -> tuple[Rows, Rows]:
-    """Return the rows that go to each rank's experts, and those that come from each to the experts here.
-
-    `counts` (E,) are those that go. This is where the host waits for the routing.
-    """
-    arriving = torch.empty_like(counts)
-    group.all_to_all(arriving, counts).wait()
-    sent, received = torch.stack((counts, arriving)).unflatten(1, (group.size, -1)).tolist()
-    return sent, received
-
-
 def apply_expert_parallel(
-    module: nn.Module, group: Group | dist.ProcessGroup, context: Group | dist.ProcessGroup | None = None
+    module: nn.Module,
+    group: Group | dist.ProcessGroup,
+    context: Group | dist.ProcessGroup | None = None,
+    *,
+    tokens_alike: bool = False,
 ) -> nn.Module:
     """Shard the experts of every `MoE` in `module` over `group`, in place, and return it.
 
@@ -215,13 +218,15 @@ def apply_expert_parallel(
         module: the full module, with the same parameters on all ranks; before tensor parallelism cuts it.
         group: the ranks of ep.
         context: the ranks that hold slices of the same sequences; None: sequences are whole.
+        tokens_alike: whether all ranks of ep give a layer as many tokens in every forward, without which mixtures that
+            pad count rows all the same. Where that is said and not so, they hang.
 
     Raises `MisfitError` where the experts of a layer do not divide.
     """
     experts = as_group(group)
     sequences = SelfGroup(0, experts.device) if context is None else as_group(context)
     for layer in mixtures(module).values():
-        layer.share_out(experts, sequences)
+        layer.share_out(experts, sequences, tokens_alike=tokens_alike)
     return module
 
 

@@ -60,14 +60,17 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
 
 
 def balance_loss(routing: Routing, group: Group) -> Tensor:
-    """Return this rank's summand of the balancing loss, 0-dimensional; `group` holds slices of the same sequences."""
+    """Return this rank's summand of the balancing loss, 0-dimensional; `group` holds slices of the same sequences.
+
+    Of no tokens it is 0.
+    """
     counts = routing.counts
     if group.size > 1:
         counts = counts.clone()
         group.all_reduce(counts).wait()
     assignments = routing.experts.numel() * group.size
     chosen = routing.probabilities.sum(0) @ counts.to(routing.probabilities.dtype)
-    return chosen * (len(counts) / assignments)
+    return chosen * (len(counts) / max(assignments, 1))
 
 
 def z_loss(routing: Routing) -> Tensor:

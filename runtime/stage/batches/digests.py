@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...blocks.trees import Branch, Leaf, Node, Place, Tree
+from ...data.marks import scattered
 
 Number = int | Tensor
 """An int, or 0-dimensional, int64, on the device of what it is of, which nobody waits for."""
@@ -131,15 +132,14 @@ def _signed(number: int) -> int:
 
 
 def _scattered(tensor: Tensor) -> Tensor:
-    """Return numbers from all over a tensor, so placed that no pattern of rows is met: (n,)."""
+    """Return numbers from all over a tensor: (n,)."""
     places = _places(tensor.shape, tensor.device, is_flat=tensor.is_contiguous())
     return tensor.view(-1).index_select(0, places[0]) if len(places) == 1 else tensor[places]
 
 
 @lru_cache(maxsize=256)
 def _places(shape: tuple[int, ...], device: torch.device, *, is_flat: bool) -> tuple[Tensor, ...]:
-    count = prod(shape)
-    flat = np.array([number * 0x9E3779B1 % count for number in range(_SCATTERED)], dtype=np.int64)
+    flat = scattered(prod(shape), _SCATTERED)
     places = (flat,) if is_flat else np.unravel_index(flat, shape)
     return tuple([torch.from_numpy(place).to(device) for place in places])
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from quintsched.files import folders
+
 CHANGING = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "utime", "ftruncate")
 LOOKING = ("lstat", "stat", "listdir", "scandir")
 
@@ -68,6 +70,7 @@ def crashing(at: int | None, **more: Any) -> Iterator[Crash]:
     with pytest.MonkeyPatch.context() as patch:
         for name in CHANGING:
             patch.setattr(os, name, crash.changing(name, getattr(os, name)))
+        patch.setattr(folders, "exchange", crash.changing("exchange", folders.exchange))
         for name in LOOKING:
             patch.setattr(os, name, crash.looking(getattr(os, name)))
         yield crash

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import quintsched as qs
+from quintsched.files import folders
+from quintsched.files.folders import exchange
 from quintsched.runtime.checkpoint.checkpoints import COSTS, Checkpoints
 from quintsched.runtime.checkpoint.run_lock import LOCK
 from quintsched.runtime.comm import Transport, run_local
@@ -20,6 +22,7 @@ from quintsched.runtime.engine import Engine
 from .crash import Killed, crashing
 from .test_manifest import Holder
 
+STEP = "step-00000004"
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 
 
@@ -117,6 +120,15 @@ def an_older_step_in_the_background(folder: Path) -> dict[str, Any]:
 def test_a_save_that_dies_at_any_call_leaves_a_whole_step(
     there: Callable[[Path], dict[str, Any]], halves: bool, tmp_path: Path
 ) -> None:
+    die_at_every_call(there, halves, tmp_path)
+
+
+def test_nor_is_a_step_lost_where_folders_cannot_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    die_at_every_call(the_same_step, False, tmp_path)
+
+
+def die_at_every_call(there: Callable[[Path], dict[str, Any]], halves: bool, tmp_path: Path) -> None:
     begun, folder = tmp_path / "begun", tmp_path / "run"
     how = there(begun)
     before = load(begun)
@@ -125,6 +137,7 @@ def test_a_save_that_dies_at_any_call_leaves_a_whole_step(
         at += 1
         shutil.copytree(begun, folder)
         died = dies(at, halves=halves, act=lambda: save(folder, 4, 40.0, **how))
+        assert (folder / STEP).is_dir() or there is not the_same_step or folders.exchange is not exchange, at
         found = load(folder)
         assert found in (before, (4, 40.0)), at
         seen.add(found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from quintsched.runtime.data.loaders import OTHER_DATA, OTHER_GENERATORS, REREAD, SHARED, LoaderFeed
-from quintsched.runtime.data.marks import is_marked, mark_of, sample_of
+from quintsched.runtime.data.marks import is_marked, mark_of, sample_of, scattered
 
 EPOCHS, ROWS = 2, 14
 
@@ -214,3 +214,9 @@ def test_a_mark_is_of_what_was_given_whatever_becomes_of_it() -> None:
     sample = sample_of(batch)
     batch.zero_()
     assert mark_of(sample) == mark_of(sample_of(torch.arange(6.0)))
+
+
+def test_marks_of_earlier_runs_still_say_the_same() -> None:
+    places = scattered(5000, 1024)
+    assert (len(set(places.tolist())), places[:4].tolist()) == (1024, [0, 761, 1522, 2283])
+    assert mark_of(sample_of({"x": torch.arange(5000.0)})) == {"/x": [1847380588, 0]}

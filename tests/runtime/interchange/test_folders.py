@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quintsched.files import folders as whole_folders
 from quintsched.runtime.comm.base import SelfGroup
 from quintsched.runtime.comm.control import ControlGroup
 from quintsched.runtime.interchange import folders
@@ -31,7 +32,7 @@ def killed(after: int, work: Callable[[], None]) -> bool:
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
-    left, rename, exchange = [after], os.rename, folders.exchange
+    left, rename, exchange = [after], os.rename, whole_folders.exchange
 
     def counted(renaming: Callable[..., object]) -> Callable[..., object]:
         def counting(*args: object, **named: object) -> object:
@@ -42,7 +43,7 @@ def killed(after: int, work: Callable[[], None]) -> bool:
 
         return counting
 
-    os.rename, folders.exchange = counted(rename), counted(exchange)  # type: ignore[assignment]
+    os.rename, whole_folders.exchange = counted(rename), counted(exchange)  # type: ignore[assignment]
     try:
         work()
     finally:
@@ -54,7 +55,7 @@ def test_a_kill_at_any_renaming_leaves_it_whole(
     can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+        monkeypatch.setattr(whole_folders, "exchange", lambda one, other: False)
     for after in range(20):
         path = tmp_path / str(after) / "out"
         path.parent.mkdir()

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter import step_graphs
+from quintsched.runtime.models.moe_gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, tiny_gpt
 
@@ -235,7 +237,28 @@ def test_losses_that_are_means(loss: str) -> None:
     require_same(lambda **more: engine_of(loss_fn=loss_fn, **more))
 
 
+def moe_blocks(*, pads: bool) -> Any:
+    data = DataSpec(input_shape=(LENGTH,), num_classes=10)
+    options = {"hidden": 16, "depth": 2, "experts": 4, "capacity_factor": 1.25, "balance": 0.01}
+    return moe_gpt(data, MoEGPTOptions(**options, pad_to_capacity=pads))
+
+
+def test_experts_that_pad() -> None:
+    require_same(lambda **more: engine_of(blocks=moe_blocks(pads=True), **more))
+    tokens = []
+    for is_captured in (True, False):
+        engine = engine_of(blocks=moe_blocks(pads=True), cuda_graph=is_captured)
+        trained(engine)
+        tokens.append(engine.expert_tokens())
+    assert all(torch.equal(count, tokens[1][name]) for name, count in tokens[0].items())
+
+
 # What is refused.
+
+
+def test_experts_that_ask_how_many_tokens_go_where() -> None:
+    with pytest.raises(UsageError, match="asks the device how many tokens go to each expert"):
+        engine_of(blocks=moe_blocks(pads=False), cuda_graph=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""Mixtures that pad train as those do that count their rows, on every mesh and schedule, in steps of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine, MoE
+from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.parallel.expert import moe
+from quintsched.runtime.parallel.expert.dispatch import Dispatch, counted
+from quintsched.runtime.train.losses import cross_entropy_sum
+
+from ...steps import changing
+from ...steps.changing import Shape
+from ...toys import difference, ids_task, sgd
+from .moe_training import LENGTH, Trained, moe_blocks, train_on, train_plainly
+from .test_moe_runs import LLAMA, MESHES, train_job
+
+DROPLESS = {"capacity_factor": 2.0, "pad_to_capacity": True}
+"""Of four experts a token uses two: no expert is ever given more."""
+
+
+def require_same(found: Sequence[Trained], expected: Sequence[Trained]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == pytest.approx(other.losses, abs=1e-12)
+        assert one.norms == pytest.approx(other.norms, rel=1e-12)
+        assert one.tokens == other.tokens
+        assert all(difference(weight, other.weights[name]) <= 1e-12 for name, weight in one.weights.items())
+
+
+def train_both(plan: qs.Plan, factor: float, more: dict[str, Any] | None = None, **options: Any) -> list[Trained]:
+    """Train mixtures that pad, and those that count; return the figures, which are the same."""
+    runs = []
+    for pads in (True, False):
+        blocks = moe_blocks(capacity_factor=factor, pad_to_capacity=pads, **options)
+        runs.append(train_on(plan, ids_task(2, 8, LENGTH), blocks, 1.0, {}, **(more or {})))
+    require_same(*runs)
+    return runs[0]
+
+
+def require_one_process(found: Sequence[Trained], plan: qs.Plan, **options: Any) -> None:
+    """Equal one process in which nothing is dropped or padded."""
+    replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
+    count = replicas * plan.schedule.microbatches
+    alone = train_plainly(ids_task(2, 8, LENGTH), moe_blocks(**options), count, 1.0, {})
+    require_same(found, [alone] * len(found))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_padded_meshes_equal_one_process(mesh: str) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=1)
+    require_one_process(train_on(plan, ids_task(2, 8, LENGTH), moe_blocks(**DROPLESS), 1.0, {}), plan)
+
+
+CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("zb-h1", "pp=2,ep=2", {}, {}, {"shared_experts": 1}),
+    ("zb-h1", "ep=2,tp=2", {"recompute": 1}, {"sequence_parallel": True}, LLAMA),
+    ("1f1b", "cp=2,ep=2", {"recompute": 2}, {}, {}),
+    ("1f1b", "ep=4", {}, {}, {}),
+    ("interleaved-1f1b", "ep=2,pp=2", {"chunks": 2, "recompute": 1}, {}, {"top_k": 1, "balance": 0.3}),
+    ("dualpipe-v", "pp=2,ep=2", {"overlap": True}, {}, {}),
+    ("1f1b", "dp=2,ep=2", {"zero": 3}, {}, {}),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("factor", [0.5, 1.25, "E/k"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_padding_changes_no_run(case: tuple[Any, ...], factor: float | str) -> None:
+    schedule, mesh, shape, more, options = case
+    number = 4 / options.get("top_k", 2) if isinstance(factor, str) else factor
+    plan = qs.compile(schedule, mesh=mesh, microbatches=4 if schedule == "dualpipe-v" else 2, **shape)
+    found = train_both(plan, number, more, **options)
+    if isinstance(factor, str):
+        require_one_process(found, plan, **options)
+
+
+# Steps of any shape.
+
+UNEVEN = [
+    Shape([(12, 8), (12, 8)]),
+    Shape([(11, 8), (11, 8)]),
+    Shape([(12, 8), (7, 8)]),
+    Shape([(6, 8), (3, 16)]),
+    Shape([(6, 8), (0, 8)], evaluates=True),
+    Shape([(1, 8), (0, 8)]),
+    Shape([(0, 8), (5, 4)]),
+    Shape([(12, 8), (12, 8)]),
+    Shape([(12, 8), (5, 8)]),
+    Shape([(12, 8), (12, 8)]),
+]
+"""Of two replicas: uneven microbatches, other numbers of samples, other lengths, none; the first of them may not see
+from its own samples that something has changed."""
+
+
+def padding(factor: float = 0.75, *, pads: bool = True) -> Blocks:
+    return moe_blocks(16, capacity_factor=factor, pad_to_capacity=pads)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "pp=2,ep=2"])
+def test_replicas_of_other_shapes_have_the_same_numbers(mesh: str) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
+    padded, plain = (changing.train_on(plan, padding(pads=pads), UNEVEN) for pads in (True, False))
+    for one, other in zip(padded, plain, strict=True):
+        changing.require_equal([one], other)
+
+
+def test_rows_are_counted_in_the_steps_that_want_it_and_in_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def noting(*given: Any) -> Dispatch:
+        counts.append(1)
+        return counted(*given)
+
+    monkeypatch.setattr(moe, "counted", noting)
+    plan = qs.compile("1f1b", mesh="ep=2", microbatches=4)
+
+    def run(transport: Transport) -> tuple[list[bool], list[bool]]:
+        engine = Engine(plan, padding(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        layer = next(module for module in engine.stages[0].modules() if isinstance(module, MoE))
+        has_counted, waits = [], []
+        for step, shape in enumerate(UNEVEN):
+            transport.world_group().all_reduce(torch.zeros(1)).wait()
+            counts.clear()
+            inputs, targets = changing.batches(shape, step)[engine.replica]
+            (engine.evaluate if shape.evaluates else engine.step)(inputs, targets)
+            transport.world_group().all_reduce(torch.zeros(1)).wait()
+            has_counted.append(bool(counts))
+            waits.append(layer.waits_for_routing)
+        return has_counted, waits
+
+    differ = [first != second for first, second in (shape.replicas for shape in UNEVEN)]
+    assert run_local(2, run, rules="nccl") == [(differ, differ)] * 2
+
+
+def test_a_first_batch_that_one_replica_cannot_cut_is_refused_by_all() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2,ep=2", microbatches=4)
+
+    def run(transport: Transport) -> str:
+        engine = Engine(plan, padding(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        given = changing.batches(Shape([(4, 8), (4, 8)]), 0)[engine.replica]
+        if engine.replica == 1 and engine.needs_inputs:
+            given = (given[0][0, 0], given[1])
+        with pytest.raises(qs.MisfitError) as refusal:
+            engine.step(*given)
+        return str(refusal.value)
+
+    words = "inputs of shape () cannot be cut into microbatches"
+    assert all(words in refusal for refusal in run_local(4, run, timeout_s=10))
+
+
+def test_overlapped_computations_refuse_other_shapes() -> None:
+    plan = qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4, overlap=True)
+    shapes = [Shape([(8, 8), (8, 8)])] * 3
+    alike, one = changing.train_on(plan, padding(), shapes), changing.train_on(plan, padding(pads=False), shapes)
+    for found, expected in zip(alike, one, strict=True):
+        changing.require_equal([found], expected)
+    with pytest.raises(qs.MisfitError, match="give all replicas as many samples of the same length, or compile the pl"):
+        changing.train_on(plan, padding(), [*shapes, Shape([(8, 8), (4, 8)])])
+
+
+class Counting(nn.Module):
+    """A block whose meta device cannot say what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.sum().item()
+
+
+def test_shapes_that_depend_on_data_are_refused() -> None:
+    plan = qs.compile("1f1b", mesh="ep=2", microbatches=1)
+    first, *others = padding()
+    with pytest.raises(qs.MisfitError, match="blocks depend on data; take pad_to_capacity=False"):
+        changing.train_on(plan, [first, Counting, *others], UNEVEN[:1])
+    changing.train_on(plan, [first, Counting, *padding(pads=False)[1:]], UNEVEN[:1])
+
+
+def test_a_job_pads_to_the_losses_of_one_that_does_not(tmp_path: Path) -> None:
+    pads = ("--set", "model.options.pad_to_capacity=true")
+    alone = train_job(tmp_path / "alone", "pp=1", 4)
+    ranks = train_job(tmp_path / "ranks", "ep=2,pp=2", 2, *pads, capacity="2.0")
+    for one, other in zip(alone, ranks, strict=True):
+        assert other.get("loss") == pytest.approx(one.get("loss"), abs=1e-10)
+        assert other.get("expert_tokens") == one.get("expert_tokens")
