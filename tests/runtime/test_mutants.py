@@ -25,21 +25,12 @@ from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.blocks.blocks import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..planner.verify.mutants import (
-    any_mutant,
-    offloaded_plans,
-    overlapping_plans,
-    small_plans,
-    spelled_plans,
-    uneven_plans,
-)
+from ..planner.verify.mutants import any_mutant
+from ..planner.verify.small_plans import DRAWN, OVERLAPPING, Recipe, any_plan
 from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
-UNEVEN = [replace(plan, blocks_per_stage=()) for plan in uneven_plans()]
-"""Each piece of the model is one block here."""
-SEEDS = [*small_plans(), *spelled_plans() * 4, *overlapping_plans() * 4, *UNEVEN * 4, *offloaded_plans() * 4]
-PLANS = [plan for plan in SEEDS if plan.mode == "train"]
+TRAINING = [recipe for recipe in DRAWN if recipe.schedule.mode == "train"]
 NAMED = {"embedding": "layer.weight", "more": "key.weight"}
 """Which weight of a block each name ties that a plan, or a change of it, has."""
 
@@ -185,21 +176,26 @@ def require_equality(plan: qs.Plan, rules: Rules = "nccl") -> None:
     assert difference < 1e-10, (difference, plan.title, plan.to_json())
 
 
-def accepted(seed: int, count: int, plans: Sequence[qs.Plan] = PLANS) -> list[qs.Plan]:
+def of_single_blocks(plan: qs.Plan) -> qs.Plan:
+    """Each piece of the model is one block here."""
+    return replace(plan, blocks_per_stage=())
+
+
+def accepted(seed: int, count: int, recipes: Sequence[Recipe] = TRAINING) -> list[qs.Plan]:
     """Return those of so many mutants that are sound and are not what they were made from, each once."""
     random, found = Random(seed), {}
     for _ in range(count):
-        plan = random.choice(plans)
-        changed = replace(any_mutant(plan, random), blocks_per_stage=())
+        plan = of_single_blocks(any_plan(recipes, random))
+        changed = of_single_blocks(any_mutant(plan, random))
         if changed != plan and changed.check(profile="blocking").sound:
             found[changed.to_json()] = changed
     return list(found.values())
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("plan", PLANS[::31], ids=lambda plan: plan.title)
-def test_what_is_compiled_trains_as_one_process_does(plan: qs.Plan) -> None:
-    require_equality(plan)
+@pytest.mark.parametrize("recipe", TRAINING[::31], ids=str)
+def test_what_is_compiled_trains_as_one_process_does(recipe: Recipe) -> None:
+    require_equality(of_single_blocks(recipe.plan))
 
 
 def test_mutants_that_are_sound_train_as_one_process_does() -> None:
@@ -211,8 +207,8 @@ def test_mutants_that_are_sound_train_as_one_process_does() -> None:
 
 def test_mutants_of_pairs_that_are_sound_train_as_one_process_does() -> None:
     """Forwards put beside other backwards than before, pairs taken apart, microbatches renamed in them."""
-    plans = [plan for plan in overlapping_plans() if plan.mesh.size <= 4]
-    found = [plan for plan in accepted(0, 500, plans) if len(plan.columns.rows_where(Overlap))]
+    recipes = [recipe for recipe in OVERLAPPING if recipe.mesh.size <= 4]
+    found = [plan for plan in accepted(0, 500, recipes) if len(plan.columns.rows_where(Overlap))]
     assert len(found) > 20
     for plan in found[:12]:
         require_equality(plan)

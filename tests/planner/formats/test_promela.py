@@ -15,15 +15,16 @@ from quintsched.ir.diagnostics import Point
 from quintsched.ir.instructions import Overlap, SendAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
-from tests.planner.verify.mutants import mutant, offloaded_plans, overlapping_plans, small_plans, with_program
+from tests.planner.verify.mutants import mutant, with_program
+from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, plans_up_to
 from tests.planner.verify.test_host_order import held_back
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")
 
-SEEDS = [*small_plans(), *offloaded_plans(), *overlapping_plans()]
-SMALL = [plan for plan in SEEDS if plan.num_instructions <= 60]
-TINY = [plan for plan in SMALL if plan.num_instructions <= 32]
+SEEDS = (*SMALL, *OFFLOADED, *OVERLAPPING)
+MOST, TINY, PARTS = 60, 32, 60
+"""Instructions of a plan that SPIN judges, of one that it judges often, and tests that share these plans out."""
 
 
 def errors(model: str, folder: Path) -> int:
@@ -53,7 +54,8 @@ def expected_errors(verdict: Verdict, profile: str) -> bool:
 
 def assert_spin_agrees(plan: Plan, profile: str, folder: Path) -> bool:
     wrong = expected_errors(plan.check(profile=profile), profile)
-    assert bool(errors(to_promela(plan, profile=profile), folder)) == wrong, (profile, plan.check().explain())
+    agrees = bool(errors(to_promela(plan, profile=profile), folder)) == wrong
+    assert agrees, (plan.title, profile, plan.check().explain())
     return wrong
 
 
@@ -66,10 +68,11 @@ def test_spin_accepts_a_plan_under_every_profile(profile, tmp_path):
 
 @needs_spin
 @pytest.mark.slow
-@pytest.mark.parametrize("seed_plan", SMALL, ids=lambda plan: f"{plan.title}, {plan.schedule.slices} slices")
-def test_spin_accepts_what_is_compiled(seed_plan, tmp_path):
-    for profile in PROFILES if seed_plan in TINY else ("blocking", "single-stream"):
-        assert not assert_spin_agrees(seed_plan, profile, tmp_path)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_spin_accepts_what_is_compiled(part, tmp_path):
+    for plan in plans_up_to(MOST, SEEDS)[part::PARTS]:
+        for profile in PROFILES if plan.num_instructions <= TINY else ("blocking", "single-stream"):
+            assert not assert_spin_agrees(plan, profile, tmp_path)
 
 
 @needs_spin
@@ -77,8 +80,8 @@ def test_spin_accepts_what_is_compiled(seed_plan, tmp_path):
 @pytest.mark.parametrize("seed", range(10))
 def test_spin_and_checker_agree_on_mutants(seed, tmp_path):
     """40 each under blocking rendezvous, on all points of soundness: 400 adjudicated by SPIN."""
-    random = Random(seed)
-    verdicts = [assert_spin_agrees(mutant(random.choice(SMALL), random), "blocking", tmp_path) for _ in range(40)]
+    random, plans = Random(seed), plans_up_to(MOST, SEEDS)
+    verdicts = [assert_spin_agrees(mutant(random.choice(plans), random), "blocking", tmp_path) for _ in range(40)]
     assert any(verdicts)
 
 
@@ -87,9 +90,9 @@ def test_spin_and_checker_agree_on_mutants(seed, tmp_path):
 @pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "blocking"])
 def test_spin_and_checker_agree_on_mutants_under_other_profiles(profile, tmp_path):
     """30 each, of those whose channels and collectives the checker could pair: 120 more."""
-    random, seen = Random(PROFILES[profile].stands_for), []
+    random, seen, plans = Random(PROFILES[profile].stands_for), [], plans_up_to(TINY, SEEDS)
     while len(seen) < 30:
-        plan = mutant(random.choice(TINY), random)
+        plan = mutant(random.choice(plans), random)
         if plan.check().profiles:
             seen.append(assert_spin_agrees(plan, profile, tmp_path))
     assert not all(seen)

@@ -30,7 +30,8 @@ from quintsched.simulation.message_slots import (
     send_lifetimes,
 )
 
-from ..verify.mutants import any_mutant, small_plans
+from ..verify.mutants import any_mutant
+from ..verify.small_plans import SMALL, any_plan
 
 RULES = [MessageRule(None, 4), MessageRule(2, 4), MessageRule(1, None), MessageRule(3, 1)]
 SHAPES = [(1, 3), (2, 2), (2, 4), (2, 5), (3, 4), (4, 4), (4, 8), (5, 6)]
@@ -197,9 +198,8 @@ def test_skips_have_slots_of_their_own(schedule: Schedule) -> None:
 
 def test_plans_in_odd_orders_too() -> None:
     random, found = Random(0), 0
-    plans = small_plans()
-    for _ in range(80):
-        plan = any_mutant(random.choice(plans), random)
+    for _ in range(200):
+        plan = any_mutant(any_plan(SMALL, random), random)
         if plan.check(profile="tagged").sound:
             found += 1
             require_minimal(plan, RULES[found % len(RULES)])

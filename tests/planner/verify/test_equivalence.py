@@ -31,22 +31,14 @@ from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.algebra import PRIME, Model, Saved, Sequential, Weights, backward, forward
 from quintsched.verify.equivalence import equivalence
-from tests.planner.verify.mutants import (
-    any_mutant,
-    offloaded_plans,
-    overlapping_plans,
-    small_plans,
-    spelled_plans,
-    uneven_plans,
-    with_program,
-)
-
-PLANS = [*small_plans(), *spelled_plans(), *overlapping_plans(), *uneven_plans(), *offloaded_plans()]
+from tests.planner.verify.mutants import any_mutant, with_program
+from tests.planner.verify.small_plans import EACH, Recipe, any_plan
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.title}, {plan.schedule.slices} slices")
-def test_every_schedule_is_equivalent(plan):
+@pytest.mark.parametrize("recipe", EACH, ids=str)
+def test_every_schedule_is_equivalent(recipe: Recipe):
+    plan = recipe.plan
     assert equivalence(plan).holds, equivalence(plan).explain()
     assert "computes the gradient of the sequential program" in equivalence(plan, seed=7).explain()
 
@@ -320,9 +312,9 @@ def test_a_malformed_plan_is_not_run():
     assert not equivalence(replace(PLAIN, programs=PLAIN.programs[:1])).holds
 
 
-@given(plan=st.sampled_from(PLANS), random=st.randoms(use_true_random=False))
-def test_what_is_sound_is_equivalent(plan, random):
-    assert_sound_is_equivalent(any_mutant(plan, random))
+@given(recipe=st.sampled_from(EACH), random=st.randoms(use_true_random=False))
+def test_what_is_sound_is_equivalent(recipe, random):
+    assert_sound_is_equivalent(any_mutant(recipe.plan, random))
 
 
 def assert_sound_is_equivalent(plan: Plan) -> bool:
@@ -334,8 +326,10 @@ def assert_sound_is_equivalent(plan: Plan) -> bool:
 def test_a_renumbered_computation_never_gives_the_same_gradient():
     """What the checker calls unsound is not always inequivalent; another microbatch or another stage is."""
     random = Random(0)
+    training = [recipe for recipe in EACH if recipe.schedule.mode == "train"]
+    several = [recipe for recipe in training if recipe.options["microbatches"] * recipe.options.get("slices", 1) > 1]
     for _ in range(200):
-        plan = random.choice([plan for plan in PLANS if plan.mode == "train" and plan.schedule.num_units > 1])
+        plan = any_plan(several, random)
         rank = random.randrange(len(plan.programs))
         program = list(plan.programs[rank])
         index = random.choice([k for k, i in enumerate(program) if isinstance(i, Compute)])
@@ -350,4 +344,4 @@ def test_a_renumbered_computation_never_gives_the_same_gradient():
 def test_what_is_sound_is_equivalent_on_many_mutants(seed):
     random = Random(seed)
     for _ in range(1000):
-        assert_sound_is_equivalent(any_mutant(random.choice(PLANS), random))
+        assert_sound_is_equivalent(any_mutant(any_plan(EACH, random), random))

@@ -18,24 +18,17 @@ from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.soundness import Point
 from tests.planner.verify.judge import Judge
-from tests.planner.verify.mutants import (
-    any_mutant,
-    offloaded_plans,
-    overlapping_plans,
-    small_plans,
-    spelled_plans,
-    uneven_plans,
-    with_program,
-)
+from tests.planner.verify.mutants import any_mutant, with_program
+from tests.planner.verify.small_plans import DRAWN, EACH, OVERLAPPING, any_plan, plans_up_to
 
-OFTEN = [*spelled_plans(), *overlapping_plans(), *uneven_plans(), *offloaded_plans()]
-PLANS = [*small_plans(), *OFTEN * 4]
+PIPELINES = [recipe for recipe in DRAWN if recipe.mesh.pp > 1]
+PARTS = 32
 
 
 @st.composite
 def mutants(draw: st.DrawFn) -> Plan:
     """A plan with 1 to 4 faults, or with changes that do no harm."""
-    return any_mutant(draw(st.sampled_from(PLANS)), draw(st.randoms(use_true_random=False)))
+    return any_mutant(draw(st.sampled_from(DRAWN)).plan, draw(st.randoms(use_true_random=False)))
 
 
 def assert_agreement(plan: Plan) -> None:
@@ -67,16 +60,16 @@ def test_checker_and_run_agree_on_a_hundred_thousand_mutants(seed):
     """2,600 each, of all schedules there are: 104,000 in about five minutes of one core."""
     random = Random(seed)
     for _ in range(2600):
-        assert_agreement(any_mutant(random.choice(PLANS), random))
+        assert_agreement(any_mutant(any_plan(DRAWN, random), random))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_checker_and_run_agree_on_twenty_thousand_mutants_of_pairs(seed):
     """2,500 each, of plans in which forwards run beside backwards; those that are sound have pairs, most of them."""
-    random, sound, plans = Random(seed), Counter[bool](), overlapping_plans()
+    random, sound = Random(seed), Counter[bool]()
     for _ in range(2500):
-        plan = any_mutant(random.choice(plans), random)
+        plan = any_mutant(any_plan(OVERLAPPING, random), random)
         assert_agreement(plan)
         if plan.check(profile="blocking").sound:
             sound[len(plan.columns.rows_where(Overlap)) > 0] += 1
@@ -102,24 +95,23 @@ def test_checker_and_run_agree_on_every_pair_of_a_small_plan():
 
 def test_mutants_offend_against_every_point():
     random = Random(0)
-    verdicts = [any_mutant(random.choice(PLANS), random).check(profile="blocking") for _ in range(500)]
+    verdicts = [any_mutant(any_plan(DRAWN, random), random).check(profile="blocking") for _ in range(500)]
     points = {finding.point for verdict in verdicts for finding in verdict.findings}
     assert points == {*Point} - {Point.MEMORY}
     assert sum(verdict.sound for verdict in verdicts) > 20, "some changes do no harm"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed_plan", [plan for plan in PLANS if plan.num_instructions <= 30], ids=lambda plan: plan.title
-)
-def test_checker_and_run_agree_on_every_single_swap_and_drop(seed_plan):
-    for rank, program in enumerate(seed_plan.programs):
-        for i in range(len(program)):
-            assert_agreement(with_program(seed_plan, rank, [*program[:i], *program[i + 1 :]]))
-            for j in range(i):
-                swapped = list(program)
-                swapped[i], swapped[j] = swapped[j], swapped[i]
-                assert_agreement(with_program(seed_plan, rank, swapped))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_checker_and_run_agree_on_every_single_swap_and_drop(part):
+    for plan in plans_up_to(30, EACH)[part::PARTS]:
+        for rank, program in enumerate(plan.programs):
+            for i in range(len(program)):
+                assert_agreement(with_program(plan, rank, [*program[:i], *program[i + 1 :]]))
+                for j in range(i):
+                    swapped = list(program)
+                    swapped[i], swapped[j] = swapped[j], swapped[i]
+                    assert_agreement(with_program(plan, rank, swapped))
 
 
 def test_checker_and_run_agree_on_the_swaps_of_a_small_plan():
@@ -240,7 +232,7 @@ def test_a_cycle_is_a_cycle(careless, name, mesh, m):
 
 @given(data=st.data())
 def test_a_cycle_of_a_mutant_is_a_cycle(data):
-    plan = data.draw(st.sampled_from([plan for plan in PLANS if plan.mesh.pp > 1]))
+    plan = data.draw(st.sampled_from(PIPELINES)).plan
     rank = data.draw(st.integers(0, plan.mesh.pp - 1))
     program = list(plan.programs[rank])
     messages = [index for index, i in enumerate(program) if isinstance(i, Message)]

@@ -1,0 +1,192 @@
+"""What small plans are compiled from: every schedule, with all that a plan can have.
+
+SMALL = (Recipe(1f1b, mesh="pp=1", microbatches=1, …), …)      known when tests are collected
+SMALL[0].plan                                                  compiled when it is asked for, and kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
+import quintsched as qs
+from quintsched.passes.place_offloads import least_cap
+from quintsched.plan import Plan
+from quintsched.schedules import Schedule, find_schedule
+
+SHAPES = (
+    ("pp=1", 1),
+    ("pp=2", 2),
+    ("pp=2", 3),
+    ("pp=2", 4),
+    ("dp=2,pp=2", 4),
+    ("dp=2,pp=3", 3),
+    ("dp=2,ep=2,pp=2", 2),
+    ("pp=3", 4),
+    ("pp=4", 4),
+)
+PAIRED = (
+    ("dualpipe-v", "pp=1", 3),
+    ("dualpipe-v", "pp=2", 4),
+    ("dualpipe-v", "dp=2,pp=2", 3),
+    ("dualpipe-v", "pp=3", 6),
+    ("dualpipe", "pp=2", 4),
+    ("dualpipe", "dp=2,ep=2,pp=2", 4),
+    ("dualpipe", "pp=4", 8),
+    ("interleaved-1f1b", "pp=1", 3),
+    ("interleaved-1f1b", "pp=2", 4),
+    ("interleaved-1f1b", "dp=2,pp=2", 4),
+    ("interleaved-1f1b", "pp=3", 3),
+)
+LIGHT = qs.Costs(activation_after_input=0.25)
+BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
+"""Not those that other tests have registered."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a plan is compiled from; one that `offloads` moves as many activations to the host as it can."""
+
+    schedule: Schedule
+    options: Mapping[str, Any]
+    offloads: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}".replace(" ", "") for name, value in self.options.items()]
+        return " ".join([self.schedule.name, *words, *["offload"] * self.offloads])
+
+    @cached_property
+    def plan(self) -> Plan:
+        plan = qs.compile(self.schedule, **self.options)
+        if not self.offloads:
+            return plan
+        return qs.compile(self.schedule, **self.options, offload=least_cap(plan, LIGHT), costs=LIGHT)
+
+    @property
+    def mesh(self) -> qs.Mesh:
+        return qs.Mesh.parse(self.options["mesh"])
+
+
+def plans_up_to(instructions: int, recipes: Sequence[Recipe]) -> list[Plan]:
+    """Compile all of these, and return the plans that have so many instructions at most."""
+    return [recipe.plan for recipe in recipes if recipe.plan.num_instructions <= instructions]
+
+
+def any_plan(recipes: Sequence[Recipe], random: Random) -> Plan:
+    return random.choice(recipes).plan
+
+
+def _small() -> Iterator[Recipe]:
+    """Yield every schedule there is at those small shapes that it takes; with slices where it takes them.
+
+    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with skips
+    past stages, with a loss on a stage before the last, and with optimizer state, gradients or weights shared out over
+    its replicas.
+    """
+    for schedule in BUILT_IN:
+        for mesh, microbatches in SHAPES:
+            for slices in {1, min(2, schedule.max_slices)}:
+                pp = qs.Mesh.parse(mesh).pp
+                try:
+                    schedule.shape(pp, microbatches, None, slices)
+                except qs.UsageError:
+                    continue
+                last = len(schedule.placed(pp, None)) - 1
+                shape = {"mesh": mesh, "microbatches": microbatches, "slices": slices, "buckets_per_stage": 2}
+                yield from (
+                    Recipe(schedule, shape | more) for more in _kinds(schedule, last, "2" in mesh.split("pp")[0])
+                )
+
+
+def _kinds(schedule: Schedule, last: int, replicated: bool) -> Iterator[dict[str, Any]]:
+    recompute = [(stage + 1) % 2 for stage in range(last + 1)]
+    chain = last > 0 and not schedule.bidirectional
+    tied = {"embedding": (0, last)} if chain else {}
+    yield {}
+    if schedule.mode == "train":
+        yield {"recompute": recompute, "tied": tied}
+    if chain:
+        yield {"skip": _skips_between(last)}
+        yield {"losses": [last // 2, last], "skip": {"far": (0, last)}}
+    if replicated and schedule.mode == "train":
+        yield from ({"zero": 1}, {"zero": 2}, {"zero": 2, "zero_every": 2}, {"zero": 3}, {"zero": 3, "zero_every": 3})
+        yield {"zero": 3, "recompute": recompute, "tied": tied}
+    elif replicated:
+        yield {"zero": 3}
+
+
+def _skips_between(last: int) -> dict[str, tuple[int, ...]]:
+    """A skip from the first stage to all others, and one that goes past some, if there are such."""
+    return {"all": tuple(range(last + 1)), "far": (0, last)} if last < 3 else {"all": (0, 1, 2, last), "far": (1, last)}
+
+
+def _spelled() -> Iterator[Recipe]:
+    """Yield plans whose buckets are exchanged in messages: by rings, by trees, by what is fastest; with ZeRO 1 to 3."""
+    for name in ("1f1b", "zb-h1", "dualpipe", "interleaved-1f1b"):
+        for mesh in ("dp=2,pp=2", "dp=3,pp=2", "dp=2,ep=2,pp=2"):
+            kinds: list[dict[str, Any]] = [{"communication": means} for means in ("ring", "tree", "auto")]
+            kinds += [{"communication": "ring", "zero": zero} for zero in (1, 2, 3)]
+            kinds += [{"communication": "auto", "zero": 1}]
+            if name == "1f1b":
+                kinds.append({"communication": "ring", "zero": 1, "recompute": 1, "tied": {"embedding": (0, 1)}})
+            shape = {"mesh": mesh, "microbatches": 2 if name != "dualpipe" else 4}
+            yield from (Recipe(find_schedule(name), shape | kind) for kind in kinds)
+    for means in ("ring", "tree"):
+        yield Recipe(find_schedule("1f1b"), {"mesh": "dp=4", "microbatches": 1, "communication": means})
+
+
+def _offloaded() -> Iterator[Recipe]:
+    """Yield plans of every schedule that offload: recomputed in part, and ZeRO-3."""
+    for schedule in BUILT_IN:
+        if schedule.mode == "train":
+            shape = {"microbatches": 4, "slices": min(2, schedule.max_slices)}
+            recompute = [stage % 2 for stage in range(len(schedule.placed(2, None)))]
+            yield Recipe(schedule, {"mesh": "pp=2"} | shape, offloads=True)
+            yield Recipe(schedule, {"mesh": "dp=2,pp=2", "zero": 3} | shape, offloads=True)
+            yield Recipe(schedule, {"mesh": "pp=2", "recompute": recompute} | shape, offloads=True)
+
+
+def _overlapping() -> Iterator[Recipe]:
+    """Yield every schedule that has pairs, with them: plainly, recomputed and tied in part, skips, with ZeRO 1 to 3."""
+    for name, mesh, microbatches in PAIRED:
+        schedule = find_schedule(name)
+        shape = {"mesh": mesh, "microbatches": microbatches, "buckets_per_stage": 2, "overlap": True}
+        last = len(schedule.placed(qs.Mesh.parse(mesh).pp, None)) - 1
+        recompute = [(stage + 1) % 2 for stage in range(last + 1)]
+        tied = {} if schedule.bidirectional else {"embedding": (0, last)}
+        kinds: list[dict[str, Any]] = [{}, {"recompute": recompute, "tied": tied}]
+        if not schedule.bidirectional and last:
+            kinds.append({"skip": _skips_between(last), "losses": [last // 2, last]})
+        if "dp" in mesh:
+            kinds += [{"zero": 1}, {"zero": 2, "zero_every": 2}, {"zero": 3}, {"zero": 3, "recompute": recompute}]
+        yield from (Recipe(schedule, shape | kind) for kind in kinds)
+    for name, mesh, where in (("interleaved-1f1b", "pp=2", [0, 0, 1, 0]), ("dualpipe-v", "dp=2,pp=2", [0, 1, 1, 1, 0])):
+        shape = {"mesh": mesh, "microbatches": 4, "stage_to_pp": where, "overlap": True}
+        yield Recipe(find_schedule(name), shape)
+
+
+def _uneven() -> Iterator[Recipe]:
+    """Yield plans whose stages are runs of the schedule's, or missing, with as many blocks as they say."""
+    shapes: list[tuple[str, str, int, list[int], dict[str, Any]]] = [
+        ("1f1b", "dp=2,pp=2", 3, [0, 0, 1], {"stages": [1, 2, 0], "zero": 1}),
+        ("zb-h1", "pp=2", 3, [0, 1, 1, 1], {"stages": [2, 0, 1, 1], "tied": {"embedding": (0, 3)}}),
+        ("interleaved-1f1b", "pp=2", 4, [0, 0, 1, 0], {}),
+        ("zbv", "pp=2", 3, [0, 1, 1, 1, 0], {"recompute": [0, 1, 0, 1, 0]}),
+        ("dualpipe", "pp=2", 4, [0, 0, 1, 1, 1, 0], {"stages": [1, 3, 0, 1, 3, 0]}),
+        ("v-min", "pp=3", 3, [0, 1, 2, 1, 0], {"stages": [1, 1, 1, 1, 0]}),
+    ]
+    for name, mesh, microbatches, where, more in shapes:
+        shape = {"mesh": mesh, "microbatches": microbatches, "stage_to_pp": where}
+        yield Recipe(find_schedule(name), shape | more)
+
+
+SMALL, SPELLED, OFFLOADED, OVERLAPPING, UNEVEN = (
+    tuple(recipes) for recipes in (_small(), _spelled(), _offloaded(), _overlapping(), _uneven())
+)
+RARE = (*SPELLED, *OVERLAPPING, *UNEVEN, *OFFLOADED)
+EACH = (*SMALL, *RARE)
+DRAWN = (*SMALL, *RARE * 4)
+"""All of them; those that are few come up oftener where plans are drawn by chance."""
